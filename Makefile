@@ -1,0 +1,39 @@
+# setup: a virtual environment with everything;  demo: train a small GPT on four actors;
+# test: the tests;  check: all that CI runs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Worker processes for the tests; 0 runs them one after the other in this process.
+JOBS ?= 0
+DEMO ?= --placements tp2pp2 --backend ray --compare
+# More than one OpenMP thread per process collapses as soon as processes share the cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: setup demo test lint check format
+.DEFAULT_GOAL := check
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/train_gpt.py $(DEMO)
+
+test: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+check: lint
+	$(MAKE) test
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

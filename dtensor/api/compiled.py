@@ -1,0 +1,227 @@
+"""`compile`: any function of tensors and parallelized modules as a planned program.
+
+    f = compile(lambda x, w: (x @ w).relu(), Mesh(tp=2))
+    y = f(x, w)                  # DTensors; the first call captures, plans and loads
+    print(f.plan(x, w))          # nothing launched, nothing computed
+
+A call costs one round trip. Results are DTensors, replicated unless ``out`` pins them; their shards
+stay on the actors. A program is captured anew for new shapes, placements or modes, and cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor.api.program import Call, Options, Planned, plan_call
+from dtensor.api.session import Session, session_for
+from dtensor.api.tensor import DTensor, fresh_name
+from dtensor.daft import Stored
+from dtensor.errors import PlanningError
+from dtensor.runtime.lower import Lowered, fed_spec, lower, on_mesh
+from dtensor.runtime.rank_lower import Roles
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.local import shard_of
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import REPLICATE, Placement, Replicate, Shard
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.spec import TensorSpec
+
+Out = Mapping[str, Placement] | Sequence[Mapping[str, Placement]] | None
+
+
+class CompiledFunction:
+    """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        out: Out,
+        topology: Topology | None,
+        search: str,
+    ) -> None:
+        self.fn = fn
+        self.mesh = mesh
+        self.out = out
+        self.topology = topology
+        self.search = search
+        self.planned: dict[object, Planned] = {}
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
+        return self._planned(Call.of(self.fn, args, kwargs)).plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = Call.of(self.fn, args, kwargs)
+        planned = self._planned(call)
+        session = session_for(self.mesh)
+        program = load(session, planned, Roles())
+        names = {
+            f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"
+        }
+        future = session.run(program.handle, program.feed(call), names)
+        if session.cluster.failure is not None:
+            future.get()
+        results: list[DTensor] = []
+        outputs = {o.of: o for o in planned.plan.outputs if o.kind == "result"}
+        for index in sorted(outputs, key=int):
+            spec = on_stage(planned.plan, outputs[index].spec, outputs[index].values[0][0])
+            results.append(DTensor(spec, session, names[f"result {index}"]))
+        return planned.graph.unflatten(results)
+
+    def _planned(self, call: Call) -> Planned:
+        key = call.key()
+        if key not in self.planned:
+            self.planned[key] = plan_call(call, self.mesh, "none", self._options(call), self._name)
+        return self.planned[key]
+
+    @property
+    def _name(self) -> str:
+        name = self.fn.__name__ if hasattr(self.fn, "__name__") else type(self.fn).__name__
+        return "lambda" if name == "<lambda>" else name
+
+    def _options(self, call: Call) -> Options:
+        results: dict[int, Mapping[str, Placement]] = {}
+        if isinstance(self.out, Mapping):
+            count = len(call.graph("none").outputs) if self.out else 0
+            results = dict.fromkeys(range(count), self.out)
+        elif self.out is not None:
+            results = dict(enumerate(self.out))
+        for stated in results.values():
+            for axis in stated:
+                self.mesh.axis_size(axis)
+        return Options(results=results, topology=self.topology, free=self.search == "free")
+
+
+def compile(  # noqa: A001 - the name users know from torch
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    out: Out = None,
+    topology: Topology | None = None,
+    search: str = "predictable",
+) -> CompiledFunction:
+    """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
+
+    Args:
+        out: placements of the results by axis, for all, or one mapping per result; the default is
+            Replicate.
+        topology: what the planner prices with.
+        search: "predictable" splits only what pins reach; "free" lifts that.
+
+    Raises PlanningError at the first call, or at `plan`.
+    """
+    if search not in ("predictable", "free"):
+        raise PlanningError(f'search={search!r}: it is "predictable" or "free"')
+    return CompiledFunction(fn, mesh, out, topology, search)
+
+
+# -- programs on a session ---------------------------------------------------------------------
+
+
+class LoadedProgram:
+    """A lowered plan on a session, and how its arguments are cut for the ranks."""
+
+    def __init__(self, session: Session, planned: Planned, lowered: Lowered) -> None:
+        self.session = session
+        self.planned = planned
+        self.lowered = lowered
+        self.specs: dict[str, TensorSpec] = {
+            name: fed_spec(planned.plan, name) for name in planned.arguments
+        }
+        self.handle = session.cluster.load(lowered.program)
+
+    def feed(
+        self, call: Call, extra: Mapping[str, object] | None = None
+    ) -> list[dict[str, object]]:
+        """What each rank is fed: shards of tensors, handles of DTensors."""
+        mesh = self.session.mesh
+        fed: list[dict[str, object]] = []
+        cut: dict[tuple[str, object], torch.Tensor] = {}
+        for rank in range(mesh.size):
+            own: dict[str, object] = dict(extra or {})
+            for name in self.lowered.inputs[rank]:
+                leaf = call.leaves[self.planned.arguments[name]]
+                own[name] = self._shard(name, leaf, rank, cut)
+            fed.append(own)
+        return fed
+
+    def _shard(
+        self, name: str, leaf: Any, rank: int, cut: dict[tuple[str, object], torch.Tensor]
+    ) -> object:
+        spec = self.specs[name]
+        if isinstance(leaf, DTensor):
+            if leaf.session is not self.session:
+                raise PlanningError(
+                    f"{name} belongs to another launch than the one that runs now; "
+                    f"fix: distribute it inside this launch"
+                )
+            return Stored(leaf.name)
+        here = self.session.mesh.coordinates(rank)
+        key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
+        if key not in cut:
+            cut[key] = shard_of(leaf.detach(), spec, here)
+        return cut[key]
+
+
+def load(session: Session, planned: Planned, roles: Roles, grid: Any = None) -> LoadedProgram:
+    """Lower, verify and ship a plan once per session; put the state it needs."""
+    key = (id(planned), roles.gradients, roles.optimizer)
+    if key not in session.loaded:
+        state = state_names(session, planned)
+        lowered = lower(
+            planned.plan,
+            grid,
+            device=session.cluster.device,
+            roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
+        )
+        constants = {
+            i.name: i.constant for i in planned.plan.flow.inputs if i.constant is not None
+        }
+        if constants:
+            session.put(
+                [
+                    {state[n]: t for n, t in constants.items() if n in lowered.states[rank]}
+                    for rank in range(session.mesh.size)
+                ]
+            )
+        if planned.model is not None:
+            session.place(planned.model, planned.plan.inputs, lowered)
+        session.loaded[key] = (planned, LoadedProgram(session, planned, lowered))
+    program: LoadedProgram = session.loaded[key][1]
+    if planned.model is not None:
+        session.place(planned.model, planned.plan.inputs, program.lowered)
+    return program
+
+
+def state_names(session: Session, planned: Planned) -> dict[str, str]:
+    """Plan input to the name of its value in the actors' tables."""
+    found: dict[str, str] = {}
+    for item in planned.plan.inputs:
+        if item.kind == "constant":
+            found[item.name] = f"constant {len(session.loaded)}: {item.label}"
+        elif item.kind in ("parameter", "buffer"):
+            if planned.model is None:
+                raise PlanningError(
+                    f"the program uses {item.label} of a module that is not parallelized; "
+                    f"fix: pass dt.parallelize(module, mesh, {{}})"
+                )
+            found[item.name] = session.resident(planned.model).name(item.label)
+    return found
+
+
+def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
+    """A planned output's spec on the user's mesh, with the stage that holds it."""
+    from dataclasses import replace
+
+    restated = on_mesh(plan, spec)
+    if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
+        return restated
+    at = stage % plan.mesh.axis_size(plan.stage_axis)
+    return replace(restated, on=((plan.stage_axis, at),))
+
+
+__all__ = ["REPLICATE", "CompiledFunction", "Replicate", "Shard", "compile"]

@@ -1,0 +1,108 @@
+"""`parallelize`: placements and stages for an unmodified nn.Module.
+
+    model = parallelize(GPT(config), Mesh(tp=2), {"*.mlp.up.weight": dict(tp=Row()), ...})
+    model.module                       # the original; its parameters keep their identity
+
+The wrapper holds no tensors of its own. Where a program runs, the cluster holds shards; the
+controller's values are copied there at first use, and come back by `gather_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtensor.api.placing import ParameterPlacement, resolve
+from dtensor.api.stages import StagePlan, stage_of
+from dtensor.errors import PlanningError
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Placement
+
+
+class ParallelModule:
+    """A module, the mesh it lives on, and what was stated of its parameters.
+
+    ``placements``: one entry per parameter and buffer; ``stages``: which stage holds which;
+    ``settled``: what the first plan chose for parameters that nothing was stated of;
+    ``version``: raised when the controller's values change under `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        placements: tuple[ParameterPlacement, ...],
+        stages: StagePlan,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.placements = placements
+        self.stages = stages
+        self.settled: dict[str, dict[str, Placement]] = {}
+        self.version = 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The controller's values, which a running launch leaves as they are."""
+        return self.module.state_dict()
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ParallelModule:
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a parallelized module runs inside a program: call it in a function given to "
+            "dt.compile or dt.train_step, as in dt.compile(lambda model, x: model(x), mesh)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # only for names that the wrapper itself lacks: config, submodules
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        stated = sum(1 for p in self.placements if p.pattern is not None)
+        return (
+            f"parallelize({type(self.module).__name__}, {self.mesh!r}): {stated} of "
+            f"{len(self.placements)} parameters and buffers placed, "
+            f"{self.stages.num_stages} stage{'s' * (self.stages.num_stages != 1)}"
+        )
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: Mesh,
+    placements: Mapping[str, Mapping[str, Placement]] | None = None,
+    *,
+    stages: Mapping[str, Sequence[Sequence[str]]] | None = None,
+) -> ParallelModule:
+    """Place a module's parameters by globs over their names; the module is not changed.
+
+    Args:
+        placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are
+            alternatives; the first match wins. What no glob matches, the planner places.
+        stages: one axis and its list of stages, each a list of globs: pipeline stages.
+
+    Raises:
+        PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
+            not fit its parameter, a parameter in no stage or in two.
+    """
+    if isinstance(module, ParallelModule):
+        raise PlanningError("the module is parallelized already; pass the original, model.module")
+    plan = stage_of(module, mesh, stages)
+    return ParallelModule(
+        module, mesh, resolve(module, mesh, placements or {}, stage_axis=plan.axis), plan
+    )

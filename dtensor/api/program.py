@@ -1,0 +1,219 @@
+"""From a call to a plan: capture, stages, pins; the part that compile and train_step share.
+
+    call = Call.of(loss_fn, (model, tokens, targets))
+    planned = plan_call(call, mesh, grads="loss", ...)
+    planned.plan            # sharding.Plan
+    planned.arguments       # plan input name -> leaf of the call's (args, kwargs)
+
+Leaves of a call may be tensors (also on the meta device), DTensors, specs, parallelized or plain
+modules, and anything else, which is a constant of the program. Nothing is launched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dtensor.api.parallel import ParallelModule
+from dtensor.api.placing import InputPins, ParameterPlacement, input_pins, planner_pins
+from dtensor.api.stages import NO_STAGES, StagePlan
+from dtensor.api.tensor import DTensor
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.frontend.graph import Arg, Graph, Param
+from dtensor.sharding.call import Meta
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Partial, Placement, Shard
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.planner import Request, Training, plan
+from dtensor.sharding.spec import TensorSpec
+
+Grads = Literal["none", "loss", "tangents"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call's flattened arguments."""
+
+    fn: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    tree: pytree.TreeSpec
+
+    @staticmethod
+    def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+        return Call(fn, tuple(leaves), tree)
+
+    def key(self) -> object:
+        """What the captured program depends on: shapes, dtypes, placements, modules, numbers."""
+        return (str(self.tree), tuple(_leaf_key(leaf) for leaf in self.leaves))
+
+    @property
+    def model(self) -> ParallelModule | None:
+        """The parallelized module among the arguments; PlanningError for two."""
+        found = {id(x): x for x in self.leaves if isinstance(x, ParallelModule)}
+        if isinstance(self.fn, ParallelModule):
+            found[id(self.fn)] = self.fn
+        if len(found) > 1:
+            raise PlanningError(
+                "a call takes one parallelized module; fix: make one nn.Module of them and "
+                "parallelize that"
+            )
+        return next(iter(found.values()), None)
+
+    def graph(self, grads: Grads) -> Graph:
+        leaves = [_for_capture(leaf) for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
+        return capture(fn, args, kwargs, grads=grads)
+
+
+def _leaf_key(leaf: Any) -> object:
+    match leaf:
+        case DTensor():
+            return leaf.spec
+        case TensorSpec():
+            return leaf
+        case torch.Tensor():
+            return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        case ParallelModule():
+            return ("module", id(leaf), tuple(m.training for m in leaf.module.modules()))
+        case torch.nn.Module():
+            return ("module", id(leaf), tuple(m.training for m in leaf.modules()))
+        case int() | float() | str() | bool() | None:
+            return (type(leaf), leaf)
+        case _:
+            return id(leaf)
+
+
+def _for_capture(leaf: Any) -> Any:
+    match leaf:
+        case ParallelModule():
+            return leaf.module
+        case DTensor():
+            return torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta")
+        case TensorSpec():
+            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            return empty.requires_grad_(leaf.requires_grad)
+        case _:
+            return leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, the graph it came from, and which leaf of the call feeds which input."""
+
+    plan: Plan
+    graph: Graph
+    arguments: Mapping[str, int]
+    model: ParallelModule | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a plan depends on besides the call."""
+
+    inputs: Mapping[str, Any] | None = None
+    results: Mapping[int, Mapping[str, Placement]] = field(
+        default_factory=dict[int, Mapping[str, Placement]]
+    )
+    num_microbatches: int = 1
+    topology: Topology | None = None
+    training: Callable[[Graph], Training] | None = None
+    free: bool = False
+
+
+def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
+    """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
+    model = call.model
+    if model is not None and model.mesh != mesh:
+        raise PlanningError(
+            f"the model was parallelized on {model.mesh}, the program is for {mesh}"
+        )
+    graph = call.graph(grads)
+    stages = model.stages if model is not None else NO_STAGES
+    flow = dataflow(graph, stages.held, stages.num_stages)
+    named = [
+        (item, entry)
+        for item, entry in zip(flow.inputs, graph.inputs, strict=True)
+        if isinstance(entry, Arg)
+    ]
+    metas = {entry.name: item.meta for item, entry in named}
+    leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
+    pins = _input_pins(metas, leaves, options, mesh, stages)
+    parameters: tuple[ParameterPlacement, ...] = model.placements if model is not None else ()
+    found = planner_pins(flow, parameters, pins)
+    stated = dict(found.pins)
+    settled: set[str] = set()
+    for item in flow.inputs:
+        if model is not None and item.label in model.settled and item.kind != "argument":
+            if item.name not in stated:
+                settled.add(item.name)
+            merged = {**model.settled[item.label], **stated.get(item.name, {})}
+            stated[item.name] = merged
+    planned = plan(
+        Request(
+            name=name,
+            flow=flow,
+            mesh=mesh,
+            pins=stated,
+            pinned_by=found.pinned_by,
+            settled=frozenset(settled),
+            batch=found.batch,
+            results=options.results,
+            stage_axis=stages.axis,
+            num_microbatches=options.num_microbatches,
+            topology=options.topology or Topology(),
+            training=options.training(graph) if options.training else None,
+            free=options.free,
+        )
+    )
+    if model is not None:
+        _settle(model, planned)
+    return Planned(
+        plan=planned,
+        graph=graph,
+        arguments={item.name: entry.index for item, entry in named},
+        model=model,
+    )
+
+
+def _input_pins(
+    metas: Mapping[str, Meta],
+    leaves: Mapping[str, Any],
+    options: Options,
+    mesh: Mesh,
+    stages: StagePlan,
+) -> InputPins:
+    """The pins of arguments: what ``inputs`` states, else how DTensors and specs are placed."""
+    pins = input_pins(metas, options.inputs, mesh, stage_axis=stages.axis)
+    merged: dict[str, Mapping[str, Placement]] = dict(pins.pins)
+    for name, leaf in leaves.items():
+        if isinstance(leaf, (DTensor, TensorSpec)):
+            spec = leaf.spec if isinstance(leaf, DTensor) else leaf
+            if spec.mesh != mesh:
+                raise PlanningError(f"{name} is on {spec.mesh}, the program is for {mesh}")
+            own = {
+                axis: p for axis, p in spec.sharding.items() if isinstance(p, Shard | Partial)
+            }
+            merged[name] = {**own, **merged.get(name, {})}
+    return InputPins(pins=merged, batch=pins.batch)
+
+
+def _settle(model: ParallelModule, planned: Plan) -> None:
+    """What the first plan of a model chose for its free parameters holds for all later ones."""
+    for item in planned.inputs:
+        if item.kind in ("parameter", "buffer") and item.label not in model.settled:
+            model.settled[item.label] = {
+                axis: p for axis, p in item.spec.sharding.items() if axis in planned.mesh.axes
+            }
+
+
+def parameter_labels(graph: Graph) -> frozenset[str]:
+    return frozenset(entry.name for entry in graph.inputs if isinstance(entry, Param))

@@ -1,0 +1,296 @@
+"""A session: a launched cluster, and what of the controller's state lives on it.
+
+    with launch(mesh, backend="ray"):        # default: in-process
+        ...
+Outside a launch there is an implicit in-process session per mesh.
+
+A parallelized module becomes resident at first use: the controller's values are cut into shards
+and put on the ranks; from then on the cluster's values count, until the launch ends, which discards
+them (one warning if they changed and were neither gathered nor loaded elsewhere).
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from dtensor.api.parallel import ParallelModule
+from dtensor.daft import Cluster, Future, Mode, launch_cluster
+from dtensor.errors import PlanningError
+from dtensor.runtime.lower import Lowered, on_mesh
+from dtensor.runtime.optimizer import ShardOptimizer
+from dtensor.sharding.local import shard_of
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.plan import PlannedInput
+from dtensor.sharding.spec import TensorSpec
+
+Backend = Literal["inprocess", "ray"]
+
+
+@dataclass(slots=True)
+class Resident:
+    """A model's state on the cluster: table names begin with ``prefix``."""
+
+    model: ParallelModule
+    prefix: str
+    version: int
+    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
+    changed: bool = False
+
+    def name(self, label: str) -> str:
+        return f"{self.prefix}{label}"
+
+
+@dataclass(slots=True)
+class OptimizerHome:
+    """One torch optimizer's state on the cluster: parameter labels per group."""
+
+    optimizer: torch.optim.Optimizer
+    name: str
+    groups: tuple[tuple[str, ...], ...]
+    held: tuple[frozenset[str], ...]  # per rank
+
+
+class Session:
+    """See the module docstring. ``mode``: how programs run, compiled or interpreted."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, mode: Mode) -> None:
+        self.mesh = mesh
+        self.cluster = cluster
+        self.mode: Mode = mode
+        self.closed = False
+        self.residents: dict[int, Resident] = {}
+        self.loaded: dict[int, Any] = {}
+        self.garbage: list[tuple[str, tuple[int, ...]]] = []
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "the launch that this value belongs to has ended, and its shards with it; "
+                "fix: read values inside the `with dt.launch(...)` block"
+            )
+
+    def put(self, values: Sequence[Mapping[str, object]]) -> None:
+        self.check()
+        self._collect()
+        self.cluster.put(values)
+
+    def fetch(self, name: str, ranks: Sequence[int]) -> list[Any]:
+        self.check()
+        wanted = [[name] if r in ranks else [] for r in range(self.mesh.size)]
+        found = self.cluster.get(wanted).get()
+        return [found[r][0] for r in ranks]
+
+    def forget(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Called when a DTensor is garbage: its shards are dropped before the next call."""
+        if not self.closed:
+            self.garbage.append((name, ranks))
+
+    def _collect(self) -> None:
+        if not self.garbage or self.cluster.failure is not None:
+            return
+        names: list[list[str]] = [[] for _ in range(self.mesh.size)]
+        for name, ranks in self.garbage:
+            for rank in ranks:
+                names[rank].append(name)
+        self.garbage = []
+        self.cluster.delete(names)
+
+    def run(
+        self, handle: Any, inputs: Sequence[Mapping[str, object]], keep: Mapping[str, str]
+    ) -> Future:
+        self.check()
+        self._collect()
+        return self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
+
+    # -- models -----------------------------------------------------------------------------------
+
+    def resident(self, model: ParallelModule) -> Resident:
+        found = self.residents.get(id(model))
+        if found is None:
+            found = Resident(model, f"model {len(self.residents)}: ", model.version)
+            self.residents[id(model)] = found
+        if found.version != model.version:  # the controller loaded other values
+            found.version = model.version
+            found.specs.clear()
+            found.optimizers.clear()
+            found.changed = False
+        return found
+
+    def place(self, model: ParallelModule, inputs: Sequence[PlannedInput], lowered: Lowered) -> None:
+        """Put the parameters and buffers that a program needs where they are missing."""
+        resident = self.resident(model)
+        tensors = tensors_of(model)
+        values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        for item in inputs:
+            if item.kind not in ("parameter", "buffer"):
+                continue
+            spec = on_mesh(lowered.plan, item.spec)
+            ranks = tuple(r for r in range(self.mesh.size) if item.name in lowered.states[r])
+            known = resident.specs.get(item.label)
+            if known is not None and known != spec:
+                raise PlanningError(
+                    f"{item.label} is stored as {known}, this program wants it stored as {spec}"
+                )
+            missing = set(ranks) - set(resident.ranks.get(item.label, ()) if known else ())
+            for rank in sorted(missing):
+                shard = shard_of(tensors[item.label], spec, self.mesh.coordinates(rank))
+                values[rank][resident.name(item.label)] = shard
+            if missing:
+                had = set(resident.ranks.get(item.label, ())) if known else set[int]()
+                resident.specs[item.label] = spec
+                resident.ranks[item.label] = tuple(sorted(had | set(ranks)))
+        if any(values):
+            self.put(values)
+
+    def place_optimizer(
+        self,
+        model: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        groups: tuple[tuple[str, ...], ...],
+        held: Sequence[frozenset[str]],
+    ) -> OptimizerHome:
+        """Put the shards of an optimizer's state where they are missing."""
+        resident = self.resident(model)
+        home = resident.optimizers.get(id(optimizer))
+        if home is not None:
+            return home
+        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
+        home = OptimizerHome(optimizer, name, groups, tuple(held))
+        resident.optimizers[id(optimizer)] = home
+        state = optimizer_state(model, optimizer)
+        values: list[dict[str, object]] = []
+        for rank, labels in enumerate(held):
+            own = tuple(tuple(label for label in group if label in labels) for group in groups)
+            cut = {
+                label: {
+                    key: self._cut(value, resident.specs[label], rank)
+                    for key, value in state[label].items()
+                }
+                for label in sorted(labels)
+                if label in state
+            }
+            values.append({name: ShardOptimizer(type(optimizer), own, cut)})
+        self.put(values)
+        return home
+
+    def _cut(self, value: Any, spec: TensorSpec, rank: int) -> Any:
+        """A state tensor of the parameter's shape is cut as the parameter is."""
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
+            local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
+            return shard_of(value, local, self.mesh.coordinates(rank))
+        return value
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def close(self, *, quiet: bool) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.cluster.close()
+        lost = [r.model for r in self.residents.values() if r.changed]
+        if lost and not quiet:
+            warnings.warn(
+                f"the launch ended with changed state of {len(lost)} model(s) that was not "
+                f"gathered; the controller's values are those from before. fix: "
+                f"state = dt.gather_state_dict(model, opt) inside the launch",
+                stacklevel=4,
+            )
+
+
+def tensors_of(model: ParallelModule) -> dict[str, torch.Tensor]:
+    """Name to the controller's value, every parameter and buffer, tied names included."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        found[name] = parameter.detach()
+    found.update(model.module.named_buffers(remove_duplicate=False))
+    return found
+
+
+def optimizer_state(
+    model: ParallelModule, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Any]]:
+    """Parameter name to the controller's optimizer state for it."""
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    return {
+        names[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in names
+    }
+
+
+# -- which session ---------------------------------------------------------------------------------
+
+_launched: list[Session] = []
+_implicit: dict[Mesh, Session] = {}
+
+
+def session_for(mesh: Mesh) -> Session:
+    """The launched session, or the implicit in-process one of the mesh."""
+    if _launched:
+        session = _launched[-1]
+        if session.mesh != mesh:
+            raise PlanningError(
+                f"the running launch is on {session.mesh}, this program is for {mesh}; "
+                f"fix: dt.launch({mesh!r}), or leave the launch first"
+            )
+        return session
+    if mesh not in _implicit or _implicit[mesh].cluster.failure is not None:
+        _implicit[mesh] = Session(mesh, launch_cluster(mesh.size), "compiled")
+    return _implicit[mesh]
+
+
+@contextmanager
+def launch(
+    mesh: Mesh,
+    backend: Backend = "inprocess",
+    device: str = "cpu",
+    *,
+    address: str | None = None,
+    deadline_s: float = 60.0,
+    mode: Mode = "compiled",
+) -> Iterator[Session]:
+    """Start the ranks of ``mesh``; what runs inside the block runs there.
+
+    Args:
+        backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank.
+        device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" with one
+            GPU has one actor host all ranks.
+        address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
+        deadline_s: seconds after which a rank that makes no progress counts as failed.
+        mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
+
+    Raises daft's errors: a failed rank, with its instruction and the model's source line.
+    """
+    if _launched:
+        raise PlanningError("a launch is running already; leave it before starting another")
+    cluster = launch_cluster(
+        mesh.size,
+        backend=backend,
+        device=device,
+        address=address,
+        deadline_s=deadline_s,
+        ranks_per_actor=mesh.size if backend == "ray" and device.startswith("cuda") else 1,
+    )
+    session = Session(mesh, cluster, mode)
+    _launched.append(session)
+    failed = False
+    try:
+        yield session
+    except BaseException:
+        failed = True
+        raise
+    finally:
+        _launched.remove(session)
+        session.close(quiet=failed or cluster.failure is not None)
+
+
+_ = weakref

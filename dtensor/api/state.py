@@ -1,0 +1,135 @@
+"""State in and out: whole tensors in torch's own format, under any placement.
+
+    state = gather_state_dict(model, opt)        # {"model": ..., "optimizer": ...}
+    load_state_dict(model, opt, state)           # the same model, placed otherwise
+
+"model" is what `module.state_dict()` gives and "optimizer" what `opt.state_dict()` gives, so torch
+alone reads and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dtensor.api.parallel import ParallelModule
+from dtensor.api.session import OptimizerHome, Resident, Session, session_for
+from dtensor.errors import PlanningError
+from dtensor.runtime.optimizer import ShardOptimizer
+from dtensor.sharding.local import assemble_at
+from dtensor.sharding.spec import TensorSpec
+
+
+def gather_state_dict(
+    model: ParallelModule, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """The model's and the optimizer's state, whole, on the CPU. Waits for running steps.
+
+    What is not on the cluster (outside a launch, or unused so far) is the controller's value.
+    """
+    values = {name: t.detach().cpu().clone() for name, t in model.module.state_dict().items()}
+    resident = _resident(model)
+    if resident is not None:
+        session, home = resident
+        for name, value in _gather_model(session, home).items():
+            values.update({alias: value for alias in _aliases(model, name) if alias in values})
+        home.changed = False
+    state: dict[str, Any] = {"model": values}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+        if resident is not None and id(optimizer) in resident[1].optimizers:
+            session, home = resident
+            gathered = _gather_optimizer(session, home, home.optimizers[id(optimizer)])
+            state["optimizer"] = _in_torch_format(model, optimizer, gathered)
+    return state
+
+
+def load_state_dict(
+    model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+) -> None:
+    """Load what `gather_state_dict` (or torch) gave, inside or outside a launch.
+
+    The controller's tensors change in place; a running launch takes them over at its next step.
+    Raises as torch does for names and shapes that do not fit.
+    """
+    if "model" not in state:
+        raise PlanningError(
+            f"the state has no entry 'model', only {sorted(state)}; "
+            f'fix: pass {{"model": ..., "optimizer": ...}}'
+        )
+    model.module.load_state_dict(state["model"])
+    if optimizer is not None and "optimizer" in state:
+        optimizer.load_state_dict(state["optimizer"])
+    model.version += 1
+
+
+def _resident(model: ParallelModule) -> tuple[Session, Resident] | None:
+    session = session_for(model.mesh)
+    home = session.residents.get(id(model))
+    if home is None or home.version != model.version or not home.specs:
+        return None
+    return session, home
+
+
+def _aliases(model: ParallelModule, name: str) -> list[str]:
+    """All names under which the tensor called ``name`` stands in the module."""
+    named = dict(model.module.named_parameters(remove_duplicate=False))
+    if name not in named:
+        return [name]
+    return [other for other, p in named.items() if p is named[name]]
+
+
+def _gather_model(session: Session, home: Resident) -> dict[str, torch.Tensor]:
+    labels = list(home.specs)
+    wanted = [
+        [home.name(label) for label in labels if rank in home.ranks[label]]
+        for rank in range(session.mesh.size)
+    ]
+    session.check()
+    found = session.cluster.get(wanted).get()
+    tables = [dict(zip(names, values, strict=True)) for names, values in zip(wanted, found, strict=True)]
+    gathered: dict[str, torch.Tensor] = {}
+    for label in labels:
+        shards = {r: tables[r][home.name(label)] for r in home.ranks[label]}
+        gathered[label] = assemble_at(shards, home.specs[label])
+    return gathered
+
+
+def _gather_optimizer(
+    session: Session, home: Resident, optimizer: OptimizerHome
+) -> dict[str, dict[str, Any]]:
+    """Parameter name to its state entries, whole."""
+    found = session.cluster.get([[optimizer.name]] * session.mesh.size).get()
+    exports: list[dict[str, dict[str, Any]]] = []
+    for (shard,) in found:
+        assert isinstance(shard, ShardOptimizer)
+        exports.append(shard.export())
+    gathered: dict[str, dict[str, Any]] = {}
+    for label, spec in home.specs.items():
+        ranks = [r for r in home.ranks[label] if label in exports[r]]
+        if not ranks or not exports[ranks[0]][label]:
+            continue
+        gathered[label] = {}
+        for key, value in exports[ranks[0]][label].items():
+            if isinstance(value, torch.Tensor) and value.dim() == len(spec.shape) > 0:
+                whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
+                value = assemble_at({r: exports[r][label][key] for r in ranks}, whole)
+            gathered[label][key] = value
+    return gathered
+
+
+def _in_torch_format(
+    model: ParallelModule, optimizer: torch.optim.Optimizer, gathered: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`opt.state_dict()` with the gathered entries: parameters by number, in group order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    state: dict[int, Any] = {}
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if names[id(parameter)] in gathered:
+                state[number] = gathered[names[id(parameter)]]
+            number += 1
+    return {**optimizer.state_dict(), "state": state}

@@ -1,0 +1,296 @@
+"""`train_step`: forward, backward and optimizer of one step as one program.
+
+    step = train_step(model, loss_fn, opt, inputs=dict(dp=Row()), schedule=OneFOneB(microbatches=8),
+                      clip_grad_norm=1.0)
+    print(step.plan(tokens, targets))
+    with launch(mesh):
+        loss = step(tokens, targets)       # a future; float(loss) waits
+
+A call costs one message to each actor. It runs ahead of the cluster by at most two steps. The
+controller's optimizer gives the options of its groups (a scheduler may change them between steps)
+and is stepped without gradients, which changes nothing but satisfies schedulers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dtensor.api.compiled import load
+from dtensor.api.parallel import ParallelModule
+from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
+from dtensor.api.session import Session, session_for
+from dtensor.daft import Future
+from dtensor.errors import PlanningError
+from dtensor.frontend.graph import Graph
+from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_tensors
+from dtensor.runtime.rank_lower import Roles
+from dtensor.runtime.schedule import GPipe, Grid, Schedule, bubble, in_flight
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.local import assemble_at
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.planner import Training
+
+RUN_AHEAD = 2
+
+
+class Loss:
+    """A step's loss, which may still be on its way. Reading it waits and raises what failed.
+
+    ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
+    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
+    """
+
+    def __init__(self, future: Future, planned: Planned) -> None:
+        self._future = future
+        self._planned = planned
+        self.was_read = False
+
+    def _result(self, index: int) -> torch.Tensor:
+        self.was_read = True
+        name = f"result {index}"
+        for found in self._future.get():
+            if name in found:
+                return found[name]
+        raise AssertionError(f"no rank returned {name}")
+
+    def done(self) -> bool:
+        """Whether reading would not wait."""
+        return self._future.done()
+
+    def tensor(self) -> torch.Tensor:
+        """The loss as a scalar CPU tensor."""
+        return self._result(0)
+
+    def item(self) -> float:
+        return float(self)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
+        tensors = [self._result(i) for i in range(count)]
+        outputs = self._planned.graph.unflatten(tensors)
+        if not isinstance(outputs, tuple):
+            return {}
+        return {name: float(value) for name, value in outputs[1].items()}
+
+    @property
+    def grad_norm(self) -> float | None:
+        self.was_read = True
+        for found in self._future.get():
+            if "norm" in found:
+                return float(found["norm"])
+        return None
+
+    def __float__(self) -> float:
+        return float(self.tensor())
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __repr__(self) -> str:
+        return f"Loss({float(self):.6g})" if self.done() else "Loss(running)"
+
+
+class TrainStep:
+    """What `train_step` returns; see the module docstring."""
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        inputs: Mapping[str, Any] | None,
+        schedule: Schedule,
+        clip_grad_norm: float | None,
+        topology: Topology | None,
+        search: str,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.inputs = inputs
+        self.schedule = schedule
+        self.clip_grad_norm = clip_grad_norm
+        self.topology = topology
+        self.search = search
+        self.grid = self._grid()
+        self.groups = self._groups()
+        self._planned: dict[object, Planned] = {}
+        self._running: deque[Loss] = deque()
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def plan(self, *batch: Any, **kwargs: Any) -> Plan:
+        """The plan of a step on such a batch: tensors (meta too) or specs. Nothing is launched."""
+        return self._plan(self._call(batch, kwargs)).plan
+
+    def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        return Call.of(self.loss_fn, (self.model, *batch), kwargs)
+
+    def _plan(self, call: Call) -> Planned:
+        key = (call.key(), tuple(p.requires_grad for p in self.model.parameters()))
+        if key not in self._planned:
+            options = Options(
+                inputs=self.inputs,
+                num_microbatches=self.schedule.microbatches,
+                topology=self.topology,
+                training=self._training,
+                free=self.search == "free",
+            )
+            name = getattr(self.loss_fn, "__name__", "step").strip("<>")
+            planned = plan_call(call, self.model.mesh, "loss", options, name)
+            self._planned[key] = replace(
+                planned,
+                plan=replace(
+                    planned.plan,
+                    bubble=bubble(self.grid),
+                    in_flight=in_flight(self.grid),
+                    schedule=str(self.grid) if self.schedule.microbatches > 1 else "",
+                ),
+            )
+        return self._planned[key]
+
+    def _training(self, graph: Graph) -> Training:
+        known = parameter_labels(graph)
+        trained = frozenset(n for group in self.groups for n in group if n in known)
+        return Training(
+            optimizer=type(self.optimizer).__name__,
+            trained=trained,
+            state_tensors=state_tensors(self.optimizer),
+            clip_grad_norm=self.clip_grad_norm,
+        )
+
+    def _groups(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the parameters of each of the optimizer's groups."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        groups: list[tuple[str, ...]] = []
+        for group in self.optimizer.param_groups:
+            unknown = [p for p in group["params"] if id(p) not in names]
+            if unknown:
+                raise PlanningError(
+                    f"the optimizer holds a parameter of shape {list(unknown[0].shape)} that is "
+                    f"not one of the model's; fix: build it over model.parameters()"
+                )
+            groups.append(tuple(names[id(p)] for p in group["params"]))
+        return tuple(groups)
+
+    def _grid(self) -> Grid:
+        stages = self.model.stages
+        ranks = self.model.mesh.axis_size(stages.axis) if stages.axis else 1
+        return self.schedule.grid(stages.num_stages, ranks)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> Loss:
+        """One step. The result is a future; a failure that nobody read raises here."""
+        self._raise_unread()
+        call = self._call(batch, kwargs)
+        planned = self._plan(call)
+        session = session_for(self.model.mesh)
+        name = self._place_optimizer(session, planned)
+        program = load(session, planned, Roles(optimizer=name), self.grid)
+        while len(self._running) >= RUN_AHEAD:
+            self._running.popleft().tensor()
+        options = {"options": hyperparameters(self.optimizer)}
+        future = session.run(program.handle, program.feed(call, options), {})
+        session.resident(self.model).changed = True
+        loss = Loss(future, planned)
+        self._running.append(loss)
+        self._step_controller()
+        return loss
+
+    def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Every parameter's gradient on a batch at the present values, whole; nothing changes."""
+        call = self._call(batch, kwargs)
+        planned = self._plan(call)
+        session = session_for(self.model.mesh)
+        program = load(session, planned, Roles(gradients=True), self.grid)
+        found = session.run(program.handle, program.feed(call), {}).get()
+        gradients: dict[str, torch.Tensor] = {}
+        from dtensor.api.compiled import on_stage
+        from dtensor.api.tensor import held_by
+
+        for output in planned.plan.outputs:
+            if output.kind == "gradient":
+                spec = on_stage(planned.plan, output.spec, output.values[0][0])
+                shards = {r: found[r][f"gradient {output.of}"] for r in held_by(spec)}
+                gradients[str(output.of)] = assemble_at(shards, spec)
+        return gradients
+
+    def _place_optimizer(self, session: Session, planned: Planned) -> str:
+        """The optimizer's state goes to the cluster with the first step."""
+        resident = session.resident(self.model)
+        home = resident.optimizers.get(id(self.optimizer))
+        if home is not None:
+            return home.name
+        # the parameters first: their specs say how the state is cut
+        load(session, planned, Roles(gradients=True), self.grid)
+        plan = planned.plan
+        labels = {i.name: i.label for i in plan.inputs if i.kind == "parameter"}
+        trained = {name for group in self.groups for name in group}
+        lowered = load(session, planned, Roles(gradients=True), self.grid).lowered
+        held = [
+            frozenset(labels[n] for n in names if n in labels and labels[n] in trained)
+            for names in lowered.states
+        ]
+        return session.place_optimizer(self.model, self.optimizer, self.groups, held).name
+
+    def _raise_unread(self) -> None:
+        for loss in list(self._running):
+            if loss.done() and not loss.was_read:
+                self._running.remove(loss)
+                loss.tensor()
+
+    def _step_controller(self) -> None:
+        """A step without gradients: torch's LR schedulers want to see one."""
+        kept = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        for parameter, _ in kept:
+            parameter.grad = None
+        self.optimizer.step()
+        for parameter, grad in kept:
+            parameter.grad = grad
+
+
+def train_step(
+    model: ParallelModule,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+    clip_grad_norm: float | None = None,
+    topology: Topology | None = None,
+    search: str = "predictable",
+) -> TrainStep:
+    """A training step as one planned program.
+
+    Args:
+        loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
+        optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
+        inputs: placements of every argument with the batch dim, or argument name to placements.
+        schedule: GPipe or OneFOneB with its number of microbatches; default one microbatch.
+        clip_grad_norm: the global norm that gradients are scaled down to.
+
+    Raises PlanningError, here and at the first `plan` or call.
+    """
+    if not isinstance(model, ParallelModule):
+        raise PlanningError(
+            f"train_step takes a parallelized module, not {type(model).__name__}; "
+            f"fix: model = dt.parallelize(model, mesh, {{...}})"
+        )
+    check_optimizer(optimizer)
+    return TrainStep(
+        model,
+        loss_fn,
+        optimizer,
+        inputs,
+        schedule or GPipe(microbatches=1),
+        clip_grad_norm,
+        topology,
+        search,
+    )

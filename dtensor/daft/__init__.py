@@ -1,0 +1,111 @@
+"""daft: distributed actors that run programs. Knows nothing of sharding; useful alone.
+
+    with launch_cluster(2) as cluster:
+        handle = cluster.load(program)
+        results = cluster.run(handle, [{"x": x}, {}]).get()
+
+`program.py` says what a program is, `verify.py` what is refused, `cluster.py` what runs it.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import torch
+
+from dtensor.daft.cluster import Backend, Cluster, Future, Handle, Mode, Stored
+from dtensor.daft.errors import (
+    ActorLost,
+    ClusterClosed,
+    CommunicationError,
+    DaftError,
+    Failure,
+    ProgramError,
+    TaskError,
+)
+from dtensor.daft.inprocess import InProcessCluster
+from dtensor.daft.merge import merge
+from dtensor.daft.program import (
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Function,
+    Instruction,
+    Program,
+    RankProgram,
+    Recv,
+    Send,
+    Wait,
+    parse_instructions,
+)
+from dtensor.daft.verify import Report, verify
+
+__all__ = [
+    "ActorLost",
+    "Backend",
+    "Buffer",
+    "Call",
+    "Cluster",
+    "ClusterClosed",
+    "Collective",
+    "CommunicationError",
+    "DaftError",
+    "Failure",
+    "Free",
+    "Function",
+    "Future",
+    "Handle",
+    "Instruction",
+    "Mode",
+    "Program",
+    "ProgramError",
+    "RankProgram",
+    "Recv",
+    "Report",
+    "Send",
+    "Stored",
+    "TaskError",
+    "Wait",
+    "launch_cluster",
+    "merge",
+    "parse_instructions",
+    "verify",
+]
+
+
+def launch_cluster(
+    size: int,
+    *,
+    backend: Backend = "inprocess",
+    device: str = "cpu",
+    address: str | None = None,
+    deadline_s: float = 60.0,
+    ranks_per_actor: int = 1,
+    seed: int = 0,
+) -> Cluster:
+    """Start `size` ranks.
+
+    `address` joins a Ray cluster that runs already. `deadline_s`: how long a rank may wait for
+    another, or make no progress, before it counts as lost (Ray only; nothing waits in-process).
+    `seed` picks one of the legal orders in which the ranks of a host run.
+    """
+    match backend:
+        case "inprocess":
+            return InProcessCluster(
+                size, torch.device(device), ranks_per_actor=ranks_per_actor, seed=seed
+            )
+        case "ray":
+            # Not at the top: Ray is an extra, and takes a second to import.
+            from dtensor.daft.ray_backend import RayCluster
+
+            return RayCluster(
+                size,
+                torch.device(device),
+                address=address,
+                deadline_s=deadline_s,
+                ranks_per_actor=ranks_per_actor,
+                seed=seed,
+            )
+        case _:
+            assert_never(backend)

@@ -1,0 +1,81 @@
+"""The errors of daft: whose fault it was, where it happened, and what to do.
+
+`ProgramError` is a fault of whoever wrote the program and is found before anything runs. The
+others happen while a program runs; each carries a `Failure`, the facts that its text is made of.
+
+Example: `TaskError: rank 1 (stage 0), instruction 3 'y = call f(x)': ZeroDivisionError: ...`.
+
+Invariant: an error survives pickling, so that an actor can raise it and a controller show it.
+It does not decide which of several failures is the root cause: `ray_failure` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong on one rank; `index` counts the instructions of that rank's own program."""
+
+    rank: int | None
+    stage: int | None = None
+    index: int | None = None
+    text: str = ""
+    label: str = ""
+    line: str | None = None
+    peers: tuple[int, ...] = ()
+    step: int | None = None
+    reason: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        where = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.stage is not None:
+            where += f" (stage {self.stage})"
+        if self.index is not None:
+            label = f" [{self.label}]" if self.label else ""
+            where += f", instruction {self.index} '{self.text}'{label}"
+        if self.step is not None:
+            where += f", run {self.step}"
+        lines = [f"{where}: {self.reason}"]
+        if self.peers:
+            lines.append("  peer: " + ", ".join(f"rank {peer}" for peer in self.peers))
+        if self.line is not None:
+            lines.append(f"  at {self.line}")
+        if self.traceback:
+            lines.append("  traceback where it failed:")
+            lines += ["    " + line for line in self.traceback.rstrip().splitlines()]
+        return "\n".join(lines)
+
+
+class ProgramError(ValueError):
+    """A program that is malformed, could hang, or leaks: the fault of whoever wrote it."""
+
+
+class DaftError(RuntimeError):
+    """Something failed while a program ran; `failure` has the facts."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[DaftError], tuple[Failure]]:
+        return (type(self), (self.failure,))
+
+
+class TaskError(DaftError):
+    """A `Call` raised: a fault of the user's code. In-process, `__cause__` is its exception."""
+
+
+class ActorLost(DaftError):
+    """An actor died or stopped: a fault of the infrastructure."""
+
+
+class CommunicationError(DaftError):
+    """A transfer failed: the peer was lost or did not answer in time, or a value had the wrong
+    shape."""
+
+
+class ClusterClosed(RuntimeError):
+    """The cluster was used after `close()`."""

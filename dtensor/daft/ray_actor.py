@@ -1,0 +1,140 @@
+"""The Ray actor that hosts ranks: a `Worker`, its connections, and its program counter.
+
+Example (the controller does this, `ray_backend.py`):
+
+    actor = ray.remote(num_cpus=0, max_restarts=0)(Actor).remote(0, (0,), "cpu", "/tmp/.../actor0")
+    actor.connect.remote(...); actor.load.remote(...); actor.run.remote(handle, run, inputs)
+
+Invariants: a failure closes the connections, so that peers that wait for this actor fail too
+instead of blocking, and is repeated to every later call. Tensors go as `ray_wire.Packed`.
+It does not import Ray.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from dtensor.daft.errors import CommunicationError, DaftError, Failure
+from dtensor.daft.order import Site
+from dtensor.daft.program import Program
+from dtensor.daft.ray_gloo import GlooTransport, Key, Messenger
+from dtensor.daft.ray_progress import Counter
+from dtensor.daft.ray_wire import pack, pack_all, unpack_all
+from dtensor.daft.worker import Names, Values, Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """How an actor finds the others: a store at the controller, and its own address."""
+
+    host: str
+    port: int
+    own_address: str
+    deadline_s: float
+    actor_of: tuple[int, ...]
+
+
+class Actor:
+    def __init__(self, index: int, ranks: tuple[int, ...], device: str, counter: str) -> None:
+        torch.set_num_threads(1)
+        self._index = index
+        self._ranks = ranks
+        self._device = torch.device(device)
+        self._counter = Counter(counter)
+        self._transport: GlooTransport | None = None
+        self._worker: Worker | None = None
+        self._failed: DaftError | None = None
+
+    def connect(self, connection: Connection) -> None:
+        """Join the others; blocks until all have joined."""
+        timeout = timedelta(seconds=connection.deadline_s)
+        store = TCPStore(
+            connection.host, connection.port, None, False, timeout, wait_for_workers=False
+        )
+        options = dist.ProcessGroupGloo._Options()  # pyright: ignore
+        options._devices = [  # pyright: ignore
+            dist.ProcessGroupGloo.create_device(  # pyright: ignore
+                hostname=connection.own_address
+            )
+        ]
+        options._timeout = timeout  # pyright: ignore
+        size = max(connection.actor_of) + 1
+        group = dist.ProcessGroupGloo(store, self._index, size, options)  # pyright: ignore
+        self._transport = GlooTransport(cast(Messenger, group), connection.actor_of)
+        self._worker = Worker(self._ranks, self._device, self._transport)
+
+    def put(self, values: Values) -> None:
+        self._get_worker().put(unpack_all(values))
+
+    def get(self, names: Names) -> dict[int, tuple[object, ...]]:
+        found = self._get_worker().get(names)
+        return {rank: tuple(map(pack, values)) for rank, values in found.items()}
+
+    def delete(self, names: Names) -> None:
+        self._get_worker().delete(names)
+
+    def load(
+        self, handle: int, program: Program, sites: Sequence[Site], tags: Mapping[Key, int]
+    ) -> None:
+        worker = self._get_worker()
+        assert self._transport is not None
+        self._transport.tags.update(tags)
+        worker.load(handle, program, sites)
+
+    def unload(self, handle: int) -> None:
+        self._get_worker().unload(handle)
+
+    def run(
+        self, handle: int, run: int, inputs: Values, keep: Mapping[str, str]
+    ) -> dict[int, dict[str, object]]:
+        worker = self._get_worker()
+        self._counter.begin(handle, run)
+        try:
+            results = worker.run(handle, unpack_all(inputs), self._counter.view, keep)
+            packed = pack_all(results)
+        except Exception as error:
+            raise self._fail(error, run) from None
+        self._counter.end()
+        return packed
+
+    def begin(self, handle: int, run: int, inputs: Values) -> None:
+        self._counter.begin(handle, run)
+        self._get_worker().begin(handle, unpack_all(inputs))
+
+    def step(self, handle: int, run: int, position: int) -> None:
+        self._counter.view[0] = position
+        try:
+            self._get_worker().step(handle, position)
+        except Exception as error:
+            raise self._fail(error, run) from None
+        self._counter.end()
+
+    def finish(self, handle: int, keep: Mapping[str, str]) -> dict[int, dict[str, object]]:
+        return pack_all(self._get_worker().finish(handle, keep))
+
+    def _get_worker(self) -> Worker:
+        if self._failed is not None:
+            raise self._failed
+        assert self._worker is not None, "connect comes first"
+        return self._worker
+
+    def _fail(self, raised: Exception, run: int) -> DaftError:
+        """Close the connections; the error to raise, with its traceback as text."""
+        error = raised
+        if not isinstance(error, DaftError):
+            reason = f"{type(raised).__name__}: {raised}"
+            error = CommunicationError(Failure(rank=self._ranks[0], reason=reason))
+        cause = raised.__cause__ if raised.__cause__ is not None else raised
+        text = "".join(traceback.format_exception(cause))
+        self._failed = type(error)(replace(error.failure, traceback=text, step=run))
+        assert self._transport is not None
+        self._transport.close()
+        return self._failed

@@ -1,0 +1,388 @@
+"""Ranks in Ray actors: one asynchronous call per actor and run, data between actors over gloo.
+
+Example: `RayCluster(4, torch.device("cpu"))` starts Ray on this machine, four actors and their
+connections, about 6 s; `close()` ends all of it. With `ranks_per_actor` an actor hosts several
+ranks, whose transfers stay inside. Device "cuda" needs `ranks_per_actor=size`: one actor with one
+GPU hosts all ranks, and collectives are plain device operations. One rank per GPU over NCCL is not
+there yet.
+
+Invariants: Ray places actors, notices their death and carries calls; it carries no tensors
+between actors. The controller may run ahead, calls queue up at the actors in order. The first
+failure, whoever notices it, is diagnosed once (`ray_failure.py`), kills all actors, and is raised
+by everything after. A run whose actors make no progress for `deadline_s` has failed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+import ray.exceptions
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from dtensor.daft.cluster import (
+    NOTHING_KEPT,
+    Cluster,
+    Finished,
+    Future,
+    Handle,
+    Mode,
+    check_inputs,
+    check_size,
+    hosts_of,
+)
+from dtensor.daft.errors import ClusterClosed, CommunicationError, DaftError, Failure, TaskError
+from dtensor.daft.merge import merge_sites
+from dtensor.daft.program import Program
+from dtensor.daft.ray_actor import Connection
+from dtensor.daft.ray_failure import Outcome, diagnose
+from dtensor.daft.ray_gloo import Key, check_routes
+from dtensor.daft.ray_launch import ActorProcess, own_address, start_ray
+from dtensor.daft.ray_progress import CounterFile
+from dtensor.daft.ray_wire import pack, unpack, unpack_all
+from dtensor.daft.verify import verify
+
+SLICE_S = 0.25
+"""How often a waiting controller looks for progress."""
+SETTLE_S = 2.0
+"""How long after a first failure the controller looks for its root."""
+START_S = 60.0
+"""How long actors may take to start: an infeasible request would wait for ever."""
+
+
+Arrange: TypeAlias = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorCall:
+    """A call under way: who was called, and Ray's reference to the result."""
+
+    actor: ActorProcess
+    ref: Any
+
+
+class RayCluster(Cluster):
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        *,
+        address: str | None = None,
+        deadline_s: float = 60.0,
+        ranks_per_actor: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.size = size
+        self.device = device
+        self.calls = 0
+        self.failure: DaftError | None = None
+        self.hosts = hosts_of(size, ranks_per_actor)
+        if device.type != "cpu" and len(self.hosts) != 1:
+            raise ValueError(
+                f"On {device.type} all ranks share one actor: launch with ranks_per_actor={size}, "
+                f"got ranks_per_actor={ranks_per_actor}."
+            )
+        self.deadline_s = deadline_s
+        self._seed = seed
+        self._actor_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
+        self._tags: dict[Key, int] = {}
+        self._handles: dict[int, Handle] = {}
+        self._next_handle = 0
+        self._runs = 0
+        self._closed = False
+        self._actors: list[ActorProcess] = []
+        self._directory = Path(tempfile.mkdtemp(prefix="dtensor-"))
+        self._own_ray = False
+        try:
+            self._own_ray = start_ray(address)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        address = own_address()
+        self._store = TCPStore(address, 0, None, True, wait_for_workers=False)
+        for index, ranks in enumerate(self.hosts):
+            counter = CounterFile(self._directory, index)
+            device = str(self.device)
+            self._actors.append(ActorProcess(index, ranks, device, counter))
+        connection = Connection(
+            host=address,
+            port=self._store.port,
+            own_address=address,
+            deadline_s=self.deadline_s,
+            actor_of=self._actor_of,
+        )
+        calls = [self._call(a, a.actor.connect, connection) for a in self._actors]
+        self._collect(calls, deadline_s=max(START_S, self.deadline_s))
+        for actor in self._actors:
+            actor.watch()
+
+    def put(self, values: Sequence[Mapping[str, object]]) -> None:
+        self._check()
+        check_size(self.size, values, "put")
+        self._collect(
+            [
+                self._call(a, a.actor.put, {r: _packed(values[r]) for r in a.ranks})
+                for a in self._actors
+            ]
+        )
+
+    def get(self, names: Sequence[Sequence[str]]) -> Future:
+        self._check()
+        check_size(self.size, names, "get")
+        refs = [
+            self._call(a, a.actor.get, {r: tuple(names[r]) for r in a.ranks}) for a in self._actors
+        ]
+        return RayFuture(self, refs, lambda found: _tuples(self.size, found))
+
+    def delete(self, names: Sequence[Sequence[str]]) -> None:
+        self._check()
+        check_size(self.size, names, "delete")
+        self._collect(
+            [
+                self._call(a, a.actor.delete, {r: tuple(names[r]) for r in a.ranks})
+                for a in self._actors
+            ]
+        )
+
+    def load(self, program: Program) -> Handle:
+        self._check()
+        check_size(self.size, program.ranks, f"Program {program.name!r}")
+        report = verify(program, self.hosts, self._seed)
+        for key in check_routes(program, self._actor_of):
+            # Two tags each: a large all_reduce is two exchanges.
+            self._tags.setdefault(key, 2 * len(self._tags))
+        handle = Handle(self._next_handle, program, report)
+        self._next_handle += 1
+        self._handles[handle.id] = handle
+        shipped = ray.put(program)  # pyright: ignore
+        self._collect(
+            [
+                self._call(a, a.actor.load, handle.id, shipped, report.lists[h], dict(self._tags))
+                for h, a in enumerate(self._actors)
+            ]
+        )
+        return handle
+
+    def unload(self, handle: Handle) -> None:
+        self._check()
+        self._collect([self._call(a, a.actor.unload, handle.id) for a in self._actors])
+        del self._handles[handle.id]
+
+    def run(
+        self,
+        handle: Handle,
+        inputs: Sequence[Mapping[str, object]],
+        *,
+        mode: Mode = "compiled",
+        keep: Mapping[str, str] = NOTHING_KEPT,
+    ) -> Future:
+        self._check()
+        check_inputs(handle, inputs)
+        run, self._runs = self._runs, self._runs + 1
+        fed = [{r: _packed(inputs[r]) for r in a.ranks} for a in self._actors]
+        if mode == "compiled":
+            refs = [
+                self._call(a, a.actor.run, handle.id, run, f, dict(keep))
+                for a, f in zip(self._actors, fed, strict=True)
+            ]
+            return RayFuture(self, refs, lambda found: _dicts(self.size, found))
+        try:
+            return self._run_interpreted(handle, run, fed, dict(keep))
+        except DaftError as error:
+            return Finished([], error)
+        except BaseException:
+            # An interrupt: state may be half-written, and transfers half-made.
+            self.failure = CommunicationError(Failure(rank=None, reason="a run was interrupted"))
+            raise
+
+    def _run_interpreted(
+        self,
+        handle: Handle,
+        run: int,
+        fed: Sequence[Mapping[int, object]],
+        keep: Mapping[str, str],
+    ) -> Future:
+        """One instruction at a time, in an order in which a single thread would never block."""
+        actors = self._actors
+        self._collect(
+            [
+                self._call(a, a.actor.begin, handle.id, run, f)
+                for a, f in zip(actors, fed, strict=True)
+            ]
+        )
+        position = {s: i for sites in handle.report.lists for i, s in enumerate(sites)}
+        everyone = (tuple(range(self.size)),)
+        for site in merge_sites(handle.program, everyone, self._seed)[0]:
+            actor = actors[self._actor_of[site[0]]]
+            self._collect([self._call(actor, actor.actor.step, handle.id, run, position[site])])
+        found = self._collect([self._call(a, a.actor.finish, handle.id, keep) for a in actors])
+        return Finished(_dicts(self.size, found))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for actor in self._actors:
+            actor.kill()
+        for actor in self._actors:
+            actor.end()
+            actor.close()
+        self._actors.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._own_ray:
+            ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClusterClosed("This cluster is closed: launch another one.")
+        if self.failure is not None:
+            raise self.failure
+
+    def _call(self, actor: ActorProcess, method: Any, *arguments: object) -> ActorCall:
+        self.calls += 1
+        return ActorCall(actor, method.remote(*arguments))
+
+    def _collect(
+        self,
+        calls: Sequence[ActorCall],
+        timeout: float | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """The results of calls; a failure is diagnosed, a time-out is a `TimeoutError`."""
+        if self._closed:
+            raise ClusterClosed("This cluster was closed before the result was there.")
+        deadline_s = self.deadline_s + 1.0 if deadline_s is None else deadline_s
+        end = None if timeout is None else time.monotonic() + timeout
+        seen, since = None, time.monotonic()
+        while True:
+            left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
+            try:
+                return ray.get([call.ref for call in calls], timeout=left)
+            except ray.exceptions.GetTimeoutError:
+                if self.failure is not None:
+                    raise self.failure from None
+            except ray.exceptions.RayTaskError as error:
+                cause: object = error.cause
+                if isinstance(cause, Exception) and not isinstance(cause, DaftError):
+                    raise cause from error  # the caller's fault, such as an unknown name
+                raise self._fail(calls) from None
+            except ray.exceptions.RayError:
+                raise self._fail(calls) from None
+            now = time.monotonic()
+            if end is not None and now >= end:
+                raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
+            moving = [actor.counter.read().moving for actor in self._actors]
+            if moving != seen:
+                seen, since = moving, now
+            elif now - since > deadline_s or any(actor.gone for actor in self._actors):
+                raise self._fail(calls)
+
+    def _fail(self, calls: Sequence[ActorCall]) -> DaftError:
+        """Find the root cause, once, and end all actors: their values count as lost."""
+        if self.failure is None:
+            end = time.monotonic() + SETTLE_S
+            outcomes = [_outcome(actor, calls) for actor in self._actors]
+            while time.monotonic() < end and not any(map(_decides, outcomes)):
+                time.sleep(0.05)
+                outcomes = [_outcome(actor, calls) for actor in self._actors]
+            self.failure = diagnose(outcomes, self._handles, self.deadline_s)
+            for actor in self._actors:
+                actor.kill()
+            for actor in self._actors:
+                actor.end()
+        return self.failure
+
+
+def _outcome(actor: ActorProcess, calls: Sequence[ActorCall]) -> Outcome:
+    error: DaftError | None = None
+    died = "Its process has ended." if actor.gone else None
+    waiting = False
+    for call in calls:
+        if call.actor is not actor:
+            continue
+        try:
+            ray.get(call.ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            waiting = True
+        except ray.exceptions.RayTaskError as raised:
+            cause: object = raised.cause
+            error = cause if isinstance(cause, DaftError) else None
+        except ray.exceptions.RayError as lost:
+            died = str(lost).strip().splitlines()[0]
+    return Outcome(
+        ranks=actor.ranks,
+        progress=actor.counter.read(),
+        error=error,
+        died=died,
+        waiting=waiting,
+    )
+
+
+def _decides(outcome: Outcome) -> bool:
+    """Whether this is a root cause, and no consequence of something not seen yet."""
+    return isinstance(outcome.error, TaskError) or outcome.died is not None or outcome.stopped
+
+
+class RayFuture(Future):
+    """The results of one call to every actor."""
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        calls: Sequence[ActorCall],
+        arrange: Arrange,
+    ) -> None:
+        self._cluster = cluster
+        self._calls = tuple(calls)
+        self._arrange = arrange
+        self._finished: Finished | None = None
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        if self._finished is None:
+            try:
+                found = self._cluster._collect(self._calls, timeout)  # pyright: ignore[reportPrivateUsage]
+                self._finished = Finished(self._arrange(found))
+            except (DaftError, LookupError) as error:
+                self._finished = Finished([], error)
+            self._calls = ()
+        return self._finished.get()
+
+    def done(self) -> bool:
+        if self._finished is not None:
+            return True
+        refs = [call.ref for call in self._calls]
+        waited: Any = ray.wait(refs, num_returns=len(refs), timeout=0)  # pyright: ignore
+        return len(waited[0]) == len(refs)
+
+
+def _packed(named: Mapping[str, object]) -> dict[str, object]:
+    return {name: pack(value) for name, value in named.items()}
+
+
+def _dicts(size: int, found: Sequence[Mapping[int, Mapping[str, object]]]) -> list[Any]:
+    merged = {rank: named for part in found for rank, named in part.items()}
+    return [
+        {name: _own(value) for name, value in named.items()}
+        for named in (unpack_all(merged)[rank] for rank in range(size))
+    ]
+
+
+def _tuples(size: int, found: Sequence[Mapping[int, Sequence[object]]]) -> list[Any]:
+    merged = {rank: values for part in found for rank, values in part.items()}
+    return [tuple(_own(unpack(value)) for value in merged[rank]) for rank in range(size)]
+
+
+def _own(value: object) -> object:
+    """Out of Ray's read-only memory, which lives as long as the future."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,105 @@
+"""Captures one call of a function as a `Graph` of global ops, forward and backward.
+
+    graph = capture(loss_fn, (model, tokens, targets), grads="loss")
+
+The route: non-strict `torch.export` under fake tensors, rewrites on that forward graph
+(`canonical`), then torch's joint export, simplified (`joint`) and named (`names`). The joint export
+is private to torch; it is called in this file alone, and the tests hold it for each supported
+version. It was chosen because it keeps phase tags, parameter names and the link from a backward op
+to its forward, and captured every model it was tried on; `make_fx` of a gradient has none of these.
+
+Invariants: nothing is computed, no memory is taken, the user's objects are as before.
+Not here: placements; what cannot be captured (`detect`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dtensor.frontend import call as call_module
+from dtensor.frontend.call import Grads, Program, faked, make_call
+from dtensor.frontend.canonical import canonicalise
+from dtensor.frontend.detect import assigned_attribute, check_forward, data_dependent, refusing
+from dtensor.frontend.finish import finish
+from dtensor.frontend.graph import Graph
+from dtensor.frontend.marks import capturing_marks
+from dtensor.frontend.source import source_of_callable, source_of_exception, whole_traces
+
+_DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+# Torch's warning about tensors that forward stored in a module. nn.LSTM and its like are exempt:
+# they keep their parameters a second time in a list, which the export itself swaps.
+_ASSIGNED = r"The tensor attributes? "
+_ASSIGNED_BY_USER = _ASSIGNED + r".*self\.(?!\S*_flat_weights)"
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    grads: Grads,
+) -> Graph:
+    """The graph of `fn(*args, **kwargs)`; of tensors only shape, dtype and requires_grad count.
+
+    Args:
+        fn: a function or nn.Module. Modules among args, or fn itself, give `Param`s and `Buffer`s
+            under their own names; with several modules the argument's name comes first.
+        grads: "none": forward only. "loss": fn returns a scalar or (scalar, {name: scalar}) and
+            the first is differentiated by all parameters and tensor arguments that require grad,
+            with cotangent 1. "tangents": each result that requires grad gets a `Tangent`.
+
+    Raises:
+        PlanningError: the program cannot be captured faithfully (see `detect`).
+    """
+    call = make_call(fn, args, kwargs or {})
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    root = Program(call, grads)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(capturing_marks())
+        stack.enter_context(refusing())
+        stack.enter_context(whole_traces(call_module.__file__))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\..*")
+        warnings.filterwarnings("ignore", message=_ASSIGNED)
+        warnings.filterwarnings("error", message=_ASSIGNED_BY_USER)
+        tensors = stack.enter_context(faked(call, grads, mode))
+        forward = _export(root, tensors)
+        canonicalise(forward)
+        check_forward(forward)
+        # Attention that `canonicalise` leaves decomposes the same on every machine.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        with contextlib.ExitStack() as joint_stack:
+            joint = aot_export_joint_with_descriptors(joint_stack, forward, tensors)
+        return finish(call, root, joint.graph_module, forward, mode)
+
+
+def _export(root: Program, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+    try:
+        return torch.export.export(root, tensors, strict=False).module(check_guards=False)
+    except _DATA_DEPENDENT as error:
+        raise data_dependent(error, source_of_exception(error)) from error
+    except UserWarning as warning:
+        if not re.match(_ASSIGNED, str(warning)):
+            raise
+        raise assigned_attribute(str(warning), source_of_callable(root.call.fn)) from warning

@@ -1,0 +1,233 @@
+"""What cannot be captured faithfully, refused while planning with the user's line and a remedy.
+
+    with refusing():                 # torch.autograd.Function, torch.utils.checkpoint
+        with Watch():                # .item() and the like, parameters that were closed over
+            fn(...)
+    check_forward(exported)          # sizes that depend on data
+    check_joint(graph)               # random ops, control flow
+
+Without this, a custom Function's backward and a checkpoint's recompute would be lost in silence
+(capture differentiates through the forward that it sees), and a parameter that is closed over
+would become a constant without gradient.
+
+Invariants: nothing outside a capture changes behaviour; what is patched is restored.
+Not here: errors of the user's own code, which propagate as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.graph import Source
+from dtensor.frontend.marks import is_capturing
+from dtensor.frontend.source import source_here, source_of_trace
+from dtensor.frontend.text import type_text
+
+
+def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -> PlanningError:
+    """One sentence of fact, the operands, the user's line, the fix."""
+    lines = [fact, *(f"  {operand}" for operand in operands)]
+    if source is not None:
+        lines.append(f"  {source}: {source.text}")
+    return PlanningError("\n".join([*lines, f"fix: {fix}"]))
+
+
+# -- what is lost in silence -------------------------------------------------------------------
+
+
+def _refuse_function(cls: type) -> None:
+    """Raises for the user's Functions; torch's own (those of custom ops) are exact."""
+    if not is_capturing():
+        return
+    if cls is torch.utils.checkpoint.CheckpointFunction:
+        _refuse_checkpoint()
+    if cls.__module__.split(".", 1)[0] != "torch":
+        raise planning_error(
+            "A custom torch.autograd.Function cannot be captured: its backward would be lost.",
+            f"class {cls.__module__}.{cls.__qualname__}",
+            source=source_here(),
+            fix="define it with torch.library.custom_op and register_autograd, which capture keeps",
+        )
+
+
+def _refuse_checkpoint() -> None:
+    raise planning_error(
+        "torch.utils.checkpoint cannot be captured: its recompute would be lost.",
+        source=source_here(),
+        fix="remove the call; a recompute= option to state it at planning does not exist yet",
+    )
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Within a capture: custom Functions and activation checkpoints raise."""
+    apply: Any = torch.autograd.Function.__dict__.get("apply")
+    without_reentrant: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        _refuse_function(cls)
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    def checked_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if is_capturing():
+            _refuse_checkpoint()
+        return without_reentrant(*args, **kwargs)
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)),
+        mock.patch.object(
+            torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checked_checkpoint
+        ),
+    ):
+        yield
+
+
+# -- what the user's code asks of a value ------------------------------------------------------
+
+_ASKS: dict[Callable[..., Any], str] = {
+    torch.Tensor.item: ".item()",
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.__bool__: "the truth of a tensor (if, while, assert, and, or)",
+    torch.Tensor.__float__: "float(tensor)",
+    torch.Tensor.__int__: "int(tensor)",
+    torch.Tensor.__index__: "a tensor as an index of Python",
+}
+
+_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+
+
+class Watch(TorchFunctionMode):
+    """Sees each torch call of the user's function, before anything is computed."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS and not _is_constant(args[0]):
+            raise _asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
+        if func in _DERIVATIVES:
+            raise planning_error(
+                "A gradient inside the program is not supported yet.",
+                source=source_here(),
+                fix="return the loss, and let the runtime differentiate it",
+            )
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and _is_stray(value):
+                raise planning_error(
+                    "A tensor that requires grad is used but was not passed in: its gradient "
+                    "would be lost.",
+                    f"{type_text(value)}, an argument of {getattr(func, '__name__', func)}",
+                    source=source_here(),
+                    fix="pass the module as an argument, as in loss_fn(model, x)",
+                )
+        return func(*args, **kwargs)
+
+
+def _is_constant(x: torch.Tensor) -> bool:
+    """Whether torch knows x's value while capturing (torch.tensor(3.0)), or x is no traced one."""
+    return not isinstance(x, FakeTensor) or x.constant is not None
+
+
+def _is_stray(x: torch.Tensor) -> bool:
+    return x.requires_grad and not isinstance(x, FakeTensor)
+
+
+def _asks_for_data(what: str, source: Source | None) -> PlanningError:
+    return planning_error(
+        "The program depends on a tensor's value, which is not known when it is planned.",
+        what,
+        source=source,
+        fix="keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number",
+    )
+
+
+def data_dependent(error: Exception, source: Source | None) -> PlanningError:
+    """For torch's own exceptions about values and sizes that depend on data."""
+    return _asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
+
+
+def assigned_attribute(warning: str, source: Source | None) -> PlanningError:
+    """For torch's warning that forward stored a tensor in a module, which capture forgets."""
+    names = re.findall(r"self\.(?:module_\d+\.)?([\w.\[\]]+)", warning)
+    return planning_error(
+        "The program stores a tensor in an attribute of a module, which would be lost.",
+        *names,
+        source=source,
+        fix="return the tensor, or register it as a buffer and change it in place",
+    )
+
+
+# -- what the forward graph shows --------------------------------------------------------------
+
+_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
+_ITEMS = {"item", "_local_scalar_dense"}
+
+
+def is_idle_dropout(node: fx.Node) -> bool:
+    """A dropout that does nothing: p = 0, or not training. Args are (x, p, train)."""
+    return _op_name(node) in _DROPOUTS and bool(node.args[1] == 0 or not node.args[2])
+
+
+def check_forward(module: fx.GraphModule) -> None:
+    """Raises for the first node of the exported graph whose value or size depends on data."""
+    for node in module.graph.nodes:
+        if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
+            source = source_of_trace(node.meta.get("stack_trace") or "")
+            raise _asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            check_forward(child)
+
+
+def check_joint(graph: fx.Graph) -> None:
+    """Raises for the first op of the decomposed graph that is random or holds a graph itself."""
+    for node in graph.nodes:
+        source = source_of_trace(node.meta.get("stack_trace") or "")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise planning_error(
+                f"Control flow inside the graph is not supported yet: {node.target.name()}.",
+                source=source,
+                fix="compute both branches and choose with torch.where",
+            )
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise planning_error(
+                f"Random ops are not supported yet: {_op_name(node).removeprefix('native_')}.",
+                source=source,
+                fix="set dropout to p=0 or call model.eval(), and pass random tensors as arguments",
+            )
+
+
+def _op_name(node: fx.Node) -> str:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return node.target._schema.name.split("::")[1]
+
+
+def _has_symbols(val: Any) -> bool:
+    match val:
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return True
+        case torch.Tensor():
+            return any(isinstance(s, torch.SymInt) for s in val.shape)
+        case list() | tuple():
+            return any(_has_symbols(v) for v in val)
+        case _:
+            return False

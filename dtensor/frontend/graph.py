@@ -1,0 +1,222 @@
+"""The captured program: one `torch.fx` graph of global ops, and what its inputs and outputs are.
+
+    def forward(self, x):             x                          f32[8,16]
+        h = self.up(x)                up_weight                  f32[32,16]
+        ...                           permute = permute(up_weight, [1, 0])  f32[16,32]  mlp.py:14
+                                      h = mm(x, permute)         f32[8,32]              mlp.py:14
+
+Every node has meta "val" (FakeTensor, or a tuple of them), "phase" ("forward" | "backward"),
+"source" (`Source` of the user's line, or None), "module" (path of the user's innermost module),
+"seq" (autograd's sequence number, which links a backward node to its forward, or None).
+
+Invariants (`Graph.verify`): one `Input` per placeholder and one `Output` per element of the output
+tuple, in order; all forward nodes come before all backward nodes; names are unique and stable.
+Not here: placements, ranks, devices. Shapes are global.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from dtensor.frontend.text import type_text, value_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A line of the user's program: the innermost frame that is neither torch's nor ours."""
+
+    file: str
+    line: int
+    text: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter, under the first of its qualified names in the user's module."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """A tensor argument: leaf `index` of `tree_leaves((args, kwargs))`, all leaves counted."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const:
+    """A tensor that the program creates from numbers or closes over; `value` is on the CPU."""
+
+    name: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """The cotangent of `Result(output)`."""
+
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Tensor leaf `index` of the user's outputs (only the tensors are counted)."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grad:
+    of: Param | Buffer | Arg
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """The new value of the buffer `name`."""
+
+    name: str
+
+
+Input = Param | Buffer | Arg | Const | Tangent
+Output = Result | Grad | Mutation
+
+
+@dataclass(frozen=True, slots=True)
+class OutTree:
+    """The user's outputs: a pytree spec over `leaves`, where None stands for the next tensor."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+
+    def unflatten(self, tensors: Sequence[Any]) -> Any:
+        if len(tensors) != sum(self.is_tensor):
+            raise ValueError(
+                f"the program returns {sum(self.is_tensor)} tensors, but {len(tensors)} were given"
+            )
+        rest = iter(tensors)
+        leaves = [
+            next(rest) if tensor else leaf
+            for leaf, tensor in zip(self.leaves, self.is_tensor, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Graph:
+    """A captured program. `aliases`: other names of tied parameters -> the name in `inputs`."""
+
+    fx: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    aliases: Mapping[str, str]
+    out_tree: OutTree
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    @property
+    def placeholders(self) -> tuple[fx.Node, ...]:
+        return tuple(self.fx.find_nodes(op="placeholder"))
+
+    @property
+    def output_nodes(self) -> tuple[fx.Node, ...]:
+        """The value of each of `outputs`, in order."""
+        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The ops, in order: neither placeholders nor the output."""
+        return tuple(n for n in self.fx.nodes if n.op == "call_function")
+
+    def unflatten(self, tensors: Sequence[Any]) -> Any:
+        """The user's structure, from one value per `Result` in order of index."""
+        return self.out_tree.unflatten(tensors)
+
+    def verify(self) -> None:
+        """Raises AssertionError where an invariant of this module's docstring does not hold."""
+        self.fx.lint()
+        assert len(self.placeholders) == len(self.inputs), "one input per placeholder"
+        assert len(self.output_nodes) == len(self.outputs), "one output per returned value"
+        assert len({n.name for n in self.fx.nodes}) == len(self.fx.nodes), "unique names"
+        backward = False
+        for node in self.fx.nodes:
+            if node.op == "output":
+                continue
+            for key in ("val", "phase", "source", "module", "seq"):
+                assert key in node.meta, f"{node.name} has no meta {key!r}"
+            assert node.op in ("placeholder", "call_function"), f"{node.name} is a {node.op}"
+            if node.op == "call_function":
+                backward = backward or node.meta["phase"] == "backward"
+                assert backward == (node.meta["phase"] == "backward"), (
+                    f"{node.name} is out of phase"
+                )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, str]] = []
+        for node, what in zip(self.placeholders, self.inputs, strict=True):
+            rows.append((f"{node.name}: {type(what).__name__}", type_text(node.meta["val"]), ""))
+        phase = ""
+        for node in self.nodes:
+            if node.meta["phase"] != phase:
+                phase = node.meta["phase"]
+                rows.append((f"\n{phase}", "", ""))
+            source = node.meta["source"]
+            rows.append(
+                (
+                    f"  {node.name} = {call_text(node)}",
+                    type_text(node.meta["val"]),
+                    "" if source is None else str(source),
+                )
+            )
+        widths = [min(60, max((len(row[i]) for row in rows), default=0)) for i in (0, 1)]
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+        returns = [
+            f"  {_output_text(what)} = {node.name}"
+            for what, node in zip(self.outputs, self.output_nodes, strict=True)
+        ]
+        return "\n".join([*lines, "", "return", *returns])
+
+
+def op_text(node: fx.Node) -> str:
+    """`mm` for aten.mm.default, `dt.attention` for the project's own, `getitem`."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace == "aten" else f"{namespace}.{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def call_text(node: fx.Node) -> str:
+    """`mm(x, permute)`."""
+    parts = [value_text(a) for a in node.args]
+    parts += [f"{k}={value_text(v)}" for k, v in node.kwargs.items()]
+    return f"{op_text(node)}({', '.join(parts)})"
+
+
+def _output_text(output: Output) -> str:
+    match output:
+        case Result(index):
+            return f"result {index}"
+        case Grad(of):
+            return f"grad {of.name}"
+        case Mutation(name):
+            return f"buffer {name}"

@@ -1,0 +1,55 @@
+"""Marks: what the user says inside `forward` about a value's placement.
+
+    x = annotate(x, "b@dp t d@tp")        # or annotate(x, tp=Shard(-1))
+
+Outside a capture `annotate` returns x itself, at the cost of one context variable. While `capture`
+runs it inserts one identity op, `dt::annotate(x, text)`, whose backward applies
+`dt::annotate_backward(grad, text)`, so both values carry the mark; the result must be used, as in
+`x = annotate(x, ...)`. The planner erases both ops.
+
+Not here: the meaning of the text. It is stored as given and parsed where axes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+import dtensor.sharding.ops  # noqa: F401  (registers dt::annotate)
+
+_capturing: ContextVar[bool] = ContextVar("dtensor_capturing", default=False)
+
+
+@contextmanager
+def capturing_marks() -> Iterator[None]:
+    """Within: `annotate` records. Entered by `capture` alone."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+def is_capturing() -> bool:
+    return _capturing.get()
+
+
+def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) -> torch.Tensor:
+    """Pins an activation's placement while planning; the identity on a plain tensor otherwise.
+
+    Either `text` names the dims and the axes that split them ("b@dp t d@tp"), or each keyword is a
+    mesh axis with a placement, stored as "dp=Shard(0), tp=Replicate()" with the axes sorted.
+    """
+    if not _capturing.get():
+        return x
+    if (text is None) == (not placements):
+        raise TypeError(
+            f"annotate takes either a text or placements by axis; got text={text!r}, "
+            f"placements={placements}. Write annotate(x, 'b@dp t d@tp') or annotate(x, tp=...)."
+        )
+    if text is None:
+        text = ", ".join(f"{axis}={placements[axis]!r}" for axis in sorted(placements))
+    return torch.ops.dt.annotate(x, text)

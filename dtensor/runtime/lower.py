@@ -1,0 +1,97 @@
+"""Lowering: a Plan and a schedule become one daft Program, a list of instructions per rank.
+
+    lowered = lower(plan, OneFOneB(microbatches=4).grid(2, 2))
+    lowered.program            # verified by daft, run by any backend
+    lowered.inputs[rank]       # which values the controller feeds to that rank
+
+Nothing is decided here: the plan says what, the schedule says when. For each action of a rank's
+row, the steps of that stage and phase are laid down in plan order; between two communications
+stands one `Call` of straight-line code (code.py). Packing for a collective and putting its pieces
+together are lines of that code. A value of microbatch i is called `name@i`.
+
+Sends are waited for two actions later, or before their value is freed; values are freed after
+their last use. Invariants are daft's: `daft.verify` proves that the program cannot hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dtensor.daft import Program, RankProgram
+from dtensor.runtime.code import Functions
+from dtensor.runtime.rank_lower import RankLowering, Roles
+from dtensor.runtime.schedule import Grid
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.spec import TensorSpec
+
+SEND_WAIT_LAG = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """``inputs``: per rank, the argument values it is fed; ``outputs``: program output name to
+    the plan output's index, per rank that returns it; ``states``: per rank, parameter labels."""
+
+    plan: Plan
+    program: Program
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
+    states: tuple[tuple[str, ...], ...]
+
+
+def lower(
+    plan: Plan,
+    grid: Grid | None,
+    *,
+    device: torch.device | None = None,
+    roles: Roles | None = None,
+) -> Lowered:
+    """The program of ``plan``. ``grid=None``: forward only, or one microbatch on one stage."""
+    roles = roles or Roles()
+    functions = Functions()
+    ranks: list[RankLowering] = []
+    cache: dict[object, object] = {}
+    for rank in range(plan.mesh.size):
+        ranks.append(
+            RankLowering(
+                plan=plan,
+                rank=rank,
+                grid=grid,
+                functions=functions,
+                device=device or torch.device("cpu"),
+                roles=roles,
+                cache=cache,
+            )
+        )
+    lists: list[RankProgram] = [one.lower() for one in ranks]
+    program = Program(
+        name=plan.name,
+        ranks=tuple(lists),
+        functions=tuple(functions.found.items()),
+        stage_of=tuple(one.stages[0] for one in ranks),
+    )
+    return Lowered(
+        plan=plan,
+        program=program,
+        inputs=tuple(one.fed for one in ranks),
+        outputs=tuple(one.returned for one in ranks),
+        states=tuple(one.held for one in ranks),
+    )
+
+
+def fed_spec(plan: Plan, name: str) -> TensorSpec:
+    """The spec under which an argument is cut for feeding: on the user's mesh, stage axis whole."""
+    spec = next(item.spec for item in plan.inputs if item.name == name)
+    return on_mesh(plan, spec)
+
+
+def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
+    """A spec of the inner mesh restated on the user's mesh; replicated along the stage axis."""
+    from dtensor.sharding.placements import REPLICATE
+
+    sharding: Mapping[str, object] = spec.sharding
+    placements = tuple(sharding.get(axis, REPLICATE) for axis in plan.mesh.axes)
+    return TensorSpec(spec.shape, spec.dtype, plan.mesh, placements)  # pyright: ignore

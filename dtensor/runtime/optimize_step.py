@@ -1,0 +1,189 @@
+"""The end of a step on one rank: buckets, sums of tied gradients, the norm, the update.
+
+These are lowered like other steps, but what they do is fixed: a bucket is one all_reduce of many
+values; the norm counts every element of every gradient once (a replica only where its coordinate
+is 0, a tied parameter only on its first stage), folded over each axis of the mesh in turn; the
+update is one call of the rank's torch.optim optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtensor.daft import Buffer, Collective, Wait
+from dtensor.runtime.optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
+from dtensor.sharding.mesh import MICROBATCH_AXIS
+from dtensor.sharding.placements import Partial, Replicate
+from dtensor.sharding.plan import Bucket, Norm, TieSum, Update
+from dtensor.sharding.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtensor.runtime.rank_lower import RankLowering
+
+
+def bucket(rank: RankLowering, step: Bucket) -> None:
+    """One message for all gradients of the bucket."""
+    here = rank.at(None)
+    placement = step.moves[0].src.placement(step.axis)
+    assert isinstance(placement, Partial)
+    buffers = tuple(Buffer(m.src.local_shape(here), m.src.dtype) for m in step.moves)
+    inputs = tuple(rank.value(name, None) for name in step.operands)
+    label = f"optimizer: all_reduce {step.name} over {step.axis}"
+    rank.start(
+        Collective(
+            "all_reduce",
+            rank.plan.mesh.group(rank.rank, step.axis),
+            inputs,
+            step.results,
+            buffers,
+            buffers,
+            placement.op,
+            step.axis,
+            label=label,
+        )
+    )
+    rank.start(Wait(step.results[:1], label=label))
+    for name, move in zip(step.results, step.moves, strict=True):
+        rank.record(name, move.dst, None)
+
+
+def tie_sum(rank: RankLowering, step: TieSum) -> None:
+    """The sum over the stages that share a parameter, in order of stages."""
+    mine = [i for i, stage in enumerate(step.stages) if stage in rank.stages]
+    hosts = tuple(dict.fromkeys(rank.peer(stage) for stage in step.stages))
+    if len(hosts) < len(step.stages):
+        raise NotImplementedError("a parameter tied between two stages of one rank")
+    shape = step.spec.local_shape(rank.at(None))
+    buffer = Buffer(shape, step.spec.dtype)
+    label = f"optimizer: all_reduce the gradients of {step.of} over stages {step.stages}"
+    for i in mine:
+        rank.start(
+            Collective(
+                "all_reduce",
+                hosts,
+                (rank.value(step.operands[i], None),),
+                (step.results[i],),
+                (buffer,),
+                (buffer,),
+                "sum",
+                f"tied {step.of}",
+                label=label,
+            )
+        )
+        rank.start(Wait((step.results[i],), label=label))
+        rank.record(step.results[i], step.spec, None)
+
+
+def counts(rank: RankLowering, spec: TensorSpec) -> bool:
+    """Whether this rank is the one among replicas whose copy enters the norm."""
+    here = rank.at(None)
+    return all(
+        here[axis] == 0
+        for axis, placement in spec.sharding.items()
+        if isinstance(placement, Replicate) and axis != MICROBATCH_AXIS
+    )
+
+
+def norm(rank: RankLowering, step: Norm) -> None:
+    """Sum of squares here, folded over each axis of the mesh, then the clip coefficient."""
+    counted = [
+        value
+        for (stage, value, _), spec in zip(step.operands, step.specs, strict=True)
+        if stage in rank.stages and counts(rank, spec)
+    ]
+    segment = rank.segment(None)
+    rank.names(segment, counted, None)
+    name = f"{step.result}_squares"
+    segment.table[name] = name
+    segment.code.apply(
+        sum_of_squares, "sum_of_squares", counted, name, rank.device, packed=True
+    )
+    rank.nbytes[name] = 4
+    buffer = (Buffer((), torch.float32),)
+    for axis, num in rank.plan.mesh.shape.items():
+        if num == 1:
+            continue
+        reduced = f"{name}_{axis}"
+        label = f"optimizer: all_reduce the norm over {axis}"
+        group = rank.plan.mesh.group(rank.rank, axis)
+        rank.start(
+            Collective("all_reduce", group, (name,), (reduced,), buffer, buffer, "sum",
+                       axis, label=label)
+        )
+        rank.start(Wait((reduced,), label=label))
+        name = reduced
+    segment = rank.segment(None)
+    pair = (step.result, f"{step.result}_clip")
+    for made in (name, *pair):
+        segment.table[made] = made
+    function = segment.code.bind("clip_coefficient", clip_coefficient)
+    segment.code.line(
+        f"{pair[0]}, {pair[1]} = {function}({name}, {step.max_norm!r})", [name], pair, None
+    )
+    rank.nbytes.update(dict.fromkeys(pair, 4))
+
+
+def update(rank: RankLowering) -> None:
+    """One call that steps the rank's optimizer with all its gradients."""
+    if rank.roles.optimizer is None:
+        return
+    updates = [
+        s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages
+    ]
+    inputs = {i.label: i.name for i in rank.plan.inputs}
+    clip = next((f"{s.result}_clip" for s in rank.plan.steps if isinstance(s, Norm)), None)
+    rank.close()
+    rank.label = "update"
+    segment = rank.segment(None)
+    names = [inputs[s.parameter] for s in updates]
+    gradients = [s.gradient for s in updates]
+    rank.names(segment, (*names, *gradients), None)
+    segment.table.update({"optimizer": rank.roles.optimizer, "options": "options"})
+    segment.writes = (rank.roles.optimizer, *(segment.table[name] for name in names))
+    extra = [clip] if clip else []
+    for name in extra:
+        segment.table[name] = name
+    function = segment.code.bind("step_optimizer", step_optimizer)
+    labels = segment.code.bind("labels", tuple(s.parameter for s in updates))
+    reads = ["optimizer", "options", *names, *gradients, *extra]
+    segment.code.line(
+        f"{function}(optimizer, options, {labels}, ({''.join(f'{n}, ' for n in names)}), "
+        f"({''.join(f'{g}, ' for g in gradients)}), {clip})",
+        reads, (), None,
+    )
+    rank.close()
+    rank.label = "optimizer"
+
+
+def step_optimizer(
+    optimizer: ShardOptimizer,
+    options: tuple[dict[str, object], ...],
+    labels: tuple[str, ...],
+    shards: tuple[torch.Tensor, ...],
+    gradients: tuple[torch.Tensor, ...],
+    clip: torch.Tensor | None,
+) -> None:
+    """Runs on actors: scale the gradients by ``clip`` and step."""
+    if clip is not None:
+        gradients = tuple(g * clip.to(g.dtype) for g in gradients)
+    optimizer.step(
+        dict(zip(labels, shards, strict=True)), options, dict(zip(labels, gradients, strict=True))
+    )
+
+
+def publish(rank: RankLowering, outputs: Mapping[str, str]) -> None:
+    """Give the values that the program returns their output names."""
+    rank.close()
+    rank.label = "outputs"
+    segment = rank.segment(None)
+    for number, (name, value) in enumerate(outputs.items()):
+        result = f"out{number}"
+        read = f"value{number}"
+        segment.table[read] = value
+        segment.table[result] = name
+        rank.nbytes[name] = rank.nbytes.get(value, 0)
+        segment.code.line(f"{result} = {read}", [read], [result], None)
+    rank.close()

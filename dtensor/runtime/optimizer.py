@@ -1,0 +1,175 @@
+"""torch.optim on local shards: one real optimizer per rank, fed from outside.
+
+    optimizer = ShardOptimizer(torch.optim.AdamW, (("w", "b"),))
+    optimizer.step({"w": w_local, ...}, ({"lr": 3e-4, ...},), {"w": grad_local, ...})
+
+The controller's optimizer is never stepped with gradients; its parameter groups are read each step
+and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
+own gradient and state alone) give the same numbers on shards; those are known by exact class.
+State tensors have the shape of the shard and its placements; scalars (the step) are the same on
+all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtensor.errors import PlanningError
+
+ELEMENTWISE: dict[type[torch.optim.Optimizer], int] = {
+    # class -> tensors of the parameter's shape that its state holds, at most
+    torch.optim.SGD: 1,
+    torch.optim.Adam: 3,
+    torch.optim.AdamW: 3,
+    torch.optim.NAdam: 2,
+    torch.optim.RAdam: 2,
+    torch.optim.Adamax: 2,
+    torch.optim.Adagrad: 1,
+    torch.optim.Adadelta: 2,
+    torch.optim.RMSprop: 3,
+    torch.optim.Rprop: 2,
+    torch.optim.ASGD: 1,
+}
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """PlanningError unless the exact class is known to be elementwise."""
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        raise PlanningError(
+            f"{type(optimizer).__name__} is not known to be elementwise, so on shards it could "
+            f"give other numbers than on whole parameters.\n  known: {known}\n"
+            f"  fix: use one of these"
+        )
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's shape the state will hold, from class and options."""
+    options = optimizer.defaults
+    match type(optimizer).__name__:
+        case "SGD":
+            return 1 if options.get("momentum") else 0
+        case "Adam" | "AdamW":
+            return 3 if options.get("amsgrad") else 2
+        case "RMSprop":
+            return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+        case _:
+            return ELEMENTWISE[type(optimizer)]
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """Each group's options, without its parameters: what is sent every step."""
+    return tuple(
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    )
+
+
+class ShardOptimizer:
+    """One rank's optimizer. It lives in the actor's table and is built at its first step."""
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        groups: Sequence[Sequence[str]],
+        state: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.groups = tuple(tuple(group) for group in groups)
+        self.initial = {name: dict(entry) for name, entry in (state or {}).items()}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+
+    def step(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        options: Sequence[Mapping[str, Any]],
+        gradients: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Update ``shards`` in place; ``options`` are one mapping per group."""
+        optimizer = self._built(shards, options)
+        for group, given in zip(self._groups(optimizer), options, strict=True):
+            group.update(given)
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+        with torch.enable_grad():
+            optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def export(self) -> dict[str, dict[str, Any]]:
+        """Parameter name to its state entries; tensors on the CPU."""
+        if self.optimizer is None:
+            return self.initial
+        return {
+            name: {
+                key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+            }
+            for name, parameter in self.parameters.items()
+        }
+
+    def nbytes(self) -> int:
+        """Bytes of the state tensors."""
+        return sum(
+            value.numel() * value.element_size()
+            for entry in self.export().values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def _built(
+        self, shards: Mapping[str, torch.Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer
+        self.parameters = {
+            name: torch.nn.Parameter(shards[name]) for group in self.groups for name in group
+        }
+        groups = [
+            {**given, "params": [self.parameters[name] for name in group]}
+            for group, given in zip(self.groups, options, strict=True)
+            if group
+        ]
+        self.optimizer = self.kind(groups)  # pyright: ignore[reportCallIssue]
+        for name, entry in self.initial.items():
+            parameter = self.parameters.get(name)
+            if parameter is not None and entry:
+                self.optimizer.state[parameter] = {
+                    key: _to_device(value, parameter.device, key)
+                    for key, value in entry.items()
+                }
+        self.initial = {}
+        return self.optimizer
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The optimizer's groups, with empty stand-ins where this rank holds none of a group."""
+        real = iter(optimizer.param_groups)
+        return [next(real) if group else {} for group in self.groups]
+
+
+def _to_device(value: Any, device: torch.device, key: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    # torch keeps "step" on the CPU unless the optimizer is capturable or fused
+    return value.clone() if key == "step" else value.to(device, copy=True)
+
+
+# -- what generated code calls ---------------------------------------------------------------------
+
+
+def sum_of_squares(counted: Sequence[torch.Tensor], like: torch.device) -> torch.Tensor:
+    """The sum of squares of all elements, float32, a left fold over the tensors."""
+    total = torch.zeros((), dtype=torch.float32, device=like)
+    for gradient in counted:
+        total = total + gradient.float().square().sum()
+    return total
+
+
+def clip_coefficient(squares: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm, min(1, max_norm / (norm + 1e-6))), as torch.nn.utils.clip_grad_norm_ has it."""
+    norm = squares.sqrt()
+    return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,384 @@
+"""Choosing the placements on one axis: options from the rules and pins, prices, the exact solve.
+
+    chosen = choose_axis(request, rules, "tp", done={"dp": ...})
+    chosen.strategies["h"]     # Strategy(operands=(Replicate, Shard(1)), results=(Shard(1),))
+    chosen.inputs["w1"]        # Shard(0)
+
+The axes are solved one after another, each exactly (solve.py), given those before it. On the
+virtual microbatch axis nothing may be communicated: a value that depends on parameters and on the
+batch may only be split, pending, or be sliced; what depends on the batch alone (the count of
+targets that are not ignored) may be computed whole, once. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dtensor.sharding.annotation import annotation_placements
+from dtensor.sharding.blame import infeasible
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.dataflow import Dataflow, Input, Op
+from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.placements import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Shard,
+    index_sets,
+    same,
+    simplest,
+)
+from dtensor.sharding.reach import Opened, Pin, Reach, Rules, reach
+from dtensor.sharding.redistribute import move_kind, seconds
+from dtensor.sharding.rule import Strategy
+from dtensor.sharding.solve import At, Infeasible, Node, Option, Solution, solve
+from dtensor.sharding.spec import TensorSpec
+
+_ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisChoice:
+    """What one axis does: a strategy for each op, a placement for each input."""
+
+    axis: str
+    strategies: Mapping[str, Strategy]
+    inputs: Mapping[str, Placement]
+    opened: tuple[Opened, ...]
+
+    def result(self, op: Op, index: int) -> Placement:
+        return self.strategies[op.name].results[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """All that is known when an axis is chosen. ``mesh`` is the inner mesh."""
+
+    flow: Dataflow
+    rules: Rules
+    mesh: Mesh
+    pins: Mapping[str, Mapping[str, Pin]]  # axis -> value -> pin
+    wanted: Mapping[str, Mapping[str, Placement]]  # axis -> value of a result -> placement
+    gradients: Mapping[str, tuple[str, ...]]  # input -> the values of its gradients
+    mutations: Mapping[str, str]  # buffer input -> the value of its new contents
+    topology: Topology
+    free: bool
+    batch_only: frozenset[str]  # values that depend on the batch and on no parameter
+    mixed: frozenset[str]  # values that depend on both
+
+    def labels(self) -> dict[str, str]:
+        return {
+            i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")
+        }
+
+
+def choose_axis(
+    question: Question, axis: str, done: Sequence[AxisChoice]
+) -> AxisChoice:
+    """The cheapest choice on ``axis`` given the axes already ``done``."""
+    num = question.mesh.axis_size(axis)
+    flow = question.flow
+    pins = _with_annotations(question, axis)
+    reached = reach(
+        flow,
+        question.rules,
+        list(pins.values()),
+        axis,
+        num,
+        free=question.free and axis != MICROBATCH_AXIS,
+        labels=question.labels(),
+    )
+    canonical = _Canonical(flow, num)
+    strategies = _restrict(question, reached, pins, axis, num)
+    priced = _Prices(question, axis, done)
+    nodes = [
+        _op_node(op, strategies[op.name], canonical, priced) for op in flow.ops
+    ]
+    choices = {i.name: _input_choices(question, i, reached, pins, axis, num) for i in flow.inputs}
+    for item in flow.inputs:
+        nodes.append(_input_node(question, item, choices[item.name], canonical, priced))
+    for output in flow.outputs:
+        if output.kind == "result":
+            placement = question.wanted.get(axis, {}).get(output.value, REPLICATE)
+            name = f"result {output.of}"
+            ends = priced.ends(output.value, canonical(output.value, placement))
+            nodes.append(
+                Node(name, tuple(Option((read,), (), cost) for read, cost in ends), name)
+            )
+    try:
+        solution = solve(nodes, priced.convert)
+    except Infeasible:
+        raise infeasible(flow, nodes, priced.convert, axis) from None
+    nodes_by_name = {node.name: node for node in nodes}
+    return AxisChoice(
+        axis=axis,
+        strategies={
+            op.name: strategies[op.name][solution.chosen[op.name]] for op in flow.ops
+        },
+        inputs={
+            i.name: _written(nodes_by_name[f"input {i.name}"], solution, choices[i.name])
+            for i in flow.inputs
+        },
+        opened=reached.opened,
+    )
+
+
+class _Canonical:
+    """One representative for all placements that hold the same indices of a value."""
+
+    def __init__(self, flow: Dataflow, num: int) -> None:
+        self.flow, self.num = flow, num
+        self.found: dict[object, Placement] = {}
+
+    def __call__(self, value: str, placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        shape = self.flow.metas[value].shape
+        key = (placement.dim, index_sets(placement, shape[placement.dim], self.num))
+        return self.found.setdefault(key, simplest(placement, shape, self.num))
+
+
+class _Prices:
+    """Seconds of conversions and ops on one axis, given the placements on the axes done."""
+
+    def __init__(self, question: Question, axis: str, done: Sequence[AxisChoice]) -> None:
+        self.question, self.axis, self.done = question, axis, tuple(done)
+        self.cache: dict[tuple[object, ...], float] = {}
+
+    def native(self, value: str) -> dict[str, Placement]:
+        """The placements on the axes done, as the producer leaves them."""
+        producer = self.question.flow.producers.get(value)
+        if producer is None:
+            return {c.axis: c.inputs[value] for c in self.done}
+        index = producer.results.index(value)
+        return {c.axis: c.result(producer, index) for c in self.done}
+
+    def convert(self, value: str, src: Placement, dst: Placement) -> float:
+        if self.axis == MICROBATCH_AXIS and not isinstance(src, type(REPLICATE)):
+            return math.inf
+        if move_kind(src, dst) is None:
+            return math.inf
+        meta = self.question.flow.metas[value]
+        others = self.native(value)
+        key = (meta, tuple(others.items()), src, dst)
+        if key not in self.cache:
+            self.cache[key] = self._seconds(meta.shape, meta.dtype, others, src, dst)
+        return self.cache[key]
+
+    def _seconds(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        others: Mapping[str, Placement],
+        src: Placement,
+        dst: Placement,
+    ) -> float:
+        mesh = self.question.mesh
+
+        def spec(placement: Placement) -> TensorSpec:
+            placed = {**others, self.axis: placement}
+            return TensorSpec(
+                shape, dtype, mesh, tuple(placed.get(a, REPLICATE) for a in mesh.axes)
+            )
+
+        if isinstance(src, Partial) and any(
+            isinstance(p, Partial) and p.op != src.op for p in others.values()
+        ):
+            return math.inf
+        return seconds(spec(src), spec(dst), self.question.topology)
+
+    def ends(self, value: str, wanted: Placement) -> list[tuple[At, float]]:
+        """Ways to deliver an output: as wanted, or pending and reduced after the last microbatch.
+
+        Reductions at the end share buckets, so they cost bytes but no latency of their own.
+        """
+        found: list[tuple[At, float]] = [((value, wanted), 0.0)]
+        if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
+            return found
+        topology = self.question.topology
+        free = replace(topology, latency=0.0)
+        patient = _Prices(replace(self.question, topology=free), self.axis, self.done)
+        times = self.question.mesh.shape.get(MICROBATCH_AXIS, 1)
+        found.append(((value, PARTIAL), patient.convert(value, PARTIAL, wanted) / times))
+        return found
+
+    def op(self, op: Op, strategy: Strategy) -> float:
+        """The roofline of one rank's part of the op; nothing for views."""
+        rule = self.question.rules[op.name]
+        if is_view(op) or op.call.name in _ANNOTATIONS:
+            return 0.0
+        mesh = self.question.mesh
+        chosen = [(c.axis, c.strategies[op.name]) for c in self.done]
+        chosen.append((self.axis, strategy))
+        work = 1.0
+        for axis, s in chosen:
+            work /= mesh.axis_size(axis) if s.shards_work else 1
+        moved = 0.0
+        for index, meta in enumerate((*op.call.operands, *op.call.results)):
+            if meta is None:
+                continue
+            part = 1.0
+            for axis, s in chosen:
+                placed = (*s.operands, *s.results)[index]
+                part /= mesh.axis_size(axis) if isinstance(placed, Shard) else 1
+            moved += math.prod(meta.shape) * meta.dtype.itemsize * part
+        return self.question.topology.compute_seconds(flops=rule.flops * work, bytes_moved=moved)
+
+
+def is_view(op: Op) -> bool:
+    """Whether the op moves no data."""
+    target = op.call.target
+    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return target.is_view or op.call.name == "aten._unsafe_view.default"
+    return False
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def _with_annotations(question: Question, axis: str) -> dict[str, Pin]:
+    """The pins on the axis, those of annotations in the program included."""
+    pins = dict(question.pins.get(axis, {}))
+    for op in question.flow.ops:
+        if op.call.name in _ANNOTATIONS:
+            stated = annotation_placements(op, question.mesh)
+            if axis in stated:
+                assert op.results[0] is not None
+                pins[op.results[0]] = Pin(
+                    value=op.results[0],
+                    placement=stated[axis],
+                    by=f"annotate at {op.source}",
+                    until_contraction=True,
+                )
+    return pins
+
+
+def _restrict(
+    question: Question, reached: Reach, pins: Mapping[str, Pin], axis: str, num: int
+) -> dict[str, tuple[Strategy, ...]]:
+    """Follow the pins: a value that is split stays split wherever a rule accepts it so.
+
+    Each op keeps the strategies that read most of its settled operands as they are settled; where
+    those agree on a split result, that is settled too. What is left open (where to resolve a
+    pending sum, operands that disagree, what no pin reaches) is for the exact solve. With
+    search="free" only what the user pinned is settled.
+    """
+    metas = question.flow.metas
+    in_time = axis == MICROBATCH_AXIS
+    settled: dict[str, Placement] = {} if in_time else {v: p.placement for v, p in pins.items()}
+    result: dict[str, tuple[Strategy, ...]] = {}
+    for op in question.flow.ops:
+        found = reached.strategies[op.name]
+        if in_time and any(name in question.mixed for name in op.results):
+            found = tuple(s for s in found if s.label != "replicate")
+        if op.call.name in _ANNOTATIONS and op.results[0] in pins:
+            stated = pins[op.results[0]].placement
+            found = tuple(
+                s for s in found if same(s.results[0], stated, op.call.operands[0].shape, num)
+            ) or (Strategy((stated,), (stated,), "annotated"),)
+        known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
+        if known and len(found) > 1:
+            agreeing = [
+                sum(same(s.operands[i], settled[n], metas[n].shape, num) for i, n in known)
+                for s in found
+            ]
+            best = max(agreeing)
+            found = tuple(s for s, n in zip(found, agreeing, strict=True) if n == best)
+        if not in_time and (not question.free or (is_view(op) and known)):
+            for index, name in enumerate(op.results):
+                if name is None or not found:
+                    continue
+                first = found[0].results[index]
+                shape = metas[name].shape
+                if isinstance(first, Shard) and all(
+                    same(s.results[index], first, shape, num) for s in found
+                ):
+                    settled[name] = first
+        result[op.name] = found
+    return result
+
+
+def _op_node(
+    op: Op, strategies: Sequence[Strategy], canonical: _Canonical, priced: _Prices
+) -> Node:
+    options: list[Option] = []
+    for strategy in strategies:
+        reads = tuple(
+            (name, canonical(name, p))
+            for name, p in zip(op.operands, strategy.operands, strict=True)
+        )
+        writes = tuple(
+            (name, canonical(name, p))
+            for name, p in zip(op.results, strategy.results, strict=True)
+            if name is not None
+        )
+        options.append(Option(reads, writes, priced.op(op, strategy)))
+    return Node(op.name, tuple(options), _group(op))
+
+
+def _group(op: Op) -> Hashable:
+    """Ops of repeated layers: the same module path with its numbers left out, the same call."""
+    if not re.search(r"\d", op.module):
+        return op.name
+    inside = re.sub(r"\d+", "*", op.module)
+    call = op.call
+    return (inside, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
+
+
+def _input_choices(
+    question: Question,
+    item: Input,
+    reached: Reach,
+    pins: Mapping[str, Pin],
+    axis: str,
+    num: int,
+) -> tuple[Placement, ...]:
+    if axis == MICROBATCH_AXIS:
+        return (REPLICATE,)
+    if item.name in pins:
+        return (pins[item.name].placement,)
+    if item.kind in ("parameter", "buffer"):
+        del num
+        return (REPLICATE, *reached.shardings.get(item.name, ()))
+    return (REPLICATE,)
+
+
+def _input_node(
+    question: Question,
+    item: Input,
+    choices: Sequence[Placement],
+    canonical: _Canonical,
+    priced: _Prices,
+) -> Node:
+    """An input is written at one of its placements; its gradients end at the same one."""
+    options: list[Option] = []
+    for placement in choices:
+        placed = canonical(item.name, placement)
+        wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else placed
+        ends = [
+            priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())
+        ]
+        if item.name in question.mutations:
+            ends.append([((question.mutations[item.name], placed), 0.0)])
+        for combination in itertools.product(*ends):
+            reads = tuple(read for read, _ in combination)
+            cost = sum(cost for _, cost in combination)
+            options.append(Option(reads, ((item.name, placed),), cost))
+    group = (re.sub(r"\d+", "*", item.label), item.kind, item.meta, tuple(choices))
+    return Node(
+        f"input {item.name}", tuple(options), group if item.kind == "parameter" else item.name
+    )
+
+
+def _written(node: Node, solution: Solution, choices: Sequence[Placement]) -> Placement:
+    """The placement of an input as stated, from the option that was chosen."""
+    written = node.options[solution.chosen[node.name]].writes
+    places = list(dict.fromkeys(option.writes for option in node.options))
+    return choices[places.index(written)]

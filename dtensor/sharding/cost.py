@@ -1,0 +1,73 @@
+"""Cost of communication and compute: the alpha-beta model and a roofline.
+
+    topology = Topology(latency=5e-6, bandwidth={"tp": 400e9, "dp": 50e9})
+    topology.collective_seconds("all_reduce", "tp", num=4, bytes_sent=2**20)
+
+A collective over n ranks that sends b bytes per rank takes steps * latency + b / bandwidth, with
+the steps of a ring: n-1, for an all-reduce 2(n-1) (Thakur, Rabenseifner, Gropp 2005). A local op
+takes the larger of its FLOPs over FLOP/s and its bytes over memory bandwidth (Williams,
+Waterman, Patterson 2009). Overlap, contention and kernel launch are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """What the planner prices with. A number holds for every axis; a mapping names them.
+
+    latency: seconds per message; bandwidth: bytes per second that a rank sends along an axis;
+    flops: FLOP per second of a rank; memory_bandwidth: bytes per second of a rank.
+    The defaults are an H100 within one host, dense bf16, at about half of its peak.
+    """
+
+    latency: float | Mapping[str, float] = 5e-6
+    bandwidth: float | Mapping[str, float] = 200e9
+    flops: float = 400e12
+    memory_bandwidth: float = 2e12
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "bandwidth"):
+            value = self.latency if name == "latency" else self.bandwidth
+            numbers = value.values() if isinstance(value, Mapping) else [value]
+            if any(number < 0 for number in numbers):
+                raise PlanningError(f"Topology({name}={value!r}): a negative number")
+            if isinstance(value, Mapping):
+                object.__setattr__(self, name, _Frozen(value))
+        if min(self.flops, self.memory_bandwidth) <= 0:
+            raise PlanningError("Topology: flops and memory_bandwidth are positive")
+
+    def latency_of(self, axis: str) -> float:
+        return _lookup(self.latency, axis, "latency")
+
+    def bandwidth_of(self, axis: str) -> float:
+        return _lookup(self.bandwidth, axis, "bandwidth")
+
+    def collective_seconds(self, kind: str, axis: str, *, num: int, bytes_sent: float) -> float:
+        steps = {"all_reduce": 2 * (num - 1), "transfer": 1}.get(kind, num - 1)
+        return steps * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
+
+    def compute_seconds(self, *, flops: float, bytes_moved: float) -> float:
+        return max(flops / self.flops, bytes_moved / self.memory_bandwidth)
+
+
+class _Frozen(dict[str, float]):
+    """A mapping by axis that can be hashed, so that a Topology can."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(tuple(sorted(self.items())))
+
+
+def _lookup(value: float | Mapping[str, float], axis: str, what: str) -> float:
+    if not isinstance(value, Mapping):
+        return value
+    if axis not in value:
+        raise PlanningError(
+            f"the topology states no {what} for axis {axis!r}; it has {sorted(value)}"
+        )
+    return value[axis]

@@ -1,0 +1,117 @@
+"""A mesh: a named grid of ranks. It is a value; no process stands behind it.
+
+    mesh = Mesh(pp=2, tp=2)
+    mesh.shape                # {"pp": 2, "tp": 2}
+    mesh.coordinates(2)       # {"pp": 1, "tp": 0}
+
+Invariants: axis names are distinct identifiers, sizes are at least 1, ranks are numbered
+row-major (the last axis varies fastest). It does not know devices or hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from dtensor.errors import PlanningError
+
+MICROBATCH_AXIS = "mb"
+
+
+class Mesh:
+    """A named grid of ranks: ``Mesh(dp=2, tp=4)``; ``Mesh()`` is one rank.
+
+    Raises PlanningError for a size below 1. The axis name ``mb`` is reserved for the virtual
+    axis along which microbatches run in time.
+    """
+
+    __slots__ = ("_axes",)
+    _axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **axes: int) -> None:
+        if MICROBATCH_AXIS in axes:
+            raise PlanningError(
+                f"the axis name {MICROBATCH_AXIS!r} is reserved for microbatches; rename the axis"
+            )
+        self._set(tuple(axes.items()))
+
+    def _set(self, axes: tuple[tuple[str, int], ...]) -> None:
+        for name, size in axes:
+            if type(size) is not int or size < 1:
+                raise PlanningError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
+        object.__setattr__(self, "_axes", axes)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Mesh is a value and cannot be changed")
+
+    def __reduce__(self) -> object:
+        return (mesh_of, (self._axes,))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(self._axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self._axes)
+
+    def axis_size(self, axis: str) -> int:
+        for name, size in self._axes:
+            if name == axis:
+                return size
+        raise PlanningError(f"{self} has no axis {axis!r}; its axes are {', '.join(self.axes)}")
+
+    def index(self, axis: str) -> int:
+        """The position of the axis in the mesh."""
+        self.axis_size(axis)
+        return self.axes.index(axis)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        if not 0 <= rank < self.size:
+            raise PlanningError(f"rank {rank} is not in {self}, which has ranks 0..{self.size - 1}")
+        result: dict[str, int] = {}
+        for name, size in reversed(self._axes):
+            rank, result[name] = divmod(rank, size)
+        return {name: result[name] for name in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        rank = 0
+        for name, size in self._axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``axis`` alone, in order, itself included."""
+        here = self.coordinates(rank)
+        return tuple(self.rank({**here, axis: i}) for i in range(self.axis_size(axis)))
+
+    def extended(self, axis: str, size: int) -> Mesh:
+        """The mesh with one more (innermost) axis; the microbatch axis enters here."""
+        return mesh_of((*self._axes, (axis, size)))
+
+    def without(self, axis: str) -> Mesh:
+        return mesh_of(tuple(item for item in self._axes if item[0] != axis))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self._axes == other._axes
+
+    def __hash__(self) -> int:
+        return hash(self._axes)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._axes)})"
+
+    def __str__(self) -> str:
+        return f"mesh({', '.join(f'{name}={size}' for name, size in self._axes)})"
+
+
+def mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """A mesh from (name, size) pairs; unlike the constructor, any name is allowed."""
+    mesh = object.__new__(Mesh)
+    Mesh._set(mesh, axes)  # pyright: ignore[reportPrivateUsage]
+    return mesh

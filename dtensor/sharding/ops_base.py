@@ -1,0 +1,54 @@
+"""What every file of the project's own operators needs: the library, `define`, index intervals.
+
+    define("ce_max(Tensor logits) -> Tensor", run, fake)      # torch.ops.dt.ce_max
+
+Invariants: one `torch.library.Library("dt")` in the process; an op has one implementation for CPU
+and CUDA and one for shapes. Not here: any op.
+"""
+
+# Torch leaves the types of its registration functions and of `torch.ops` open.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("dt", "DEF")  # kept alive for the process
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Registers one op: `run` for every real device, `fake` for shapes."""
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    LIBRARY.impl(name, run, "CPU")
+    LIBRARY.impl(name, run, "CUDA")
+    torch.library.register_fake(f"dt::{name}", fake, lib=LIBRARY)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
+    """Global indices -> (whether here, position here or 0), for a dim of local `length`."""
+    if not intervals:
+        here = (index >= 0) & (index < length)
+        return here, torch.where(here, index, 0)
+    here = torch.zeros_like(index, dtype=torch.bool)
+    local = torch.zeros_like(index)
+    offset = 0
+    for start, stop in zip(intervals[::2], intervals[1::2], strict=True):
+        inside = (index >= start) & (index < stop)
+        local = torch.where(inside, index - start + offset, local)
+        here |= inside
+        offset += stop - start
+    if offset != length:
+        raise ValueError(
+            f"the intervals {list(intervals)} hold {offset} indices, but the local dim has {length}"
+        )
+    return here, local

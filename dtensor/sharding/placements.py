@@ -1,0 +1,203 @@
+"""Placements: how one tensor lies along *one* axis of a mesh.
+
+    Replicate()                  every rank of the axis holds the whole
+    Shard(0)                     the dim is cut into ceil blocks, as torch.chunk cuts
+    Shard(0, blocks=3)           3 equal blocks end to end, each cut on its own (fused qkv)
+    Shard(0, blocks=(64,32,32))  blocks of these sizes, each cut on its own
+    Shard(0, unit=16)            cuts only at multiples of 16 (whole heads)
+    Partial("sum")               the value is the sum (max, min) over the ranks of the axis
+
+A Shard maps a coordinate on the axis to an *index set* on the global dim: a tuple of half-open
+intervals (`index_sets`). A tensor's shard on a rank is the intersection over the axes, so each
+axis can be removed alone by one collective. Two axes on one dim: the minor one's blocks are the
+pieces of the major one (`pieces`).
+
+Nothing here knows tensors or meshes; see spec.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from dtensor.errors import PlanningError
+
+ReduceOp = Literal["sum", "max", "min"]
+Intervals = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank of the axis holds the whole tensor."""
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The dim is split over the axis; see the module docstring for ``blocks`` and ``unit``."""
+
+    dim: int
+    blocks: int | tuple[int, ...] = 1
+    unit: int = 1
+
+    def __post_init__(self) -> None:
+        blocks = self.blocks
+        if isinstance(blocks, Sequence):
+            blocks = tuple(blocks)
+            if len(set(blocks)) == 1:
+                blocks = len(blocks)
+            object.__setattr__(self, "blocks", blocks)
+        sizes = blocks if isinstance(blocks, tuple) else (blocks,)
+        if not sizes or min(sizes) < 1 or self.unit < 1:
+            raise PlanningError(f"{self!r}: blocks and unit are at least 1")
+
+    def __repr__(self) -> str:
+        extra = f", blocks={self.blocks}" if self.blocks != 1 else ""
+        extra += f", unit={self.unit}" if self.unit != 1 else ""
+        return f"Shard({self.dim}{extra})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the reduction of what the ranks of the axis hold; a mean is a sum / count."""
+
+    op: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in ("sum", "max", "min"):
+            raise PlanningError(f'Partial({self.op!r}): the op is "sum", "max" or "min"')
+
+    def __repr__(self) -> str:
+        return f'Partial("{self.op}")'
+
+
+Placement = Replicate | Shard | Partial
+REPLICATE = Replicate()
+PARTIAL = Partial("sum")
+
+
+def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:  # noqa: N802
+    """``Shard(0)``: a matrix split into blocks of rows."""
+    return Shard(0, _blocks(blocks), unit)
+
+
+def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:  # noqa: N802
+    """``Shard(-1)``: a matrix split into blocks of columns."""
+    return Shard(-1, _blocks(blocks), unit)
+
+
+def _blocks(blocks: int | Sequence[int]) -> int | tuple[int, ...]:
+    return blocks if isinstance(blocks, int) else tuple(blocks)
+
+
+def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The sizes of the blocks of a dim; PlanningError where they do not fill it."""
+    if isinstance(blocks, tuple):
+        if sum(blocks) != size:
+            raise PlanningError(
+                f"blocks={blocks} add up to {sum(blocks)}, but the dim has size {size}"
+            )
+        return blocks
+    if size % blocks:
+        raise PlanningError(f"a dim of size {size} is not {blocks} equal blocks")
+    return (size // blocks,) * blocks
+
+
+@lru_cache(maxsize=65536)
+def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
+    """For each of ``num`` coordinates, the intervals of a dim of ``size`` that it holds.
+
+    The intervals of a coordinate are ascending, not empty and not adjacent within one block.
+    """
+    result: list[list[tuple[int, int]]] = [[] for _ in range(num)]
+    start = 0
+    for block in block_sizes(shard.blocks, size):
+        if block % shard.unit:
+            raise PlanningError(
+                f"a block of size {block} is not a multiple of unit={shard.unit}"
+            )
+        step = -(-(block // shard.unit) // num) * shard.unit
+        for i in range(num):
+            lo, hi = min(i * step, block), min((i + 1) * step, block)
+            if lo < hi:
+                result[i].append((start + lo, start + hi))
+        start += block
+    return tuple(_join(item) for item in result)
+
+
+def _join(intervals: list[tuple[int, int]]) -> Intervals:
+    joined: list[tuple[int, int]] = []
+    for lo, hi in intervals:
+        if joined and joined[-1][1] == lo:
+            joined[-1] = (joined[-1][0], hi)
+        else:
+            joined.append((lo, hi))
+    return tuple(joined)
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """The intersection of two ascending interval tuples."""
+    result: list[tuple[int, int]] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        lo, hi = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if lo < hi:
+            result.append((lo, hi))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(result)
+
+
+def length(intervals: Intervals) -> int:
+    return sum(hi - lo for lo, hi in intervals)
+
+
+def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
+    """Whether two placements hold the same indices on every coordinate of an axis of ``num``."""
+    if a == b or num == 1:
+        return True
+    if isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim:
+        size = shape[a.dim]
+        return index_sets(a, size, num) == index_sets(b, size, num)
+    return False
+
+
+def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
+    """The sizes of the pieces that (placement, axis size) pairs cut a dim into, in order.
+
+    They are the blocks of a further, minor axis on the same dim.
+    """
+    cuts = {0, size}
+    for shard, num in majors:
+        start = 0
+        for block in block_sizes(shard.blocks, size):
+            cuts.add(start)
+            start += block
+        for intervals in index_sets(shard, size, num):
+            cuts.update(point for interval in intervals for point in interval)
+    ordered = sorted(cuts)
+    return tuple(b - a for a, b in zip(ordered, ordered[1:], strict=False)) or (size,)
+
+
+def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shard:
+    """``minor`` with its blocks replaced by the pieces that the majors cut the dim into."""
+    if not majors:
+        return minor
+    return Shard(minor.dim, pieces(majors, size), max(minor.unit, majors[-1][0].unit))
+
+
+def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
+    """The plainest placement with the same index sets: no unit where boundaries agree without."""
+    if num == 1:
+        return REPLICATE
+    if isinstance(placement, Shard) and placement.unit > 1:
+        plain = Shard(placement.dim, placement.blocks)
+        if same(plain, placement, shape, num):
+            return plain
+    return placement

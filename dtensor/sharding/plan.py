@@ -1,0 +1,411 @@
+"""A Plan: every placement and every collective decided, step by step; and what it costs.
+
+    plan.collectives      each reduction, gather, exchange and transfer, as data
+    plan.memory           bytes per rank of each stage, by what holds them
+    plan.explain("h")     why a value has its placement, why each collective on it is there
+    print(plan)           one step a line (plan_text.py)
+
+Steps are in program order. Those marked ``once`` run once a step, the others once a microbatch;
+those of the phase "optimizer" run after the last microbatch. Specs carry the virtual axis ``mb``
+when there are microbatches: a batch is sharded over it, a gradient pending over it.
+
+Invariants: each step's operands are results of earlier steps, or inputs; consecutive specs of one
+value differ only by Convert and Transfer steps. A plan knows no actors and no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.dataflow import Dataflow, Op
+from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.reach import Opened
+from dtensor.sharding.redistribute import FREE_KINDS, Move
+from dtensor.sharding.rule import Rule
+from dtensor.sharding.spec import TensorSpec
+
+StepPhase = Literal["forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """One local op on every rank of its stage."""
+
+    op: Op
+    rule: Rule
+    operands: tuple[str, ...]
+    operand_specs: tuple[TensorSpec, ...]
+    results: tuple[str | None, ...]
+    result_specs: tuple[TensorSpec | None, ...]
+    phase: StepPhase
+    stage: int
+    once: bool
+    why: tuple[str, ...]  # per axis: "tp: f", the strategy's label
+    flops: int  # of one rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """One move of one value on one axis."""
+
+    result: str
+    operand: str
+    move: Move
+    phase: StepPhase
+    stage: int
+    once: bool
+    source: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A value goes to another stage, shard by shard; ``spec`` holds on both sides."""
+
+    result: str
+    operand: str
+    spec: TensorSpec
+    stage: int  # the sender's
+    to_stage: int
+    phase: StepPhase
+    once: bool
+    source: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate:
+    """The sum over microbatches: what a reduction over the axis ``mb`` is, in time."""
+
+    result: str
+    operand: str
+    src: TensorSpec
+    dst: TensorSpec
+    stage: int
+    of: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Several values reduced as one message: one all_reduce of a flat buffer."""
+
+    name: str
+    results: tuple[str, ...]
+    operands: tuple[str, ...]
+    moves: tuple[Move, ...]
+    axis: str
+    stage: int
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieSum:
+    """The gradients of one parameter that several stages use, summed over those stages."""
+
+    results: tuple[str, ...]  # one per stage
+    operands: tuple[str, ...]
+    stages: tuple[int, ...]
+    spec: TensorSpec
+    of: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """The global norm of all gradients over all axes and stages; they are scaled to ``max_norm``."""
+
+    result: str
+    operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
+    specs: tuple[TensorSpec, ...]
+    max_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The optimizer's step on one parameter's shard, on every stage that holds it."""
+
+    parameter: str  # label
+    gradient: str
+    spec: TensorSpec
+    stage: int
+    optimizer: str
+    state_bytes: int  # per rank
+
+
+Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One line of `Plan.collectives`. ``bytes_sent``: per rank and time; it runs ``times``."""
+
+    name: str
+    kind: str
+    axis: str
+    dtype: str
+    bytes_sent: int
+    times: int
+    phase: StepPhase
+    stage: int
+    source: str
+
+    @property
+    def key(self) -> str:
+        """``all_reduce@tp``."""
+        return f"{self.kind}@{self.axis}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInput:
+    """Where an input lives: its plan value per stage, and its placement."""
+
+    name: str
+    label: str
+    kind: str
+    spec: TensorSpec
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOutput:
+    """Where an output is found when the step has run: (stage, value) pairs."""
+
+    kind: str
+    of: int | str
+    values: tuple[tuple[int, str], ...]
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest rank of one stage."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted seconds of one step on one rank of the slowest stage, without overlap."""
+
+    compute_seconds: float
+    communication_seconds: float
+    bubble: float  # fraction of the step in which a stage waits, from the schedule
+
+    @property
+    def seconds(self) -> float:
+        return (self.compute_seconds + self.communication_seconds) / (1 - self.bubble)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """See the module docstring. ``mesh`` is the user's; ``inner`` is what specs are stated on:
+    the mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
+
+    name: str
+    flow: Dataflow
+    mesh: Mesh
+    inner: Mesh
+    stage_axis: str | None
+    num_stages: int
+    num_microbatches: int
+    inputs: tuple[PlannedInput, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[PlannedOutput, ...]
+    opened: tuple[tuple[str, tuple[Opened, ...]], ...]
+    topology: Topology
+    pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
+    bubble: float = 0.0
+    in_flight: tuple[int, ...] = ()  # microbatches held per stage
+    schedule: str = ""
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every step that communicates, in program order."""
+        found: list[Collective] = []
+        for step in self.steps:
+            found.extend(self.collectives_of(step))
+        return tuple(found)
+
+    def collectives_of(self, step: Step) -> list[Collective]:
+        """What one step communicates; of a Norm, or a tie, on each of its stages."""
+        m = self.num_microbatches
+        match step:
+            case Convert(move=move) if move.kind not in FREE_KINDS:
+                return [
+                    Collective(
+                        name=step.result,
+                        kind=move.kind,
+                        axis=move.axis,
+                        dtype=str(move.src.dtype).removeprefix("torch."),
+                        bytes_sent=move.bytes_sent,
+                        times=1 if step.once or step.phase == "optimizer" else m,
+                        phase=step.phase,
+                        stage=step.stage,
+                        source=step.source,
+                    )
+                ]
+            case Transfer(spec=spec):
+                return [
+                    Collective(
+                        name=step.result,
+                        kind="transfer",
+                        axis=self.stage_axis or "",
+                        dtype=str(spec.dtype).removeprefix("torch."),
+                        bytes_sent=spec.max_local_nbytes,
+                        times=1 if step.once else m,
+                        phase=step.phase,
+                        stage=step.stage,
+                        source=step.source,
+                    )
+                ]
+            case Bucket():
+                return [
+                    Collective(
+                        name=step.name,
+                        kind="all_reduce",
+                        axis=step.axis,
+                        dtype=str(step.moves[0].src.dtype).removeprefix("torch."),
+                        bytes_sent=sum(move.bytes_sent for move in step.moves),
+                        times=1,
+                        phase="optimizer",
+                        stage=step.stage,
+                        source="",
+                    )
+                ]
+            case TieSum(spec=spec):
+                num = len(step.stages)
+                each = -(-2 * spec.max_local_nbytes * (num - 1) // num)
+                return [
+                    Collective(
+                        name=name,
+                        kind="all_reduce",
+                        axis=self.stage_axis or "",
+                        dtype=str(spec.dtype).removeprefix("torch."),
+                        bytes_sent=each,
+                        times=1,
+                        phase="optimizer",
+                        stage=stage,
+                        source="",
+                    )
+                    for name, stage in zip(step.results, step.stages, strict=True)
+                ]
+            case Norm():
+                return [
+                    Collective(
+                        name=step.result,
+                        kind="all_reduce",
+                        axis=axis,
+                        dtype="float32",
+                        bytes_sent=-(-2 * 4 * (num - 1) // num),
+                        times=1,
+                        phase="optimizer",
+                        stage=stage,
+                        source="",
+                    )
+                    for axis, num in self.mesh.shape.items()
+                    if num > 1
+                    for stage in range(self.num_stages)
+                ]
+            case _:
+                return []
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """Per stage; see memory.py for what is counted."""
+        from dtensor.sharding.memory import stage_memory
+
+        return tuple(stage_memory(self, stage) for stage in range(self.num_stages))
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Of the slowest stage; communication and compute are not overlapped."""
+        from dtensor.sharding.memory import stage_seconds
+
+        pairs = [stage_seconds(self, stage) for stage in range(self.num_stages)]
+        compute, communication = max(pairs, key=sum)
+        return Cost(compute, communication, self.bubble)
+
+    def explain(self, name: str) -> str:
+        """Why the value ``name`` has its placement, and why each collective on it is there."""
+        from dtensor.sharding.plan_text import explain
+
+        return explain(self, name)
+
+    def __str__(self) -> str:
+        from dtensor.sharding.plan_text import render
+
+        return render(self)
+
+    def value_specs(self) -> Mapping[str, TensorSpec]:
+        """Plan value name to spec, inputs included."""
+        found = {item.name: item.spec for item in self.inputs}
+        for step in self.steps:
+            for name, spec in results_of(step):
+                found[name] = spec
+        return found
+
+    def verify(self) -> None:
+        """AssertionError where a step reads a value that no earlier step defines."""
+        known = {item.name for item in self.inputs}
+        for step in self.steps:
+            for name in operands_of(step):
+                assert name in known, f"{step} reads {name} before it is defined"
+            known.update(name for name, _ in results_of(step))
+
+
+def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
+    match step:
+        case Compute():
+            return [
+                (name, spec)
+                for name, spec in zip(step.results, step.result_specs, strict=True)
+                if name is not None and spec is not None
+            ]
+        case Convert():
+            return [(step.result, step.move.dst)]
+        case Transfer():
+            return [(step.result, step.spec)]
+        case Accumulate():
+            return [(step.result, step.dst)]
+        case Bucket():
+            return [(name, move.dst) for name, move in zip(step.results, step.moves, strict=True)]
+        case TieSum():
+            return [(name, step.spec) for name in step.results]
+        case Norm() | Update():
+            return []
+
+
+def operands_of(step: Step) -> tuple[str, ...]:
+    match step:
+        case Compute() | Bucket() | TieSum():
+            return step.operands
+        case Convert() | Transfer() | Accumulate():
+            return (step.operand,)
+        case Norm():
+            return tuple(value for _, value, _ in step.operands)
+        case Update():
+            return (step.gradient,)
+
+
+def require_value(plan: Plan, name: str) -> None:
+    if name not in plan.value_specs():
+        import difflib
+
+        near = difflib.get_close_matches(name, plan.value_specs(), 3)
+        raise PlanningError(
+            f"the plan has no value {name!r}" + (f"; near: {', '.join(near)}" if near else "")
+        )
+
+
+__all__ = ["MICROBATCH_AXIS", "Plan", "Step"]

@@ -1,0 +1,137 @@
+"""What tables of rules are written with: `pattern` for a row, and what builders share.
+
+    "aten.mm.default": pattern("m k, k n -> m n", linear=((0,), (1,)), flops="m k n")
+
+Invariants: a linear group is dropped where it could not be pending: bool operands, and results of
+another kind (a float made int is rounded, which is not linear). Names no op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dtensor.sharding.call import Localizer, Meta, OpCall, Operand
+from dtensor.sharding.placements import Intervals, ReduceOp, intersect, length
+from dtensor.sharding.rule import Rule, parse_rule
+from dtensor.sharding.rules.registry import Builder
+
+Groups = Sequence[Sequence[int]]
+
+
+def pattern(
+    text: str,
+    *,
+    linear: Groups = (),
+    reduce: ReduceOp = "sum",
+    localize: Localizer | None = None,
+    flops: str = "",
+) -> Builder:
+    """A builder for ops whose rule is the same text for all arguments.
+
+    ``flops`` names the factors whose product, doubled, is the number of operations.
+    """
+
+    def build(call: OpCall) -> Rule:
+        return make(call, text, linear=linear, reduce=reduce, localize=localize, flops=flops)
+
+    return build
+
+
+def make(
+    call: OpCall,
+    text: str,
+    *,
+    linear: Groups = (),
+    reduce: ReduceOp = "sum",
+    localize: Localizer | None = None,
+    flops: str = "",
+    sizes: Mapping[str, int] | None = None,
+) -> Rule:
+    """The rule that ``text`` denotes for this call."""
+    found = parse_rule(
+        text,
+        call.operands,
+        call.results,
+        linear=linear_groups(call, linear),
+        reduce=reduce,
+        localize=localize,
+        sizes=sizes,
+    )
+    if not flops:
+        return found
+    return replace(found, flops=2 * math.prod(found.size[factor] for factor in flops.split()))
+
+
+def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:
+    """The groups that can be pending sums with these dtypes."""
+    results = [meta for meta in call.results if meta is not None]
+    return tuple(
+        tuple(group)
+        for group in groups
+        if group and all(_keeps_sums(call.operands[i], r) for i in group for r in results)
+    )
+
+
+def _keeps_sums(operand: Meta, result: Meta) -> bool:
+    if "bool" in (str(operand.dtype)[6:], str(result.dtype)[6:]):
+        return False
+    return result.dtype.is_floating_point or not operand.dtype.is_floating_point
+
+
+def operand_index(call: OpCall, position: int, name: str) -> int | None:
+    """Which operand stands at this argument; None for a literal or an argument left out."""
+    value = call.arg(position, name)
+    return value.index if isinstance(value, Operand) else None
+
+
+def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
+    """One group of the operands at these arguments; none if a non-zero literal is among them."""
+    group: list[int] = []
+    for position, name in arguments:
+        value = call.arg(position, name, 0)
+        if isinstance(value, Operand):
+            group.append(value.index)
+        elif value != 0:
+            return ()
+    return (tuple(group),)
+
+
+def names(count: int, whole: Iterable[int] = ()) -> list[str]:
+    """``d0 d1! d2`` as a list: a factor for each dim, those of ``whole`` not to be split."""
+    kept = set(whole)
+    return [f"d{i}!" if i in kept else f"d{i}" for i in range(count)]
+
+
+def resolve_dims(value: Any, rank: int) -> tuple[int, ...]:
+    """A ``dim`` argument (None or an empty list: all) as non-negative dims, ascending."""
+    if value is None:
+        return tuple(range(rank))
+    dims: list[int] = [value] if isinstance(value, int) else list(value)
+    if not dims:
+        return tuple(range(rank))
+    return tuple(sorted(dim % rank if rank else 0 for dim in dims)) if rank else ()
+
+
+def flat(intervals: Intervals) -> list[int]:
+    """Intervals as the flat list that the project's own ops take."""
+    return [point for interval in intervals for point in interval]
+
+
+def share(intervals: Intervals, start: int, stop: int) -> int:
+    """How many of the held indices lie in ``start:stop``."""
+    return length(intersect(intervals, ((start, stop),))) if stop > start else 0
+
+
+def retarget(call: OpCall, target: Callable[..., Any], *args: Any, **kwargs: Any) -> OpCall:
+    """The same operands and results under another function."""
+    return OpCall(
+        target=target,
+        args=args,
+        kwargs=tuple(kwargs.items()),
+        operands=call.operands,
+        results=call.results,
+        multiple=call.multiple,
+    )

@@ -1,0 +1,257 @@
+"""The exact choice on one axis: an integer program over one strategy per op.
+
+A `Node` chooses one of its options; an option writes values at placements, reads values at
+placements, and costs time. A value that is read at another placement than it is written at must
+be converted, once for all its readers; from a replicated copy that some reader asked for, another
+may cut its slice. The sum of all prices is least over all choices: `solve` is exact (HiGHS through
+scipy.optimize.milp, gap 0), and ties are broken by the order of the options.
+
+    minimize  sum cost[n,k] x[n,k] + sum price[v,p,q] z[v,p,q]
+    one option per node; a reader of v at q needs v written at q or converted to q
+
+Nodes that share a `group` (the same op of repeated layers) share one variable: repeated layers
+are solved once. `brute_force` enumerates all choices under the same prices; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from dtensor.sharding.placements import REPLICATE, Placement
+
+At = tuple[str, Placement]  # a value at a placement
+Price = Callable[[str, Placement, Placement], float]  # seconds, infinity where impossible
+
+_NANOSECONDS = 1e9
+_TIE = 1e-4  # nanoseconds per position in the list of options: only ever breaks ties
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    reads: tuple[At, ...]
+    writes: tuple[At, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """``group``: nodes of one group have alike options and make one choice."""
+
+    name: str
+    options: tuple[Option, ...]
+    group: Hashable
+
+
+class Infeasible(Exception):
+    """No choice of options can be connected; the planner finds out which op is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    chosen: Mapping[str, int]  # node name to the index of its option
+    seconds: float
+    num_variables: int
+
+
+def solve(nodes: Sequence[Node], price: Price) -> Solution:
+    """The cheapest choice. Raises Infeasible."""
+    if not all(node.options for node in nodes):
+        raise Infeasible
+    groups = _groups(nodes)
+    index: dict[tuple[Hashable, int], int] = {}
+    costs: list[float] = []
+    for key, members in groups.items():
+        for k in range(len(members[0].options)):
+            index[key, k] = len(costs)
+            total = sum(member.options[k].seconds for member in members)
+            costs.append(total * _NANOSECONDS + _TIE * k * len(members))
+    num_choices = len(costs)
+    rows = _Rows()
+    for key, members in groups.items():
+        rows.add({index[key, k]: 1.0 for k in range(len(members[0].options))}, 1.0, 1.0)
+    for value_class, count in _value_classes(nodes).items():
+        _connect(value_class, count, index, costs, rows, price)
+    integrality = np.array([1] * num_choices + [0] * (len(costs) - num_choices))
+    outcome = milp(
+        np.array(costs),
+        integrality=integrality,
+        bounds=Bounds(0.0, 1.0),
+        constraints=rows.constraint(len(costs)),
+        options={"mip_rel_gap": 0.0, "presolve": True},
+    )
+    if outcome.x is None:
+        raise Infeasible
+    chosen: dict[str, int] = {}
+    for key, members in groups.items():
+        weights = [outcome.x[index[key, k]] for k in range(len(members[0].options))]
+        best = int(np.argmax(weights))
+        chosen.update({member.name: best for member in members})
+    return Solution(chosen, evaluate(nodes, chosen, price), num_choices)
+
+
+def _groups(nodes: Sequence[Node]) -> dict[Hashable, list[Node]]:
+    """Nodes by group; a group whose members are not alike falls apart into its members."""
+    by_key: dict[Hashable, list[Node]] = {}
+    for node in nodes:
+        shape = tuple((len(o.reads), len(o.writes), _places(o)) for o in node.options)
+        by_key.setdefault((node.group, shape), []).append(node)
+    return by_key
+
+
+def _places(option: Option) -> tuple[Placement, ...]:
+    return tuple(p for _, p in (*option.reads, *option.writes))
+
+
+@dataclass(frozen=True, slots=True)
+class _ValueClass:
+    """Values written and read alike: by group, option and placement."""
+
+    value: str  # one of them, for prices
+    written: tuple[tuple[Hashable, int, Placement], ...]
+    read: tuple[tuple[tuple[Hashable, int, Placement], ...], ...]  # one tuple per reader
+
+
+def _value_classes(nodes: Sequence[Node]) -> dict[_ValueClass, int]:
+    keys = {m.name: key for key, members in _groups(nodes).items() for m in members}
+    written: dict[str, list[tuple[Hashable, int, Placement]]] = {}
+    read: dict[str, dict[str, list[tuple[Hashable, int, Placement]]]] = {}
+    for node in nodes:
+        key = keys[node.name]
+        for k, option in enumerate(node.options):
+            for value, placement in option.writes:
+                written.setdefault(value, []).append((key, k, placement))
+            for value, placement in option.reads:
+                read.setdefault(value, {}).setdefault(node.name, []).append((key, k, placement))
+    counts: dict[object, tuple[_ValueClass, int]] = {}
+    for value, readers in read.items():
+        uses = tuple(dict.fromkeys(tuple(dict.fromkeys(r)) for r in readers.values()))
+        writers = tuple(dict.fromkeys(written[value]))
+        seen = counts.get((writers, uses))
+        first = seen[0] if seen else _ValueClass(value, writers, uses)
+        counts[writers, uses] = (first, 1 + (seen[1] if seen else 0))
+    return dict(counts.values())
+
+
+def _connect(
+    item: _ValueClass,
+    count: int,
+    index: Mapping[tuple[Hashable, int], int],
+    costs: list[float],
+    rows: _Rows,
+    price: Price,
+) -> None:
+    native: dict[Placement, dict[int, float]] = {}
+    for key, k, placement in item.written:
+        native.setdefault(placement, {})[index[key, k]] = 1.0
+    needed = dict.fromkeys(p for reader in item.read for _, _, p in reader)
+    if set(native) == set(needed) and len(native) == 1:
+        return
+    converted: dict[tuple[Placement, Placement], int] = {}
+    sources = dict.fromkeys((*native, REPLICATE))
+    for p, q in itertools.product(sources, dict.fromkeys((*needed, REPLICATE))):
+        if p == q:
+            continue
+        seconds = price(item.value, p, q)
+        if math.isinf(seconds):
+            continue
+        converted[p, q] = len(costs)
+        costs.append(seconds * _NANOSECONDS * count)
+    for (p, q), column in converted.items():
+        row = {column: 1.0}
+        for source, weight in native.get(p, {}).items():
+            row[source] = row.get(source, 0.0) - weight
+        if p == REPLICATE:
+            for (other, target), via in converted.items():
+                if target == REPLICATE and other != REPLICATE:
+                    row[via] = row.get(via, 0.0) - 1.0
+        rows.add(row, -math.inf, 0.0)
+        assert q != p
+    for reader in item.read:
+        for q in dict.fromkeys(p for _, _, p in reader):
+            row: dict[int, float] = {}
+            for key, k, p in reader:
+                if p == q:
+                    row[index[key, k]] = 1.0
+            for source, weight in native.get(q, {}).items():
+                row[source] = row.get(source, 0.0) - weight
+            for (_, target), column in converted.items():
+                if target == q:
+                    row[column] = row.get(column, 0.0) - 1.0
+            rows.add(row, -math.inf, 0.0)
+
+
+class _Rows:
+    """Sparse rows of lower <= A x <= upper."""
+
+    def __init__(self) -> None:
+        self.data: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, row: Mapping[int, float], lower: float, upper: float) -> None:
+        for column, weight in row.items():
+            self.rows.append(len(self.lower))
+            self.columns.append(column)
+            self.data.append(weight)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def constraint(self, num_columns: int) -> LinearConstraint:
+        shape = (len(self.lower), num_columns)
+        matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
+        return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
+
+
+# -- the price of a given choice, and the exhaustive search ----------------------------------------
+
+
+def evaluate(nodes: Sequence[Node], chosen: Mapping[str, int], price: Price) -> float:
+    """Seconds of a choice: its options and the conversions that connect them."""
+    total = 0.0
+    native: dict[str, Placement] = {}
+    needed: dict[str, dict[Placement, None]] = {}
+    for node in nodes:
+        option = node.options[chosen[node.name]]
+        total += option.seconds
+        native.update(dict(option.writes))
+        for value, placement in option.reads:
+            needed.setdefault(value, {})[placement] = None
+    for value, placements in needed.items():
+        total += conversion_seconds(value, native[value], tuple(placements), price)
+    return total
+
+
+def conversion_seconds(
+    value: str, native: Placement, needed: Sequence[Placement], price: Price
+) -> float:
+    """The least price to have ``value`` at all the ``needed`` placements."""
+    rest = [p for p in needed if p != native]
+    direct = sum(price(value, native, p) for p in rest)
+    if native == REPLICATE or not rest:
+        return direct
+    whole = price(value, native, REPLICATE)
+    via = whole + sum(
+        min(price(value, native, p), price(value, REPLICATE, p)) for p in rest if p != REPLICATE
+    )
+    return min(direct, via)
+
+
+def brute_force(nodes: Sequence[Node], price: Price) -> Solution:
+    """The cheapest choice by enumeration; for tests, and for small graphs only."""
+    best = math.inf
+    winner: dict[str, int] = {}
+    for combination in itertools.product(*(range(len(n.options)) for n in nodes)):
+        chosen = {n.name: k for n, k in zip(nodes, combination, strict=True)}
+        seconds = evaluate(nodes, chosen, price)
+        if seconds < best:
+            best, winner = seconds, chosen
+    return Solution(winner, best, sum(len(n.options) for n in nodes))

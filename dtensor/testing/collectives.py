@@ -1,0 +1,269 @@
+"""Unit tests of what a module communicates: no process, no numbers, only its plan.
+
+    def test_megatron_mlp():
+        mesh = dt.Mesh(tp=2)
+        dt.testing.assert_collectives(
+            MLP(), mesh, {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())},
+            dt.spec("f32[8,16]", mesh, requires_grad=True),
+            forward={"all_reduce@tp": 1}, backward={"all_reduce@tp": 1},
+        )
+
+The positional arguments of the module or function are given as specs, which pin them on every
+axis; anything else is passed on as it is. Results are wanted whole, as are their cotangents; the
+gradients of parameters and inputs end where those are. Of the tensors only shape and dtype count.
+
+Not here: whether the plan computes the right numbers (oracle.py), what it costs in seconds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dtensor.api.checks import Stated, check_fit, check_stated
+from dtensor.api.patterns import listing, nearest
+from dtensor.api.placing import InputPins, planner_pins, resolve
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow, meta_of
+from dtensor.frontend.graph import Arg, Graph
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Shard
+from dtensor.sharding.plan import Collective, Plan
+from dtensor.sharding.planner import Request, plan
+from dtensor.sharding.spec import TensorSpec, make_spec
+
+Counts = Mapping[str, int]
+
+
+def assert_collectives(
+    module_or_fn: Callable[..., Any],
+    mesh: Mesh,
+    placements: Mapping[str, Stated],
+    *specs: Any,
+    forward: Counts | None = None,
+    backward: Counts | None = None,
+    loss: Callable[[Any], Any] | None = None,
+) -> Plan:
+    """Asserts how many collectives of each kind and axis a module or function needs.
+
+    Args:
+        placements: by globs over a module's parameters; by argument for a function.
+        specs: the positional arguments; ``requires_grad`` asks for an input's gradient.
+        forward, backward: ``{"all_reduce@tp": 1}``; what is not named must not occur. None: not
+            checked. The reductions of parameters' gradients are backward.
+        loss: applied to the output, it gives the scalar to differentiate. Without it the
+            cotangent of each result is an input; it is left out where no gradient is asked for.
+
+    Returns the plan. Raises AssertionError with the plan, PlanningError where there is none.
+    """
+    planned = plan_of(
+        module_or_fn,
+        mesh,
+        placements,
+        *specs,
+        grads="loss" if loss is not None else "tangents" if backward is not None else None,
+        loss=loss,
+    )
+    problems: list[str] = []
+    for phase, expected in (("forward", forward), ("backward", backward)):
+        if expected is not None:
+            problems += _differences(phase, expected, counts(planned, phase))
+    if problems:
+        lines = [f"{planned.name} does not communicate as expected.", *problems]
+        lines += ["collectives:", *(_text(c) for c in planned.collectives)]
+        if not planned.collectives:
+            lines.append("  none")
+        raise AssertionError("\n".join([*lines, "", str(planned)]))
+    return planned
+
+
+def plan_of(
+    module_or_fn: Callable[..., Any],
+    mesh: Mesh,
+    placements: Mapping[str, Stated],
+    *specs: Any,
+    grads: Literal["none", "tangents", "loss"] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+) -> Plan:
+    """The plan that `assert_collectives` checks.
+
+    ``grads``: as in ``capture``; by default "loss" with a loss, "tangents" where a spec requires
+    grad, else "none".
+    """
+    leaves, tree = pytree.tree_flatten(specs)
+    for spec in leaves:
+        if isinstance(spec, TensorSpec) and spec.mesh != mesh:
+            raise PlanningError(
+                f"an argument is stated on another mesh.\n"
+                f"  {spec}: {spec.mesh}\n"
+                f"  the plan is for {mesh}\n"
+                f"fix: state it as dt.spec({str(spec)!r}, mesh) of this mesh"
+            )
+    if grads is None:
+        wanted = any(isinstance(s, TensorSpec) and s.requires_grad for s in leaves)
+        grads = "loss" if loss is not None else "tangents" if wanted else "none"
+    args = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], tree)
+    if loss is None:
+        graph = capture(module_or_fn, args, grads=grads)
+    elif isinstance(module_or_fn, nn.Module):
+        graph = capture(_with_loss(module_or_fn, loss), (module_or_fn, *args), grads=grads)
+    else:
+        graph = capture(_function_with_loss(module_or_fn, loss), args, grads=grads)
+    first = 1 if loss is not None and isinstance(module_or_fn, nn.Module) else 0
+    pins = _spec_pins(graph, [None] * first + leaves)
+    if isinstance(module_or_fn, nn.Module):
+        parameters = resolve(module_or_fn, mesh, placements)
+    else:
+        parameters = ()
+        pins = _with_stated(pins, placements, graph, mesh)
+    flow = dataflow(graph)
+    found = planner_pins(flow, parameters, InputPins(pins=pins, batch=()))
+    return plan(
+        Request(
+            name=_name_of(module_or_fn),
+            flow=flow,
+            mesh=mesh,
+            pins=found.pins,
+            pinned_by=found.pinned_by,
+        )
+    )
+
+
+def counts(planned: Plan, phase: str) -> dict[str, int]:
+    """How many times each ``kind@axis`` runs in a phase; the optimizer's are backward."""
+    found: Counter[str] = Counter()
+    for collective in planned.collectives:
+        if _phase(collective) == phase:
+            found[collective.key] += 1
+    return dict(sorted(found.items()))
+
+
+# -- what was found ----------------------------------------------------------------------------
+
+
+def _phase(collective: Collective) -> str:
+    return "forward" if collective.phase == "forward" else "backward"
+
+
+def _differences(phase: str, expected: Counts, found: Counts) -> list[str]:
+    return [
+        f"  {phase} {key}: expected {expected.get(key, 0)}, found {found.get(key, 0)}"
+        for key in sorted({*expected, *found})
+        if expected.get(key, 0) != found.get(key, 0)
+    ]
+
+
+def _text(collective: Collective) -> str:
+    where = f"  {collective.source}" if collective.source else ""
+    return (
+        f"  {_phase(collective):<8}  {collective.key}  {collective.name}  "
+        f"{collective.bytes_sent} bytes sent{where}"
+    )
+
+
+def _name_of(module_or_fn: Callable[..., Any]) -> str:
+    if isinstance(module_or_fn, nn.Module) or not inspect.isroutine(module_or_fn):
+        return type(module_or_fn).__name__
+    return module_or_fn.__name__
+
+
+# -- the arguments -----------------------------------------------------------------------------
+
+
+def _stand_in(leaf: Any) -> Any:
+    if not isinstance(leaf, TensorSpec):
+        return leaf
+    return torch.empty(
+        leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
+    )
+
+
+def _spec_pins(graph: Graph, leaves: list[Any]) -> dict[str, Stated]:
+    """Argument name to what its spec states, for the arguments that the program uses."""
+    return {
+        entry.name: _in_order(leaves[entry.index])
+        for entry in graph.inputs
+        if isinstance(entry, Arg) and isinstance(leaves[entry.index], TensorSpec)
+    }
+
+
+def _in_order(spec: TensorSpec) -> Stated:
+    """The placements with the axes in an order, major first, in which they state this spec."""
+    for order in itertools.permutations(spec.mesh.axes):
+        stated = {axis: spec.placement(axis) for axis in order}
+        if make_spec(spec.shape, spec.dtype, spec.mesh, stated) == spec:
+            return stated
+    raise PlanningError(
+        f"{spec} splits one dim in two ways at once, which cannot be pinned.\n"
+        f"fix: let one axis split the pieces of the other, as in 8@(tp,dp)"
+    )
+
+
+def _with_stated(
+    pins: Mapping[str, Stated], placements: Mapping[str, Stated], graph: Graph, mesh: Mesh
+) -> dict[str, Stated]:
+    """The pins of a function's arguments, those that were stated by name added."""
+    result = dict(pins)
+    metas = {
+        entry.name: node.meta["val"]
+        for entry, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if isinstance(entry, Arg)
+    }
+    for name, stated in placements.items():
+        check_stated(stated, f'"{name}"', mesh)
+        if name not in pins:
+            near = nearest(name, pins)
+            raise PlanningError(
+                f'placements names "{name}", which is no tensor argument of the function.\n'
+                f"  tensor arguments: {listing(list(pins))}\n"
+                + (f'fix: write "{near[0]}"' if near else "fix: use the names of its parameters")
+            )
+        check_fit(name, meta_of(metas[name]), stated, "placements", mesh)
+        for axis, placement in stated.items():
+            before = pins[name][axis]
+            if isinstance(before, Shard) and before != placement:
+                raise PlanningError(
+                    f"{name} is placed twice on the axis {axis}.\n"
+                    f"  placements: {axis}={placement!r}\n"
+                    f"  its spec:   {axis}={before!r}\n"
+                    f"fix: state it once"
+                )
+        rest = {axis: p for axis, p in pins[name].items() if axis not in stated}
+        result[name] = {**stated, **rest}
+    return result
+
+
+def _with_loss(module: nn.Module, loss: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``f(model, *args)``, whose arguments have the names of forward's."""
+
+    def with_loss(model: nn.Module, *args: Any) -> Any:
+        return loss(model(*args))
+
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
+    others = [p for p in inspect.signature(module.forward).parameters.values() if p.name != "model"]
+    positional_only = [p.replace(kind=p.POSITIONAL_ONLY) for p in others if p.kind in _POSITIONAL]
+    with_loss.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [model, *(p.replace(default=p.empty) for p in positional_only)]
+    )
+    return with_loss
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _function_with_loss(
+    fn: Callable[..., Any], loss: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    def with_loss(*args: Any) -> Any:
+        return loss(fn(*args))
+
+    with_loss.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    return with_loss

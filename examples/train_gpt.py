@@ -1,0 +1,243 @@
+"""Train a small GPT under any placement: the model (gpt.py) is written once, for one device.
+
+    python examples/train_gpt.py --placements tp2pp2 --backend ray --compare
+
+`PLACEMENTS` is all that is parallel here. The run prints its plan before anything starts, trains on
+four actors, saves a checkpoint, goes on from it under another placement, and, with --compare, shows
+how far its losses are from those of plain PyTorch on one device with the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpt import GPT, Config
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from text import batches, load
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+import dtensor as dt
+
+# -- what is parallel -----------------------------------------------------------------------------
+
+# nn.Linear's weight is (out, in): a split of its rows splits the layer's outputs.
+MEGATRON = {
+    "*.attn.qkv.weight": dict(tp=dt.Row(blocks=3)),
+    "*.attn.proj.weight": dict(tp=dt.Column()),
+    "*.mlp.up.weight": dict(tp=dt.Row()),
+    "*.mlp.down.weight": dict(tp=dt.Column()),
+}
+STAGES = {"pp": [["embed*", "pos*", "blocks.[0-1].*"], ["blocks.[2-3].*", "norm*", "head*"]]}
+SPLIT_BATCH = dict(dp=dt.Row())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    mesh: dict[str, int] = field(default_factory=dict[str, int])
+    parameters: dict[str, Any] = field(default_factory=dict[str, Any])
+    stages: dict[str, list[list[str]]] | None = None
+    inputs: dict[str, Any] | None = None
+    schedule: dt.Schedule | None = None
+
+
+PLACEMENTS = {
+    "single": Parallel(),
+    "dp2": Parallel(mesh=dict(dp=2), inputs=SPLIT_BATCH),
+    "tp2": Parallel(mesh=dict(tp=2), parameters=MEGATRON),
+    "pp2": Parallel(mesh=dict(pp=2), stages=STAGES, schedule=dt.OneFOneB(microbatches=4)),
+    "dp2tp2": Parallel(mesh=dict(dp=2, tp=2), parameters=MEGATRON, inputs=SPLIT_BATCH),
+    "tp2pp2": Parallel(
+        mesh=dict(pp=2, tp=2),
+        parameters=MEGATRON,
+        stages=STAGES,
+        schedule=dt.OneFOneB(microbatches=4),
+    ),
+}
+
+# -- training -------------------------------------------------------------------------------------
+
+console = Console(soft_wrap=True)
+
+
+def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def build(
+    args: argparse.Namespace,
+) -> tuple[GPT, torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """The same parameters, optimizer and learning rates whenever it is called with one seed."""
+    torch.manual_seed(args.seed)
+    model = GPT(Config(vocab=args.vocab, context=args.context, tied=args.tied))
+    opt = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    warmup = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 10))
+    return model, opt, warmup
+
+
+def train(
+    args: argparse.Namespace,
+    name: str,
+    backend: str,
+    steps: range,
+    tokens: Tensor,
+    tokenizer: Tokenizer,
+    saved: dict[str, Any] | None,
+) -> tuple[list[float], dict[str, Any]]:
+    """Train over `steps` under the placement `name`; the losses and the state afterwards."""
+    place = PLACEMENTS[name]
+    mesh = dt.Mesh(**place.mesh)
+    gpt, opt, scheduler = build(args)
+    model = dt.parallelize(gpt, mesh, place.parameters, stages=place.stages)
+    if saved is not None:
+        dt.load_state_dict(model, opt, saved)
+        scheduler.load_state_dict(saved["scheduler"])
+
+    step = dt.train_step(
+        model, loss_fn, opt, inputs=place.inputs, schedule=place.schedule, clip_grad_norm=1.0
+    )
+    next_logits = dt.compile(lambda model, tokens: model(tokens)[:, -1], mesh)
+    data = list(batches(tokens, args.batch, args.context, steps, args.seed))
+    console.rule(f"{name} on {backend}: steps {steps.start} to {steps.stop - 1}")
+    print(step.plan(*data[0]), flush=True)
+
+    with dt.launch(mesh, backend=backend, device=args.device):
+
+        def logits(window: Tensor) -> Tensor:
+            return next_logits(model, window).full_tensor()
+
+        if saved is None:
+            show("before", generate(logits, tokenizer, tokens[: args.context]))
+        with progress(len(data), args.batch * args.context) as report:
+            losses = []
+            for batch in data:
+                losses.append(step(*batch))
+                scheduler.step()
+                if len(losses) > 1:  # read one step late: this step runs meanwhile
+                    report(float(losses[-2]))
+            losses = [float(loss) for loss in losses]
+            report(losses[-1])
+        show("after", generate(logits, tokenizer, tokens[: args.context]))
+        state = dt.gather_state_dict(model, opt)
+    return losses, {**state, "scheduler": scheduler.state_dict(), "step": steps.stop}
+
+
+def train_on_one_device(args: argparse.Namespace, steps: range, tokens: Tensor) -> list[float]:
+    """The reference: the same training in plain PyTorch."""
+    model, opt, scheduler = build(args)
+    losses: list[float] = []
+    for batch in batches(tokens, args.batch, args.context, steps, args.seed):
+        loss = loss_fn(model, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+# -- what one sees --------------------------------------------------------------------------------
+
+
+def generate(
+    logits: Callable[[Tensor], Tensor], tokenizer: Tokenizer, prompt: Tensor, length: int = 48
+) -> str:
+    """`length` tokens after the prompt, each sampled from the ten most likely.
+
+    `logits` maps the last tokens (1, context) to the next token's logits (1, vocab).
+    """
+    generator = torch.Generator().manual_seed(0)
+    window = prompt[None]
+    new: list[int] = []
+    for _ in range(length):
+        top = logits(window)[0].topk(10)
+        choice = torch.multinomial(top.values.softmax(-1), 1, generator=generator)
+        new.append(int(top.indices[choice]))
+        window = torch.cat([window[:, 1:], top.indices[choice][None]], 1)
+    return tokenizer.decode(new)
+
+
+def show(when: str, text: str) -> None:
+    console.print(f"\ntext {when} training:", style="bold")
+    console.print(text.strip(), markup=False, highlight=False, end="\n\n")
+
+
+@contextmanager
+def progress(num_steps: int, tokens_per_step: int) -> Iterator[Callable[[float], None]]:
+    """A bar with the loss and the tokens per second; call what it yields after each step."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=num_steps)
+        start, done = time.perf_counter(), 0
+
+        def report(loss: float) -> None:
+            nonlocal done
+            done += 1
+            speed = done * tokens_per_step / (time.perf_counter() - start)
+            text = f"loss {loss:.4f}   {speed:,.0f} tokens/s"
+            bar.update(task, advance=1, description=text)
+            if done % 20 == 0 or done == 1:
+                bar.console.print(f"step {done:4d}   {text}", highlight=False)
+
+        yield report
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description="Train a small GPT under any placement.")
+    options.add_argument("--placements", choices=PLACEMENTS, default="tp2pp2")
+    options.add_argument("--backend", choices=["ray", "inprocess"], default="inprocess")
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options.add_argument("--steps", type=int, default=100)
+    options.add_argument("--more-steps", type=int, default=10, help="after the change of placement")
+    options.add_argument("--then", choices=PLACEMENTS, default="dp2", help="that placement")
+    options.add_argument("--batch", type=int, default=16)
+    options.add_argument("--context", type=int, default=64)
+    options.add_argument("--vocab", type=int, default=512)
+    options.add_argument("--lr", type=float, default=3e-3)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False)
+    options.add_argument("--compare", action="store_true", help="with plain PyTorch on one device")
+    options.add_argument("--resume", metavar="PATH", help="go on from a checkpoint")
+    options.add_argument("--save", metavar="PATH", help="write a checkpoint")
+    return options
+
+
+def main() -> None:
+    args = parser().parse_args()
+    tokenizer, tokens = load(args.vocab)
+    saved = torch.load(args.resume) if args.resume else None
+
+    first = saved["step"] if saved else 0
+    steps = range(first, first + args.steps)
+    losses, state = train(args, args.placements, args.backend, steps, tokens, tokenizer, saved)
+    if args.save:
+        torch.save(state, args.save)
+
+    # The same checkpoint under another placement: nothing in it tells where it came from.
+    more = range(steps.stop, steps.stop + args.more_steps)
+    if more:
+        losses += train(args, args.then, "inprocess", more, tokens, tokenizer, state)[0]
+        console.print(
+            f"loss {losses[args.steps - 1]:.4f} at the last step under {args.placements}, "
+            f"{losses[args.steps]:.4f} at the next, under {args.then}"
+        )
+    if args.compare:
+        reference = train_on_one_device(args, range(more.stop), tokens)[first:]
+        worst = max(abs(ours - theirs) for ours, theirs in zip(losses, reference, strict=True))
+        console.print(
+            f"largest difference to the losses of plain PyTorch on one device: {worst:.2e} "
+            f"over {len(losses)} steps (last loss {losses[-1]:.6f}, there {reference[-1]:.6f})"
+        )
+
+
+if __name__ == "__main__":
+    main()

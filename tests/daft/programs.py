@@ -1,0 +1,179 @@
+"""Programs that several tests run, with what they must give, computed directly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtensor.daft import (
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Function,
+    Instruction,
+    Program,
+    RankProgram,
+    Recv,
+    Send,
+    Wait,
+)
+
+F32 = torch.float32
+
+
+def function(name: str, source: str, **bindings: object) -> Function:
+    return Function(name=name, source=source, bindings=tuple(bindings.items()))
+
+
+def program(
+    *lists: Sequence[Instruction],
+    functions: Sequence[Function] = (),
+    inputs: Sequence[tuple[str, ...]] | None = None,
+    outputs: Sequence[tuple[str, ...]] | None = None,
+    state: Sequence[tuple[str, ...]] | None = None,
+) -> Program:
+    none: list[tuple[str, ...]] = [()] * len(lists)
+    return Program(
+        name="test",
+        ranks=tuple(
+            RankProgram(instructions=tuple(items), inputs=i, outputs=o, state=s)
+            for items, i, o, s in zip(lists, inputs or none, outputs or none, state or none)
+        ),
+        functions=tuple((f.name, f) for f in functions),
+        stage_of=tuple(range(len(lists))),
+    )
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    made = torch.Generator().manual_seed(1000 * seed + rank)
+    real = torch.randn(shape, generator=made) * 10
+    return real > 0 if dtype == torch.bool else real.to(dtype)
+
+
+def _left_fold(parts: Sequence[Tensor], op: str) -> Tensor:
+    """Written without `fold`, to check it."""
+    total = parts[0].double() if parts[0].dtype == torch.float64 else parts[0]
+    narrow = op == "sum" and parts[0].dtype in (torch.float16, torch.bfloat16)
+    total = total.float() if narrow else total
+    for part in parts[1:]:
+        total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op](
+            total, part.float() if narrow else part
+        )
+    return total.to(parts[0].dtype)
+
+
+class Collectives:
+    """Every collective on every rank, one after the other; all results are outputs."""
+
+    def __init__(self, size: int, large: int = 40_000) -> None:
+        self.size = size
+        self.group = tuple(range(size))
+        self.fed: list[dict[str, Tensor]] = [{} for _ in self.group]
+        self.expected: list[dict[str, Tensor]] = [{} for _ in self.group]
+        self.lists: list[list[Instruction]] = [[] for _ in self.group]
+        self._count = 0
+        self._all(large)
+
+    def program(self) -> Program:
+        return program(
+            *self.lists,
+            inputs=[tuple(fed) for fed in self.fed],
+            outputs=[tuple(results) for results in self.expected],
+        )
+
+    def _all(self, large: int) -> None:
+        n, g = self.size, self.group
+        for dtype in (F32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8):
+            self._reduce("sum", [(3, 5)], dtype)
+        for op in ("max", "min"):
+            self._reduce(op, [(7,)], F32)
+            self._reduce(op, [(2, 2)], torch.int32)
+        self._reduce("sum", [(0, 4)], F32)
+        self._reduce("sum", [()], F32)
+        self._reduce("sum", [(3,), (2, 3), (0,), ()], torch.bfloat16)
+        self._reduce("sum", [(large + 1,)], F32)
+        self._reduce("sum", [(large,), (7,), (1,)], torch.float16)
+        for dtype in (F32, torch.bool, torch.bfloat16, torch.int8):
+            parts = [values(r, r, 3, dtype=dtype) for r in g]  # rank 0's is empty
+            self._collective("all_gather", None, [[p] for p in parts], [parts] * n)
+            pieces = [[values(r * n + to, r + to, dtype=dtype) for to in g] for r in g]
+            received = [[pieces[r][to] for r in g] for to in g]
+            self._collective("all_to_all", None, pieces, received)
+            whole = values(0, 4, 2, dtype=dtype)
+            self._collective("broadcast", None, [[whole]] + [[]] * (n - 1), [[whole]] * n)
+        for dtype in (F32, torch.bfloat16, torch.int64):
+            given = [[values(r * n + to, to, 2, dtype=dtype) for to in g] for r in g]
+            folded = [[_left_fold([given[r][to] for r in g], "sum")] for to in g]
+            self._collective("reduce_scatter", "sum", given, folded)
+
+    def _reduce(self, op: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        given = [
+            [values(r, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+            for r in self.group
+        ]
+        folded = [_left_fold([row[i] for row in given], op) for i in range(len(shapes))]
+        self._collective("all_reduce", op, given, [folded] * self.size)
+
+    def _collective(
+        self,
+        kind: str,
+        op: str | None,
+        given: Sequence[Sequence[Tensor]],
+        results: Sequence[Sequence[Tensor]],
+    ) -> None:
+        number, self._count = self._count, self._count + 1
+        for rank in self.group:
+            ins = tuple(f"in{number}.{i}" for i in range(len(given[rank])))
+            outs = tuple(f"out{number}.{i}" for i in range(len(results[rank])))
+            self.fed[rank] |= dict(zip(ins, given[rank]))
+            self.expected[rank] |= dict(zip(outs, results[rank]))
+            self.lists[rank] += [
+                Collective(
+                    kind,  # type: ignore[arg-type]
+                    self.group,
+                    ins,
+                    outs,
+                    tuple(map(Buffer.of, given[rank])),
+                    tuple(map(Buffer.of, results[rank])),
+                    op,  # type: ignore[arg-type]
+                    f"channel{number % 2}",
+                ),
+                Wait(outs[:1]),
+            ]
+
+
+def pipeline(size: int) -> Program:
+    """Each rank adds its state `w` to what comes and passes it on; counts its runs in `n`."""
+    buffer = Buffer((4,), F32)
+    step = function(
+        "step", "def forward(x, w, n):\n    n += 1\n    return (add(x, w),)", add=torch.add
+    )
+    lists: list[list[Instruction]] = []
+    for rank in range(size):
+        items: list[Instruction] = []
+        if rank:
+            items += [Recv("x", rank - 1, "fwd", buffer), Wait(("x",))]
+        items.append(Call("step", ("x", "w", "n"), ("y",), ("n",), label=f"F0 stage {rank}"))
+        if rank < size - 1:
+            items += [Send("y", rank + 1, "fwd", buffer), Wait(("y",)), Free(("y",))]
+        if rank:
+            items.append(Free(("x",)))
+        lists.append(items)
+    return program(
+        *lists,
+        functions=[step],
+        inputs=[("x",)] + [()] * (size - 1),
+        outputs=[()] * (size - 1) + [("y",)],
+        state=[("w", "n")] * size,
+    )
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.numel() == 0 or torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )

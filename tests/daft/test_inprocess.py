@@ -1,0 +1,221 @@
+"""The engine, on the in-process cluster."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from dtensor.daft import (
+    Buffer,
+    Call,
+    ClusterClosed,
+    CommunicationError,
+    Free,
+    Function,
+    Mode,
+    ProgramError,
+    Recv,
+    Send,
+    TaskError,
+    Wait,
+    launch_cluster,
+)
+from dtensor.daft.transport import fold
+from tests.daft.programs import Collectives, function, pipeline, program, same_bits
+
+MODES: list[Mode] = ["compiled", "interpreted"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_collective(size: int, mode: Mode) -> None:
+    case = Collectives(size, large=100)
+    with launch_cluster(size) as cluster:
+        results = cluster.run(cluster.load(case.program()), case.fed, mode=mode).get()
+    for rank in range(size):
+        assert set(results[rank]) == set(case.expected[rank])
+        for name, value in case.expected[rank].items():
+            assert same_bits(results[rank][name], value), (rank, name)
+
+
+@pytest.mark.gpu
+def test_every_collective_among_ranks_of_one_gpu() -> None:
+    case = Collectives(3, large=100)
+    with launch_cluster(3, device="cuda") as cluster:
+        results = cluster.run(cluster.load(case.program()), case.fed).get()
+    for rank in range(3):
+        assert all(same_bits(results[rank][n], v) for n, v in case.expected[rank].items())
+
+
+def test_a_sum_is_a_left_fold_in_rank_order() -> None:
+    parts = [torch.tensor([x]) for x in (1e8, 1.0, 1.0, -1e8)]
+    assert fold(parts, "sum").item() == 0.0  # a tree would give 1 or 2
+    assert fold(parts[::-1], "sum").item() == 1e8 - 1e8 + 0.0
+    halves = [torch.tensor([1.0]).bfloat16(), *[torch.tensor([2**-9]).bfloat16()] * 4]
+    assert fold(halves, "sum").item() == 1.0 + 2**-7  # in bf16 each addition would be lost
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_seeds_give_the_same_bits(seed: int) -> None:
+    case = Collectives(3, large=100)
+    with launch_cluster(3, seed=seed) as cluster:
+        results = cluster.run(cluster.load(case.program()), case.fed).get()
+    for rank in range(3):
+        assert all(same_bits(results[rank][n], v) for n, v in case.expected[rank].items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_lives_from_run_to_run(mode: Mode) -> None:
+    with launch_cluster(3) as cluster:
+        ones = torch.ones(4)
+        cluster.put([{"w": ones * 10**rank, "n": torch.zeros(())} for rank in range(3)])
+        ones.zero_()  # the cluster has its own copy
+        handle = cluster.load(pipeline(3))
+        fed = [{"x": torch.arange(4.0)}, {}, {}]
+        for _ in range(3):
+            results = cluster.run(handle, fed, mode=mode).get()
+        assert results[:2] == [{}, {}]
+        assert results[2]["y"].tolist() == [111, 112, 113, 114]
+        assert cluster.get([("n",), (), ("n", "w")]).get() == [
+            (torch.tensor(3.0),),
+            (),
+            (torch.tensor(3.0), pytest.approx(torch.full((4,), 100.0))),
+        ]
+        cluster.delete([("w",), (), ()])
+        with pytest.raises(LookupError, match="Rank 0 has no value 'w'"):
+            cluster.get([("w",), (), ()]).get()
+
+
+def test_a_compiled_run_is_one_call_per_actor() -> None:
+    with launch_cluster(4, ranks_per_actor=2) as cluster:
+        handle = cluster.load(program([], [], [], []))
+        before = cluster.calls
+        cluster.run(handle, [{}] * 4)
+        assert cluster.calls - before == 2
+
+
+def test_free_drops_the_value() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def make() -> tuple[torch.Tensor]:
+        value = torch.ones(3)
+        made.append(weakref.ref(value))
+        return (value,)
+
+    def check(x: torch.Tensor) -> tuple[()]:
+        gc.collect()
+        assert made[0]() is None
+        return ()
+
+    items = [Call("make", (), ("a",)), Free(("a",)), Free(("x",)), Call("check", ("k",), ())]
+    functions = [Function.of(make, "make"), Function.of(check, "check")]
+    with launch_cluster(1) as cluster:
+        handle = cluster.load(program(items, functions=functions, inputs=[("x", "k")]))
+        fed = [{"x": torch.ones(1), "k": torch.ones(1)}]
+        cluster.run(handle, fed).get()
+        made.clear()
+        cluster.run(handle, fed).get()
+        with pytest.raises(LookupError):
+            cluster.get([("k",)]).get()
+
+
+def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd() -> None:
+    look = function(
+        "look",
+        "def forward(x, n):\n    return ((x, n, torch.get_num_threads(), (x * 2).requires_grad),)",
+        torch=torch,
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with launch_cluster(1) as cluster:
+            items = [Call("look", ("x", "n"), ("y",))]
+            made = program(items, functions=[look], inputs=[("x", "n")], outputs=[("y",)])
+            x = torch.ones(1, requires_grad=True)
+            (result,) = cluster.run(cluster.load(made), [{"x": x, "n": "hello"}]).get()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert result["y"][1:] == ("hello", 1, False)
+
+
+FAILING = Function(
+    name="fails",
+    source="def forward(x):\n    y = x + 1\n    return (y.reshape(77),)",
+    lines=(None, "net.py:1: y = x + 1", "net.py:2: return y.reshape(77)"),
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_that_raises(mode: Mode) -> None:
+    items = [Call("fails", ("x",), ("y",), label="F0", source="net.py:0")]
+    made = program([], items, functions=[FAILING], inputs=[(), ("x",)], outputs=[(), ("y",)])
+    with launch_cluster(2) as cluster:
+        handle = cluster.load(made)
+        future = cluster.run(handle, [{}, {"x": torch.ones(2)}], mode=mode)
+        with pytest.raises(TaskError) as caught:
+            future.get()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        text = str(caught.value)
+        assert text.startswith("rank 1 (stage 1), instruction 0 'y = call fails(x)' [F0]: ")
+        assert text.endswith("at net.py:2: return y.reshape(77)")
+        for again in (
+            lambda: cluster.run(handle, [{}, {}]),
+            lambda: cluster.put([{}, {}]),
+            lambda: cluster.get([(), ()]),
+        ):
+            with pytest.raises(TaskError) as later:
+                again()
+            assert later.value is caught.value
+
+
+def test_the_instructions_line_where_the_function_has_none() -> None:
+    bad = function("bad", "def forward():\n    return (1, 2)")
+    made = program([Call("bad", (), ("y",), source="net.py:9")], functions=[bad], outputs=[("y",)])
+    with launch_cluster(1) as cluster, pytest.raises(TaskError) as caught:
+        cluster.run(cluster.load(made), [{}]).get()
+    assert "returned 2 values for 1 outputs" in str(caught.value)
+    assert caught.value.failure.line == "net.py:9"
+
+
+def test_a_value_that_is_not_as_declared() -> None:
+    buffer = Buffer((2,), torch.float32)
+    lists = ([Send("x", 1, "c", buffer), Wait(("x",))], [Recv("y", 0, "c", buffer), Wait(("y",))])
+    made = program(*lists, inputs=[("x",), ()], outputs=[(), ("y",)])
+    with launch_cluster(2) as cluster, pytest.raises(CommunicationError) as caught:
+        cluster.run(cluster.load(made), [{"x": torch.ones(3)}, {}]).get()
+    assert "declared is f32[2]" in str(caught.value) and caught.value.failure.peers == (1,)
+
+
+def test_what_comes_in_and_out_is_nobody_elses() -> None:
+    same = function("same", "def forward(w):\n    return (w,)")
+    made = program(
+        [Call("same", ("w",), ("y",))], functions=[same], outputs=[("y",)], state=[("w",)]
+    )
+    with launch_cluster(1) as cluster:
+        cluster.put([{"w": torch.ones(2)}])
+        handle = cluster.load(made)
+        cluster.run(handle, [{}]).get()[0]["y"].zero_()
+        assert cluster.get([("w",)]).get()[0][0].tolist() == [1, 1]
+
+
+def test_faults_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        launch_cluster(0)
+    with launch_cluster(2) as cluster:
+        handle = cluster.load(pipeline(2))
+        with pytest.raises(ValueError, match="Rank 0 of program 'test' takes the inputs"):
+            cluster.run(handle, [{}, {}])
+        with pytest.raises(ValueError, match="one item per rank"):
+            cluster.put([{}])
+        with pytest.raises(ValueError, match="one item per rank"):
+            cluster.load(pipeline(3))
+        with pytest.raises(ProgramError):
+            cluster.load(program([Wait(("x",))], []))
+        cluster.unload(handle)
+    cluster.close()
+    with pytest.raises(ClusterClosed):
+        cluster.put([{}, {}])

@@ -1,0 +1,184 @@
+"""The IR: text forms, functions as data."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor.daft import (
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Function,
+    Instruction,
+    Recv,
+    Send,
+    Wait,
+    parse_instructions,
+)
+from dtensor.daft.instructions import DTYPES
+from dtensor.daft.program import format_instruction
+from tests.daft.programs import Collectives, function, pipeline
+
+names = st.one_of(
+    st.from_regex(r"[a-z][a-z0-9_.:/%-]{0,6}", fullmatch=True),
+    st.sampled_from(
+        ["call", "wait", "to", "x[1,2]", "a b", 'quo"te', "", "=", "@", "grad@w", "é\n"]
+    ),
+)
+lists = st.lists(names, max_size=3).map(tuple)
+buffers = st.builds(
+    Buffer, st.lists(st.integers(0, 99), max_size=3).map(tuple), st.sampled_from([*DTYPES.values()])
+)
+extras = dict(label=st.text(max_size=8), source=st.none() | st.text(max_size=8))
+
+
+@st.composite
+def collectives(draw: st.DrawFn) -> Collective:
+    kind = draw(st.sampled_from(["all_reduce", "all_gather", "broadcast"]))
+    ins, outs = draw(lists), draw(lists)
+    return Collective(
+        kind,  # type: ignore[arg-type]
+        draw(st.lists(st.integers(0, 9), max_size=3).map(tuple)),
+        ins,
+        outs,
+        tuple(draw(buffers) for _ in ins),
+        tuple(draw(buffers) for _ in outs),
+        draw(st.sampled_from(["sum", "max", "min"])) if kind == "all_reduce" else None,  # type: ignore[arg-type]
+        draw(names),
+        label=draw(extras["label"]),
+        source=draw(extras["source"]),
+    )
+
+
+instructions = st.one_of(
+    st.builds(Call, names, lists, lists, lists, **extras),
+    st.builds(Send, names, st.integers(0, 99), names, buffers, **extras),
+    st.builds(Recv, names, st.integers(0, 99), names, buffers, **extras),
+    collectives(),
+    st.builds(Wait, lists, **extras),
+    st.builds(Free, lists, **extras),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(instructions, max_size=4))
+def test_text_parses_back(items: list[Instruction]) -> None:
+    text = "\n".join(map(format_instruction, items))
+    assert parse_instructions(text) == tuple(items)
+
+
+def test_program_text() -> None:
+    assert_expected_inline(
+        pipeline(2).text(),
+        """\
+program test
+rank 0 (stage 0)    inputs x    state w, n
+  y = call step(x, w, n) writes n # "F0 stage 0"
+  send y to 1 on fwd : f32[4]
+  wait y
+  free y
+rank 1 (stage 1)    outputs y    state w, n
+  x = recv from 0 on fwd : f32[4]
+  wait x
+  y = call step(x, w, n) writes n # "F0 stage 1"
+  free x""",
+    )
+
+
+def test_columns() -> None:
+    assert_expected_inline(
+        str(pipeline(2)),
+        """\
+program test    2 ranks
+     rank 0 (stage 0)                | rank 1 (stage 1)
+   0 y = call step(x, w, n) writes n | x = recv from 0
+   1 send y to 1                     | wait x
+   2 wait y                          | y = call step(x, w, n) writes n
+   3 free y                          | free x""",
+    )
+
+
+def test_columns_wrap_and_cut() -> None:
+    text = str(Collectives(5).program())
+    assert max(map(len, text.splitlines())) <= 100
+    assert [f"rank {rank} (stage {rank})" in text for rank in range(5)] == [True] * 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "send x to 1",
+        "y = call f",
+        "y = nothing(x)",
+        "call f() x",
+        "wait x #",
+        "x = recv from 0 on c : q7[1]",
+    ],
+)
+def test_bad_text_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="instruction|Expected|Nothing may follow|dtype"):
+        parse_instructions(line)
+
+
+def test_buffer() -> None:
+    assert str(Buffer((2, 3), torch.bfloat16)) == "bf16[2,3]"
+    assert Buffer((2, 3), torch.bfloat16).nbytes == 12
+    assert Buffer((), torch.int64).nbytes == 8
+    with pytest.raises(ValueError, match="sizes are 0 or more"):
+        Buffer((-1,), torch.float32)
+
+
+def test_collective_needs_its_op_and_buffers() -> None:
+    buffer = Buffer((1,), torch.float32)
+    with pytest.raises(ValueError, match="all_reduce needs an op"):
+        Collective("all_reduce", (0,), ("a",), ("b",), (buffer,), (buffer,), None, "c")
+    with pytest.raises(ValueError, match="broadcast takes no op"):
+        Collective("broadcast", (0,), ("a",), ("b",), (buffer,), (buffer,), "sum", "c")
+    with pytest.raises(ValueError, match="one buffer per value"):
+        Collective("broadcast", (0,), ("a",), ("b",), (), (buffer,), None, "c")
+
+
+def test_function_with_operators_pickles() -> None:
+    square = function(
+        "square",
+        "def forward(x):\n    return (packet(mul(x, x), x),)",
+        mul=torch.ops.aten.mul.Tensor,
+        packet=torch.ops.aten.add,
+    )
+    again = pickle.loads(pickle.dumps(square))
+    assert dict(again.bindings)["mul"] is torch.ops.aten.mul.Tensor
+    assert dict(again.bindings)["packet"] is torch.ops.aten.add
+    assert again.build()(torch.tensor(3.0)) == (torch.tensor(12.0),)
+
+
+def test_whole_program_pickles() -> None:
+    assert pickle.loads(pickle.dumps(pipeline(3))) == pipeline(3)
+
+
+def test_function_of_a_callable() -> None:
+    wrapped = Function.of(torch.unbind)
+    assert pickle.loads(pickle.dumps(wrapped)).build()(torch.tensor([1, 2])) == (1, 2)
+
+
+def test_user_line_is_that_of_the_innermost_generated_frame() -> None:
+    fails = Function(
+        name="fails",
+        source="def forward(x):\n    y = x + 1\n    return (y / 0,)",
+        lines=(None, "net.py:1: y = x + 1", "net.py:2: y / 0"),
+    )
+    with pytest.raises(ZeroDivisionError) as caught:
+        fails.build()(1)
+    assert fails.user_line(caught.value) == "net.py:2: y / 0"
+    assert fails.user_line(ValueError()) is None
+
+
+def test_source_without_forward() -> None:
+    with pytest.raises(ValueError, match="does not define `forward`"):
+        function("nothing", "x = 1").build()

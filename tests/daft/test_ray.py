@@ -1,0 +1,252 @@
+"""The Ray backend: the same bits as in-process, one call per actor, and every sort of failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtensor.daft import (
+    ActorLost,
+    Call,
+    Cluster,
+    Collective,
+    Function,
+    Program,
+    ProgramError,
+    TaskError,
+    Wait,
+    launch_cluster,
+)
+from dtensor.daft.instructions import Buffer
+from dtensor.daft.ray_gloo import check_routes
+from tests.daft.programs import Collectives, function, pipeline, program, same_bits
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    """One Ray for all tests here; clusters join it, and must not end it."""
+    import ray
+
+    from dtensor.daft.ray_launch import start_ray
+
+    assert start_ray(None)
+    yield
+    assert ray.is_initialized()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def three(ray_session: None) -> Iterator[Cluster]:
+    with launch_cluster(3, backend="ray", deadline_s=20.0) as cluster:
+        yield cluster
+
+
+def test_every_collective_gives_the_bits_of_inprocess(three: Cluster) -> None:
+    case = Collectives(3)
+    with launch_cluster(3) as local:
+        expected = local.run(local.load(case.program()), case.fed).get()
+    handle = three.load(case.program())
+    before = three.calls
+    compiled = three.run(handle, case.fed).get()
+    assert three.calls - before == 3
+    for rank in range(3):
+        for name, value in expected[rank].items():
+            assert same_bits(compiled[rank][name], value), (rank, name)
+    three.unload(handle)
+
+
+def test_interpreted_is_compiled(three: Cluster) -> None:
+    case = Collectives(3, large=30_000)
+    handle = three.load(case.program())
+    compiled = three.run(handle, case.fed).get()
+    interpreted = three.run(handle, case.fed, mode="interpreted").get()
+    for rank in range(3):
+        for name, value in compiled[rank].items():
+            assert same_bits(interpreted[rank][name], value), (rank, name)
+
+
+def test_runs_ahead_with_state(three: Cluster) -> None:
+    three.put([{"w": torch.full((4,), 10.0**rank), "n": torch.zeros(())} for rank in range(3)])
+    handle = three.load(pipeline(3))
+    before = three.calls
+    futures = [three.run(handle, [{"x": torch.full((4,), k)}, {}, {}]) for k in (0.0, 1.0, 2.0)]
+    assert three.calls - before == 9
+    assert [f.get()[2]["y"][0].item() for f in futures] == [111, 112, 113]
+    assert all(f.done() for f in futures)
+    assert three.get([("n",)] * 3).get() == [(torch.tensor(3.0),)] * 3
+    with pytest.raises(LookupError, match="Rank 1 has no value 'nothing'"):
+        three.get([(), ("nothing",), ()]).get()
+    three.delete([("w", "n")] * 3)
+
+
+def test_a_time_out_does_not_consume_a_future(three: Cluster) -> None:
+    sleep = function("sleep", "def forward():\n    sleep(0.5)\n    return (7,)", sleep=time.sleep)
+    made = program(*[[Call("sleep", (), ("y",))]] * 3, functions=[sleep], outputs=[("y",)] * 3)
+    future = three.run(three.load(made), [{}] * 3)
+    with pytest.raises(TimeoutError, match="ask again"):
+        future.get(timeout=0.05)
+    assert future.get() == future.get() == [{"y": 7}] * 3
+
+
+def test_ranks_that_share_an_actor(ray_session: None) -> None:
+    with launch_cluster(4, backend="ray", ranks_per_actor=2, seed=3) as cluster:
+        cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 4)
+        handle = cluster.load(pipeline(4))
+        before = cluster.calls
+        result = cluster.run(handle, [{"x": torch.zeros(4)}, {}, {}, {}]).get()
+        assert cluster.calls - before == 2
+        assert result[3]["y"].tolist() == [4.0] * 4
+        buffer = Buffer((1,), torch.float32)
+        mixed = program(
+            *[
+                [
+                    Collective("broadcast", (0, 1, 2), ins, ("y",), bs, (buffer,), None, "c"),
+                    Wait(("y",)),
+                ]
+                for ins, bs in ((("x",), (buffer,)), ((), ()), ((), ()))
+            ],
+            [],
+            inputs=[("x",), (), (), ()],
+            outputs=[("y",)] * 3 + [()],
+        )
+        with pytest.raises(ProgramError, match="share an actor"):
+            cluster.load(mixed)
+
+
+def test_routes() -> None:
+    keys = check_routes(pipeline(4), (0, 0, 1, 1))
+    assert keys == [((1, 2), "fwd", "transfer")]
+
+
+# -- failures -------------------------------------------------------------------------------------
+
+SUM = Buffer((1,), torch.float32)
+
+
+def _fragile() -> Program:
+    """Rank 1 calls `act`; both then add up its result."""
+    act = Function(
+        name="act",
+        source="def forward(x, what):\n    act(what)\n    return (x + 1,)",
+        bindings=(("act", _act),),
+        lines=(None, "net.py:8: act(what)", None),
+    )
+    add = Collective("all_reduce", (0, 1), ("y",), ("s",), (SUM,), (SUM,), "sum", "c")
+    return program(
+        *[[Call("act", ("x", "what"), ("y",), label=f"F{r}"), add, Wait(("s",))] for r in (0, 1)],
+        functions=[act],
+        inputs=[("x", "what")] * 2,
+        outputs=[("s", "y")] * 2,
+    )
+
+
+def _act(what: str) -> None:
+    match what:
+        case "raise":
+            raise ZeroDivisionError("on purpose")
+        case "exit":
+            os._exit(3)
+        case "sleep":
+            time.sleep(30)
+
+
+def _feed(what: str = "") -> list[dict[str, object]]:
+    return [{"x": torch.ones(1), "what": w} for w in ("", what)]
+
+
+def _pids(cluster: Cluster) -> list[int]:
+    getpid = function("getpid", "def forward():\n    return (getpid(),)", getpid=os.getpid)
+    made = program(*[[Call("getpid", (), ("y",))]] * 2, functions=[getpid], outputs=[("y",)] * 2)
+    return [result["y"] for result in cluster.run(cluster.load(made), [{}, {}]).get()]
+
+
+def _alive(pid: int) -> bool:
+    """A zombie that its parent has not read yet is not alive."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _check_failed(cluster: Cluster, error: Exception, pids: list[int]) -> None:
+    """Everything after raises the same, at once, and nothing is left running."""
+    start = time.monotonic()
+    for again in (lambda: cluster.put([{}, {}]), lambda: cluster.get([(), ()])):
+        with pytest.raises(type(error)) as later:
+            again()
+        assert later.value is error
+    cluster.close()
+    cluster.close()
+    assert time.monotonic() - start < 5
+    assert not any(map(_alive, pids))
+
+
+def test_a_call_that_raises(ray_session: None) -> None:
+    with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
+        pids = _pids(cluster)
+        handle = cluster.load(_fragile())
+        good = cluster.run(handle, _feed())
+        bad, queued = cluster.run(handle, _feed("raise")), cluster.run(handle, _feed())
+        start = time.monotonic()
+        with pytest.raises(TaskError) as caught:
+            bad.get()
+        assert time.monotonic() - start < 3
+        text = str(caught.value)
+        assert "rank 1 (stage 1), instruction 0 'y = call act(x, what)' [F1], run 2: " in text
+        assert "ZeroDivisionError: on purpose" in text and "at net.py:8: act(what)" in text
+        assert "in _act" in text  # the remote traceback
+        assert good.get()[0]["s"].item() == 4.0
+        with pytest.raises(TaskError) as later:
+            queued.get()
+        assert later.value is caught.value
+        _check_failed(cluster, caught.value, pids)
+
+
+def test_a_killed_actor(ray_session: None) -> None:
+    with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
+        pids = _pids(cluster)
+        future = cluster.run(cluster.load(_fragile()), _feed("sleep"))
+        threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(ActorLost) as caught:
+            future.get()
+        assert time.monotonic() - start < 5
+        failure = caught.value.failure
+        assert (failure.rank, failure.stage, failure.index, failure.label) == (1, 1, 0, "F1")
+        assert "died" in str(caught.value) and "call act" in str(caught.value)
+        _check_failed(cluster, caught.value, pids)
+
+
+def test_a_stopped_actor(ray_session: None) -> None:
+    with launch_cluster(2, backend="ray", deadline_s=2.0) as cluster:
+        pids = _pids(cluster)
+        handle = cluster.load(_fragile())
+        os.kill(pids[1], signal.SIGSTOP)
+        future = cluster.run(handle, _feed())
+        start = time.monotonic()
+        with pytest.raises(ActorLost) as caught:
+            future.get()
+        assert time.monotonic() - start < 8
+        assert caught.value.failure.rank == 1 and "has stopped" in str(caught.value)
+        _check_failed(cluster, caught.value, pids)
+
+
+def test_an_actor_that_dies_between_runs(ray_session: None) -> None:
+    with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
+        pids = _pids(cluster)
+        handle = cluster.load(_fragile())
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(ActorLost) as caught:
+            cluster.run(handle, _feed()).get()
+        assert caught.value.failure.rank == 0
+        _check_failed(cluster, caught.value, pids)

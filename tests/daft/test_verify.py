@@ -1,0 +1,292 @@
+"""The verifier: what it refuses, with its words, and that it agrees with brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor.daft import (
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Instruction,
+    Program,
+    ProgramError,
+    Recv,
+    Send,
+    Wait,
+    merge,
+    verify,
+)
+from dtensor.daft.engine import outputs_of
+from dtensor.daft.order import starts_of_waits
+from tests.daft.programs import Collectives, function, pipeline, program
+
+B = Buffer((2,), torch.float32)
+ONE = function("one", "def forward():\n    return (0,)")
+TAKE = function("take", "def forward(x):\n    return ()")
+
+
+def reduce(value: str, result: str, group: tuple[int, ...] = (0, 1), b: Buffer = B) -> Collective:
+    return Collective("all_reduce", group, (value,), (result,), (b,), (b,), "sum", "g")
+
+
+def refusal(*lists: Sequence[Instruction], **words: object) -> str:
+    made = program(*lists, functions=[ONE, TAKE], **words)  # type: ignore[arg-type]
+    with pytest.raises(ProgramError) as caught:
+        verify(made)
+    return str(caught.value)
+
+
+def test_accepts_good_programs() -> None:
+    report = verify(pipeline(3))
+    assert report.peak_bytes == (0, 16, 16)
+    verify(Collectives(3).program(), ((0, 1, 2),))
+    verify(Collectives(3).program(), ((0, 1), (2,)))
+
+
+def test_crossed_sends() -> None:
+    first = [
+        Send("x", 1, "c", B, source="net.py:3: send(x)"),
+        Wait(("x",)),
+        Recv("y", 1, "c", B),
+        Wait(("y",)),
+    ]
+    second = [Send("x", 0, "c", B), Wait(("x",)), Recv("y", 0, "c", B), Wait(("y",))]
+    assert_expected_inline(
+        refusal(first, second, inputs=[("x",), ("x",)], outputs=[("y",), ("y",)]),
+        """\
+Program 'test' can hang: 2 waits form a circle.
+  (rank 0, instr 1 wait x) waits for (rank 1, instr 2 y = recv from 0)
+  (rank 1, instr 1 wait x) waits for (rank 0, instr 2 y = recv from 1)
+  Fix: move a start that is waited for before the wait that holds it up.""",
+    )
+
+
+def test_circle_through_a_collective_names_the_users_line() -> None:
+    first = [reduce("x", "s"), Wait(("s",)), Send("x", 1, "c", B, source="net.py:7"), Wait(("x",))]
+    second = [Recv("y", 0, "c", B), Wait(("y",)), reduce("y", "s"), Wait(("s",)), Free(("s",))]
+    assert_expected_inline(
+        refusal(first, second, inputs=[("x",), ()], outputs=[("s",), ("y",)]),
+        """\
+Program 'test' can hang: 2 waits form a circle.
+  (rank 0, instr 1 wait s) waits for (rank 1, instr 2 s = all_reduce.sum(y) over (0, 1))
+  (rank 1, instr 1 wait y) waits for (rank 0, instr 2 send x to 1)  net.py:7
+  Fix: move a start that is waited for before the wait that holds it up.""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        ([Call("one", (), ("a",))], "are never freed"),
+        ([Call("take", ("a",), ())], "is not defined here"),
+        ([Call("none", (), ())], "there is no function 'none'"),
+        ([Call("one", (), ("a",)), Free(("a",)), Call("take", ("a",), ())], "after its free"),
+        ([Call("one", (), ("a",)), Call("one", (), ("a",)), Free(("a",))], "defined twice"),
+        ([Call("one", (), ("a",)), Free(("a",)), Free(("a",))], "after its free"),
+        ([Call("one", (), ("x",))], "defined twice"),
+        ([Free(("w",))], "outlives the run"),
+        ([Wait(("x",))], "nothing was started"),
+        ([Call("take", ("x",), (), ("w",))], "is no input"),
+        ([Recv("a", 1, "c", B), Call("take", ("a",), ())], "before the wait for"),
+        ([Recv("a", 1, "c", B), Free(("a",))], "before the wait for"),
+        ([Send("x", 1, "c", B), Call("take", ("x",), (), ("x",))], "is written while"),
+        ([Send("x", 1, "c", B), Free(("x",))], "is freed while"),
+        ([Send("w", 1, "c", B), Call("one", (), ("w",))], "is overwritten while"),
+        ([reduce("x", "s"), Free(("x",))], "is freed while"),
+        ([Send("x", 1, "c", B)], "never waited for"),
+        ([Recv("a", 1, "c", B)], "never waited for"),
+        ([Send("x", 0, "c", B)], "not distinct ranks"),
+        ([Send("x", 7, "c", B)], "not distinct ranks"),
+        ([reduce("x", "s", (1, 2))], "rank 0 is not in"),
+        ([Send("x", 1, "c", B), Wait(("x",))], "without a partner"),
+        ([Recv("a", 1, "c", B), Wait(("a",)), Free(("a",))], "without a partner"),
+        ([reduce("x", "s"), Wait(("s",)), Free(("s",))], "without a partner"),
+    ],
+)
+def test_refuses(items: Sequence[Instruction], words: str) -> None:
+    text = refusal(items, [], [], inputs=[("x",), (), ()], state=[("w",), (), ()])
+    assert words in text and "Fix: " in text
+
+
+def test_outputs_must_be_there() -> None:
+    assert "outputs ['y'] are not there" in refusal([], outputs=[("y",)])
+
+
+def test_a_freed_name_may_be_defined_again() -> None:
+    verify(program([Call("one", (), ("a",)), Free(("a",))] * 2, functions=[ONE]))
+
+
+def test_one_output_stands_for_a_whole_collective() -> None:
+    bucket = Collective("all_reduce", (0,), ("x", "x"), ("s", "t"), (B, B), (B, B), "sum", "g")
+    outputs = [("s", "t")]
+    verify(program([bucket, Wait(("s",)), Wait(("t",))], inputs=[("x",)], outputs=outputs))
+
+
+def _pair(first: Instruction, second: Instruction) -> str:
+    lists = ([first, Wait(("s",))], [second, Wait(("s",))])
+    return refusal(*lists, inputs=[("x",)] * 2, outputs=[("s",)] * 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        reduce("x", "s", b=Buffer((3,), torch.float32)),
+        reduce("x", "s", b=Buffer((2,), torch.float16)),
+        Collective("all_reduce", (0, 1), ("x",), ("s",), (B,), (B,), "max", "g"),
+        Collective("all_gather", (0, 1), ("x",), ("s", "t"), (B,), (B, B), None, "g"),
+        Collective("all_reduce", (0, 1), ("x", "x"), ("s", "t"), (B, B), (B, B), "sum", "g"),
+    ],
+)
+def test_members_must_agree(other: Collective) -> None:
+    lists = ([reduce("x", "s"), Wait(("s",))], [other, Wait(("s",))])
+    outputs = [("s",), other.outputs]
+    text = refusal(*lists, inputs=[("x",)] * 2, outputs=outputs)
+    assert "operations that meet" in text and "rank 0, instr 0" in text
+
+
+def test_send_and_receive_must_agree() -> None:
+    wide = Buffer((3,), torch.float32)
+    lists = ([Send("x", 1, "c", B), Wait(("x",))], [Recv("y", 0, "c", wide), Wait(("y",))])
+    assert "other buffers" in refusal(*lists, inputs=[("x",), ()], outputs=[(), ("y",)])
+
+
+def test_pieces_must_match_one_by_one() -> None:
+    short = Buffer((1,), torch.float32)
+    lists = [
+        [Collective("all_gather", (0, 1), ("x",), ("s", "t"), (b,), outs, None, "g"), Wait(("s",))]
+        for b, outs in ((B, (B, short)), (short, (B, B)))
+    ]
+    text = refusal(*lists, inputs=[("x",)] * 2, outputs=[("s", "t")] * 2)
+    assert "do not fit together" in text
+
+
+def test_merged_list_of_one_host_never_blocks() -> None:
+    lists = merge(pipeline(3), ((0, 1, 2),))
+    assert len(lists) == 1
+    done: set[int] = set()
+    for rank, item in lists[0]:
+        if isinstance(item, Send):
+            done.add(rank)
+        if isinstance(item, Wait) and item.values == ("x",):
+            assert rank - 1 in done
+    assert merge(pipeline(3), ((0, 1, 2),), 5) != lists
+
+
+def test_hosts_must_cover_the_ranks() -> None:
+    with pytest.raises(ProgramError, match="Every rank has one host"):
+        verify(pipeline(3), ((0, 1),))
+
+
+# -- against brute force --------------------------------------------------------------------------
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> Program:
+    """Sound but for the order: random sends and collectives, starts and waits anywhere."""
+    size = draw(st.integers(2, 3))
+    starts: list[list[Instruction]] = [[] for _ in range(size)]
+    for number in range(draw(st.integers(1, 4))):
+        name = f"v{number}"
+        if draw(st.booleans()):
+            a, b = draw(st.permutations(range(size)))[:2]
+            channel = draw(st.sampled_from("cd"))
+            starts[a].append(Send("x", b, channel, B))
+            starts[b].append(Recv(name, a, channel, B))
+        else:
+            group = tuple(sorted(draw(st.permutations(range(size)))[: draw(st.integers(2, size))]))
+            for rank in group:
+                starts[rank].append(reduce("x", name, group))
+    lists: list[list[Instruction]] = []
+    for own in starts:
+        items: list[Instruction] = []
+        unwaited: list[str] = []
+        for start in draw(st.permutations(own)):
+            items.append(start)
+            unwaited += outputs_of(start) or ("x",)  # a send is waited for by what it reads
+            while unwaited and draw(st.booleans()):
+                items.append(Wait((unwaited.pop(draw(st.integers(0, len(unwaited) - 1))),)))
+        items += [Wait((value,)) for value in draw(st.permutations(unwaited))]
+        lists.append(items)
+    made_by = [tuple(v for i in own for v in outputs_of(i)) for own in starts]
+    return program(*lists, inputs=[("x",)] * size, outputs=made_by)
+
+
+def can_hang(made: Program, buffered: bool) -> bool:
+    """Try every interleaving: is there a state in which nobody can go on before the end?"""
+    lists = [p.instructions for p in made.ranks]
+    waits = [starts_of_waits(items) for items in lists]
+
+    def number(rank: int, index: int) -> int:
+        """How many starts of the same sort on the same channel came before."""
+        return sum(same(lists[rank][i], lists[rank][index]) for i in range(index))
+
+    def same(a: Instruction, b: Instruction) -> bool:
+        match a, b:
+            case Send(), Send():
+                return (a.to, a.channel) == (b.to, b.channel)
+            case Recv(), Recv():
+                return (a.source_rank, a.channel) == (b.source_rank, b.channel)
+            case Collective(), Collective():
+                return (a.group, a.channel) == (b.group, b.channel)
+            case _:
+                return False
+
+    def started(peer: int, done: int, like: Instruction, count: int) -> bool:
+        return sum(same(item, like) for item in lists[peer][:done]) > count
+
+    def ready(rank: int, state: tuple[int, ...]) -> bool:
+        item = lists[rank][state[rank]]
+        if not isinstance(item, Wait):
+            return True
+        for index in waits[rank][state[rank]]:
+            start, count = lists[rank][index], number(rank, index)
+            match start:
+                case Send():
+                    like: Instruction = Recv("", rank, start.channel, B)
+                    peers = () if buffered else (start.to,)
+                case Recv():
+                    like, peers = Send("", rank, start.channel, B), (start.source_rank,)
+                case Collective():
+                    like, peers = start, start.group
+                case _:
+                    raise AssertionError(start)
+            if not all(started(peer, state[peer], like, count) for peer in peers):
+                return False
+        return True
+
+    seen: set[tuple[int, ...]] = set()
+    front = [(0,) * len(lists)]
+    while front:
+        state = front.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        left = [rank for rank in range(len(lists)) if state[rank] < len(lists[rank])]
+        able = [rank for rank in left if ready(rank, state)]
+        if left and not able:
+            return True
+        front += [tuple(n + (r == rank) for r, n in enumerate(state)) for rank in able]
+    return False
+
+
+@settings(deadline=None, max_examples=300)
+@given(transfers())
+def test_verdict_is_that_of_brute_force(made: Program) -> None:
+    hangs = can_hang(made, buffered=False)
+    assert hangs or not can_hang(made, buffered=True)
+    try:
+        verify(made)
+    except ProgramError as error:
+        assert "can hang" in str(error)
+        assert hangs
+    else:
+        assert not hangs
+        verify(made, (tuple(range(made.size)),), seed=3)

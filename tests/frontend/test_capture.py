@@ -1,0 +1,263 @@
+"""The captured graph, interpreted on real values, equals eager results and gradients."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtensor.frontend import Arg, Buffer, Const, Grad, Mutation, Param, Tangent, annotate, capture
+from tests.frontend.eager import check, close, run_graph
+from tests.models import GPT, MLP, Llama, SwiGLU, batch, loss_fn
+
+MODELS: dict[str, Any] = {
+    "gpt_tied": lambda: GPT(layers=2),
+    "gpt_untied": lambda: GPT(layers=1, tied=False, bias=False),
+    "llama_hand_gqa": lambda: Llama(layers=2),
+    "llama_torch_repeat": lambda: Llama(layers=1, norm="torch", spread="repeat"),
+    "llama_full_heads": lambda: Llama(layers=1, groups=4),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_of_language_models(name: str) -> None:
+    torch.manual_seed(0)
+    tokens, targets = batch(ignored=True)
+    check(loss_fn, (MODELS[name](), tokens, targets))
+
+
+@pytest.mark.parametrize("make", [MLP, SwiGLU])
+def test_tangents(make: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    graph = check(make(), (x,), grads="tangents")
+    assert Tangent(0) in graph.inputs
+    assert Grad(Arg(0, "x")) in graph.outputs
+
+
+def test_forward_only() -> None:
+    tokens, _ = batch()
+    graph = check(GPT(layers=1), (tokens,), grads="none")
+    assert not any(isinstance(o, Grad) for o in graph.outputs)
+    assert all(n.meta["phase"] == "forward" for n in graph.nodes)
+
+
+def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
+    tokens, targets = batch()
+    graph = capture(loss_fn, (GPT(layers=1), tokens, targets), grads="loss")
+    assert graph.aliases == {"head.weight": "embed.weight"}
+    assert Param("head.weight") not in graph.inputs
+    assert graph.outputs.count(Grad(Param("embed.weight"))) == 1
+    # That it is the sum of both uses is what test_loss_and_gradients compares.
+
+
+def test_autocast_and_no_grad_regions() -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = model(x)
+            q = h.view(2, 3, 4, 4).transpose(1, 2)
+            h = h + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(2, 3, 16)
+            loss = F.cross_entropy(h.view(-1, 16), y)
+        with torch.no_grad():
+            scale = h.float().abs().mean()
+        return loss / scale
+
+    torch.manual_seed(0)
+    y = torch.randint(0, 16, (6,))
+    graph = check(loss, (MLP(), torch.randn(2, 3, 16), y), tolerance=2e-2)
+    assert any(n.meta["val"].dtype == torch.bfloat16 for n in graph.nodes if "mm" in n.name)
+
+
+def test_buffers_that_forward_changes_are_results() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return self.norm(x) * self.calls
+
+    model = Counting()
+    graph = check(model, (torch.randn(5, 4),), grads="tangents")
+    mutated = {o.name for o in graph.outputs if isinstance(o, Mutation)}
+    assert mutated == {
+        "calls", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+    }  # fmt: skip
+    assert Buffer("calls") in graph.inputs
+    assert float(model.calls) == 0.0
+
+
+def test_constants_of_the_program_are_inputs_with_values() -> None:
+    closed = torch.tensor([1.0, 2.0, 3.0])
+
+    def fn(x: Tensor) -> Tensor:
+        return x * torch.tensor([3.0, 2.0, 1.0]) + closed + closed
+
+    graph = check(fn, (torch.randn(2, 3),), grads="none")
+    constants = [i for i in graph.inputs if isinstance(i, Const)]
+    assert [c.value.tolist() for c in constants] == [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]]
+
+
+def test_results_keep_the_users_structure() -> None:
+    def fn(x: Tensor) -> dict[str, Any]:
+        return {"a": [x, "text", x * 2], "b": (x.view(-1), None, 3)}
+
+    x = torch.randn(2, 3)
+    graph = capture(fn, (x,), grads="none")
+    out = run_graph(graph, None, (x,), {})
+    rebuilt = graph.unflatten(list(out.values()))
+    assert rebuilt["a"][1] == "text" and rebuilt["b"][1:] == (None, 3)
+    close(rebuilt["a"][0], x)
+    close(rebuilt["a"][2], x * 2)
+    close(rebuilt["b"][0], x.view(-1))
+    with pytest.raises(ValueError, match="returns 3 tensors, but 1 were given"):
+        graph.unflatten([x])
+
+
+def test_arguments_are_named_and_indexed_over_all_leaves() -> None:
+    def fn(
+        model: nn.Module, batch: dict[str, Tensor], *more: Tensor, scale: float, z: Tensor
+    ) -> Any:
+        return model(batch["x"]) * scale + batch["y"] + more[0] + z
+
+    x = torch.randn(2, 16)
+    args = (MLP(), {"x": x, "y": x}, x)
+    graph = capture(fn, args, {"scale": 2.0, "z": x}, grads="none")
+    assert [i for i in graph.inputs if isinstance(i, Arg)] == [
+        Arg(1, "batch.x"), Arg(2, "batch.y"), Arg(3, "more.0"), Arg(5, "z"),
+    ]  # fmt: skip
+
+
+def test_several_modules_are_named_by_argument() -> None:
+    def loss(actor: nn.Module, critic: nn.Module, x: Tensor) -> Tensor:
+        return (actor(x) - critic(x)).pow(2).mean()
+
+    graph = capture(loss, (MLP(), SwiGLU(), torch.randn(2, 16)), grads="loss")
+    names = {i.name for i in graph.inputs if isinstance(i, Param)}
+    assert "actor.up.bias" in names and "critic.gate.weight" in names
+    assert {n.meta["module"] for n in graph.nodes} >= {"actor.up", "critic.gate"}
+
+
+def test_methods_of_a_module_find_its_parameters() -> None:
+    class Model(MLP):
+        def generate(self, x: Tensor) -> Tensor:
+            return self(x).argmax(-1)
+
+    model = Model()
+    graph = capture(model.generate, (torch.randn(2, 16),), grads="none")
+    assert Param("up.weight") in graph.inputs
+
+
+def test_an_unused_or_frozen_parameter_has_no_gradient() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.frozen, self.unused = (nn.Linear(4, 4) for _ in range(3))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.frozen(self.used(x)).sum()
+
+    graph = check(Model(), (torch.randn(2, 4),))
+    owners = {o.of.name.split(".")[0] for o in graph.outputs if isinstance(o, Grad)}
+    assert owners == {"used"}
+    assert Param("frozen.weight") in graph.inputs and Param("unused.weight") not in graph.inputs
+
+
+def test_gradients_of_inputs_that_are_also_results() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * 2
+        return x.view(-1), y, y
+
+    check(fn, (torch.randn(2, 3, requires_grad=True),), grads="tangents")
+
+
+def test_a_capture_of_a_meta_model_takes_no_memory_and_changes_nothing() -> None:
+    with torch.device("meta"):
+        model = MLP(width=8192, hidden=1 << 17)  # 8 GiB if it were real
+    before = dict(model.named_parameters())
+    gc.collect()
+    graph = capture(model, (torch.empty(16, 8192, device="meta"),), grads="tangents")
+    assert {n.meta["val"].device.type for n in graph.nodes} == {"cpu"}
+    after = dict(model.named_parameters())
+    assert all(after[k] is before[k] and after[k].is_meta for k in before)
+
+
+def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
+    model = MLP()
+    before = dict(model.named_parameters())
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        capture(model, (torch.randn(2, 7),), grads="none")
+    assert all(p is before[k] for k, p in model.named_parameters())
+    assert annotate(before["up.bias"], "h@tp") is before["up.bias"]
+
+
+def test_two_captures_print_the_same() -> None:
+    tokens, targets = batch()
+    texts = {
+        str(capture(loss_fn, (GPT(layers=1), tokens, targets), grads="loss")) for _ in range(2)
+    }
+    assert len(texts) == 1
+
+
+def masked(model: nn.Module, x: Tensor) -> Tensor:
+    q = model(x).view(2, 3, 4, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(3, 3).tril().bool()).mean()
+
+
+def in_place(model: MLP, x: Tensor) -> Tensor:
+    h = model.up(x)
+    h.mul_(2)
+    h[..., :3] += 1
+    return model.down(h).sum()
+
+
+def smoothed(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).transpose(1, 2), torch.ones(2, 3).long(), label_smoothing=0.1)
+
+
+def per_position(model: nn.Module, x: Tensor) -> Tensor:
+    y = torch.tensor([[0, 3, -1], [2, 2, 15]])
+    rows = F.cross_entropy(model(x).transpose(1, 2), y, reduction="none", ignore_index=-1)
+    one = F.cross_entropy(model(x)[0, 0], y[0, 1], reduction="sum")
+    return (rows * torch.arange(6).view(2, 3)).sum() + one
+
+
+@pytest.mark.parametrize("fn", [masked, in_place, smoothed, per_position])
+def test_other_losses(fn: Any) -> None:
+    torch.manual_seed(0)
+    check(fn, (MLP(), torch.randn(2, 3, 16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tokens, targets = batch()
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-2
+    check(loss_fn, (GPT(layers=1).to(dtype), tokens, targets), tolerance=tolerance)
+
+
+def test_modules_of_torch() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    check(layer, (torch.randn(2, 5, 16),), grads="tangents", tolerance=1e-5)
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2))
+    check(convolution, (torch.randn(2, 3, 8, 8),), grads="tangents")
+
+
+@pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
+def test_generation(region: Any) -> None:
+    @region()
+    def generate(model: nn.Module, tokens: Tensor) -> Tensor:
+        for _ in range(3):
+            following = model(tokens)[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, following], 1)
+        return tokens
+
+    check(generate, (GPT(layers=1), batch()[0]), grads="none")

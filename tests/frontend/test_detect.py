@@ -1,0 +1,359 @@
+"""What cannot be captured is refused, with the user's line and a fix; the text is the contract."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dtensor.errors import PlanningError
+from dtensor.frontend import capture
+from tests.models import MLP
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+def refused(fn: Callable[..., Any], *args: Any, grads: Any = "none") -> str:
+    """The error's text, with line numbers (which move with this file) as N."""
+    with pytest.raises(PlanningError) as caught:
+        capture(fn, args or (torch.randn(2, 3),), grads=grads)
+    return re.sub(r"\.py:\d+", ".py:N", str(caught.value))
+
+
+def test_custom_autograd_function() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+A custom torch.autograd.Function cannot be captured: its backward would be lost.
+  class tests.frontend.test_detect.Doubled
+  test_detect.py:N: return Doubled.apply(x)
+fix: define it with torch.library.custom_op and register_autograd, which capture keeps""",
+    )
+
+
+def test_checkpoint() -> None:
+    def fn(model: nn.Module, x: Tensor, reentrant: bool) -> Tensor:
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    x = torch.randn(2, 16, requires_grad=True)
+    texts = [refused(fn, MLP(), x, way, grads="tangents") for way in (True, False)]
+    assert texts[0] == texts[1]
+    assert_expected_inline(
+        texts[0],
+        """\
+torch.utils.checkpoint cannot be captured: its recompute would be lost.
+  test_detect.py:N: return checkpoint(model, x, use_reentrant=reentrant)
+fix: remove the call; a recompute= option to state it at planning does not exist yet""",
+    )
+
+
+def test_item() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+The program depends on a tensor's value, which is not known when it is planned.
+  .item() of f32[]
+  test_detect.py:N: return x * x.sum().item()
+fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
+    )
+
+
+def test_branch_on_data() -> None:
+    def fn(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+The program depends on a tensor's value, which is not known when it is planned.
+  the truth of a tensor (if, while, assert, and, or) of bool[]
+  test_detect.py:N: if x.sum() > 0:
+fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
+    )
+
+
+@pytest.mark.parametrize("ask", [float, int, Tensor.tolist, lambda x: range(5)[x.long()]])
+def test_other_questions_about_data(ask: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * torch.tensor(ask(x.sum()))
+
+    text = refused(fn)
+    assert text.startswith("The program depends on a tensor's value")
+    assert "test_detect.py:N" in text
+
+
+def test_a_number_made_in_the_program_may_be_asked_for() -> None:
+    graph = capture(lambda x: x * float(torch.tensor(3.0)), (torch.randn(2),), grads="none")
+    assert [n.args[1] for n in graph.nodes] == [3.0]
+
+
+def test_boolean_mask() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x[x > 0].sum()
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+The program depends on a tensor's value, which is not known when it is planned.
+  index: a value or size that depends on data
+  test_detect.py:N: return x[x > 0].sum()
+fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
+    )
+
+
+def test_nonzero() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.nonzero().float().sum()
+
+    assert "test_detect.py:N: return x.nonzero()" in refused(fn)
+
+
+def test_dropout_in_training() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1)
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+Random ops are not supported yet: dropout.
+  test_detect.py:N: return F.dropout(x, 0.1)
+fix: set dropout to p=0 or call model.eval(), and pass random tensors as arguments""",
+    )
+
+
+def test_dropout_that_does_nothing() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(F.dropout(x, 0.5, training=False), 0.0) + 1
+
+    graph = capture(fn, (torch.randn(2),), grads="none")
+    assert [n.target for n in graph.nodes] == [torch.ops.aten.add.Tensor]
+
+
+@pytest.mark.parametrize(
+    "op", [torch.rand_like, torch.bernoulli, lambda x: torch.randn(2, 3), lambda x: x.uniform_()]
+)
+def test_random_ops(op: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            noise = op(x.sigmoid())
+        return x + noise
+
+    assert "Random ops are not supported yet" in refused(fn)
+
+
+def test_attention_dropout() -> None:
+    def fn(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+    text = refused(fn, torch.randn(1, 2, 3, 4))
+    assert text.startswith(
+        "Random ops are not supported yet: dropout.\n  test_detect.py:N: return F.s"
+    )
+
+
+def test_control_flow() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+Control flow inside the graph is not supported yet: cond.
+  test_detect.py:N: return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+fix: compute both branches and choose with torch.where""",
+    )
+
+
+def test_a_gradient_inside() -> None:
+    def fn(x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        return g.pow(2).sum()
+
+    text = refused(fn, torch.randn(2, requires_grad=True), grads="loss")
+    assert_expected_inline(
+        text,
+        """\
+A gradient inside the program is not supported yet.
+  test_detect.py:N: (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+fix: return the loss, and let the runtime differentiate it""",
+    )
+
+
+def test_a_parameter_changed_in_place() -> None:
+    def fn(model: MLP, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+        return model(x)
+
+    text = refused(fn, MLP(), torch.randn(2, 16), grads="tangents")
+    assert_expected_inline(
+        text,
+        """\
+The program changes a parameter in place; only buffers may be changed.
+  up.weight
+  test_detect.py:N: model.up.weight.mul_(2)
+fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer""",
+    )
+
+
+def test_a_buffer_that_would_carry_a_gradient() -> None:
+    class Average(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.mean.lerp_(y.mean(0), 0.1)
+            return (y - self.mean).sum()
+
+    assert_expected_inline(
+        refused(Average(), grads="loss"),
+        """\
+A buffer is changed to a value that requires grad: steps would share gradients.
+  buffer mean
+  test_detect.py:N: self.mean.lerp_(y.mean(0), 0.1)
+fix: change it under torch.no_grad(), or from a detached value""",
+    )
+
+
+def test_an_argument_changed_in_place() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+    assert_expected_inline(
+        refused(fn),
+        """\
+The program changes an argument in place; only buffers may be changed.
+  x
+  test_detect.py:N: x.add_(1)
+fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer""",
+    )
+
+
+def test_a_tensor_stored_in_a_module() -> None:
+    class Caching(nn.Module):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x * 2
+            return self.last + 1
+
+    assert_expected_inline(
+        refused(Caching()),
+        """\
+The program stores a tensor in an attribute of a module, which would be lost.
+  last
+  test_detect.py:N: def forward(self, x: Tensor) -> Tensor:
+fix: return the tensor, or register it as a buffer and change it in place""",
+    )
+
+
+def test_a_module_that_was_closed_over() -> None:
+    model = MLP()
+
+    def fn(x: Tensor) -> Tensor:
+        return model(x)
+
+    text = refused(fn, torch.randn(2, 16), grads="tangents")
+    assert_expected_inline(
+        text,
+        """\
+A tensor that requires grad is used but was not passed in: its gradient would be lost.
+  f32[64,16], an argument of linear
+  models.py:N: h = self.up(x)
+fix: pass the module as an argument, as in loss_fn(model, x)""",
+    )
+
+
+def test_frozen_tensors_may_be_closed_over() -> None:
+    model = MLP().requires_grad_(False)
+    graph = capture(lambda x: model(x), (torch.randn(2, 16),), grads="none")
+    assert len(graph.inputs) == 5
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).pow(2).mean(-1)
+
+    assert_expected_inline(
+        refused(loss, MLP(), torch.randn(2, 16), grads="loss"),
+        """\
+A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).
+  it returned f32[2]
+  test_detect.py:N: def loss(model: nn.Module, x: Tensor) -> Tensor:
+fix: reduce the loss inside loss_fn, as in loss.mean() or loss.sum()""",
+    )
+
+
+def test_a_loss_that_is_no_tensor() -> None:
+    text = refused(lambda model, x: 3.0, MLP(), torch.randn(2, 16), grads="loss")
+    assert "it returned 3.0 (float)" in text
+
+
+def test_aux_values_are_scalars_by_name() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Any:
+        out = model(x)
+        return out.mean(), {"out": out}
+
+    text = refused(loss, MLP(), torch.randn(2, 16), grads="loss")
+    assert "it returned {'out': f32[2,16]}" in text
+
+
+def test_a_loss_without_parameters() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean().detach()
+
+    assert_expected_inline(
+        refused(loss, MLP(), torch.randn(2, 16), grads="loss"),
+        """\
+The loss does not depend on any parameter that requires grad.
+  it returned f32[]
+  test_detect.py:N: def loss(model: nn.Module, x: Tensor) -> Tensor:
+fix: pass the model as an argument of loss_fn, and do not detach its output""",
+    )
+
+
+def test_errors_of_the_users_code_propagate() -> None:
+    class Mine(Exception):
+        pass
+
+    def fn(x: Tensor) -> Tensor:
+        raise Mine("as it was")
+
+    with pytest.raises(Mine, match="^as it was$"):
+        capture(fn, (torch.randn(2),), grads="none")
+
+
+def test_nothing_stays_patched() -> None:
+    with pytest.raises(PlanningError):
+        capture(lambda x: Doubled.apply(x), (torch.randn(2),), grads="none")
+    x = torch.ones(2, requires_grad=True)
+    Doubled.apply(x).sum().backward()
+    checkpoint(lambda y: y * 2, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0, 5.0]

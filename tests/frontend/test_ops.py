@@ -1,0 +1,198 @@
+"""The project's own operators against eager torch: values, gradients, shards, empty dims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dtensor.sharding.ops  # noqa: F401
+from tests.frontend.eager import close
+
+dt = torch.ops.dt
+
+
+def heads(h: int, t: int, transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(2, t, h, 8, dtype=dtype).transpose(1, 2)
+    return (x if transposed else x.contiguous()).requires_grad_()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("h", "g", "t", "s"), [(4, 4, 5, 5), (4, 2, 5, 7), (6, 1, 33, 40)])
+def test_attention(h: int, g: int, t: int, s: int, is_causal: bool, transposed: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = heads(h, t, transposed), heads(g, s, transposed), heads(g, s, transposed)
+    out, lse = dt.attention(q, k, v, is_causal, 0.3)
+    want = F.scaled_dot_product_attention(
+        q, k, v, is_causal=is_causal, scale=0.3, enable_gqa=g != h
+    )
+    cotangent = torch.randn_like(out)
+    close(out, want)
+    for a, b in zip(
+        torch.autograd.grad(out, (q, k, v), cotangent),
+        torch.autograd.grad(want, (q, k, v), cotangent),
+        strict=True,
+    ):
+        close(a, b)
+    scores = (q @ k.repeat_interleave(h // g, 1).mT) * 0.3
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(t, s).tril().bool(), float("-inf"))
+    close(lse, scores.logsumexp(-1).detach())
+    assert lse.is_contiguous() and not lse.requires_grad
+
+
+def test_attention_keeps_the_rules_of_operators() -> None:
+    q, k = heads(4, 5, True), heads(2, 7, True)
+    torch.library.opcheck(dt.attention.default, (q, k, k, True, 0.3))
+    out, lse = dt.attention(q.detach(), k.detach(), k.detach(), True, 0.3)
+    args = (torch.randn_like(out), q.detach(), k.detach(), k.detach(), out, lse, True, 0.3)
+    torch.library.opcheck(dt.attention_backward.default, args)
+
+
+@pytest.mark.parametrize(
+    ("b", "h", "g", "t", "s"),
+    [(0, 4, 2, 3, 3), (2, 0, 0, 3, 3), (2, 4, 2, 0, 3), (2, 4, 2, 3, 0)],
+)
+def test_attention_of_nothing(b: int, h: int, g: int, t: int, s: int) -> None:
+    q = torch.randn(b, h, t, 8, requires_grad=True)
+    k = torch.randn(b, g, s, 8, requires_grad=True)
+    out, lse = dt.attention(q, k, k, True, 1.0)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert float(out.detach().abs().sum()) == 0
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert float(dq.abs().sum()) == 0 and float(dk.abs().sum()) == 0
+    assert dq.shape == q.shape and dk.shape == k.shape
+
+
+def test_attention_refuses_other_shapes_while_planning() -> None:
+    q = torch.empty(2, 4, 3, 8, device="meta")
+    with pytest.raises(ValueError, match="splits 4 heads evenly over groups; got 3 groups"):
+        dt.attention(q, q[:, :3], q[:, :3], False, 1.0)
+
+
+def rows(n: int = 7, v: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    target = torch.randint(0, v, (n,), generator=g)
+    target[1] = -100
+    return (torch.randn(n, v, generator=g) * 3).to(dtype).requires_grad_(), target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cross_entropy_rows(dtype: torch.dtype) -> None:
+    logits, target = rows(dtype=dtype)
+    exact = logits.detach().double().requires_grad_()
+    loss, maximum, sumexp = dt.cross_entropy_rows(logits, target, -100)
+    want = F.cross_entropy(exact, target, reduction="none")
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+    assert loss.dtype == maximum.dtype == sumexp.dtype == accumulation
+    close(loss.double(), want, 1e-6)
+    cotangent = torch.randn(want.shape, dtype=torch.float64)
+    got = torch.autograd.grad(loss, logits, cotangent.to(loss.dtype))[0]
+    expected = torch.autograd.grad(want, exact, cotangent)[0]
+    assert got.dtype == dtype
+    close(got.double(), expected, 4e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+SPLITS: list[list[list[int]]] = [
+    [[0, 5], [5, 10]],
+    [[0, 4], [4, 8], [8, 10]],
+    [[0, 2, 6, 8], [2, 6], [8, 10]],  # blocks: a rank holds two intervals
+    [[0, 10], []],  # an empty shard has no interval: see below
+]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_cross_entropy_over_a_split_vocabulary(split: list[list[int]]) -> None:
+    """Three reductions of one number per row, and a backward without any."""
+    logits, target = rows()
+    want = F.cross_entropy(logits, target, reduction="none")
+    cotangent = torch.randn(7)
+    expected = torch.autograd.grad(want, logits, cotangent)[0]
+    whole = logits.detach()
+    intervals = [s or [10, 10] for s in split]
+    columns = [
+        [c for a, b in zip(s[::2], s[1::2], strict=True) for c in range(a, b)] for s in intervals
+    ]
+    shards = [whole[:, c] for c in columns]
+    maximum = torch.stack([dt.ce_max(x) for x in shards]).amax(0)
+    sumexp = torch.stack([dt.ce_sumexp(x, maximum) for x in shards]).sum(0)
+    picked = torch.stack(
+        [dt.ce_target(x, target, -100, s) for x, s in zip(shards, intervals, strict=True)]
+    ).sum(0)
+    close(dt.ce_loss(maximum, sumexp, picked, target, -100, 10), want.detach())
+    got = torch.empty(7, 10)
+    for x, s, c in zip(shards, intervals, columns, strict=True):
+        got[:, c] = dt.ce_backward(cotangent, x, maximum, sumexp, target, -100, s)
+    close(got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_all_targets_ignored(reduction: str) -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    target = torch.full((3,), -100)
+    loss, *_ = dt.cross_entropy_rows(logits, target, -100)
+    total = loss.sum() if reduction == "sum" else loss.sum() / dt.ce_count(target, -100)
+    want = F.cross_entropy(logits, target, reduction=reduction)
+    assert torch.equal(total.isnan(), want.isnan())
+    assert torch.autograd.grad(total, logits)[0].tolist() == torch.zeros(3, 4).tolist()
+
+
+def test_a_target_out_of_range_raises() -> None:
+    logits, target = rows()
+    target[2] = 10
+    with pytest.raises(IndexError, match="Target 10 is out of bounds for 10 classes"):
+        dt.cross_entropy_rows(logits, target, -100)
+
+
+def test_intervals_must_fill_the_local_dim() -> None:
+    logits, target = rows()
+    with pytest.raises(ValueError, match=r"hold 4 indices, but the local dim has 10"):
+        dt.ce_target(logits, target, -100, [0, 4])
+
+
+@pytest.mark.parametrize("op", ["rows", "max", "sumexp", "target", "loss", "count", "backward"])
+def test_cross_entropy_ops_keep_the_rules_of_operators(op: str) -> None:
+    logits, target = rows()
+    x, n = logits.detach(), torch.rand(7) + 1
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "rows": (dt.cross_entropy_rows, (logits, target, -100)),
+        "max": (dt.ce_max, (x,)),
+        "sumexp": (dt.ce_sumexp, (x, n)),
+        "target": (dt.ce_target, (x, target, -100, [0, 4, 6, 12])),
+        "loss": (dt.ce_loss, (n, n, n, target, -100, 10)),
+        "count": (dt.ce_count, (target, -100)),
+        "backward": (dt.ce_backward, (n, x, n, n, target, -100, [0, 4, 6, 12])),
+    }
+    function, args = calls[op]
+    torch.library.opcheck(function.default, args)
+
+
+@pytest.mark.parametrize(
+    "intervals", [[[0, 5], [5, 9]], [[0, 2, 5, 7], [2, 5, 7, 9]], [[0, 9], [9, 9]]]
+)
+def test_embedding_over_row_shards(intervals: list[list[int]]) -> None:
+    weight = torch.randn(9, 4, requires_grad=True)
+    ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
+    want = F.embedding(ids, weight, padding_idx=3)
+    grad = torch.randn(2, 3, 4)
+    expected = torch.autograd.grad(want, weight, grad)[0]
+    outs, grads = [], torch.empty(9, 4)
+    for s in intervals:
+        index = [i for a, b in zip(s[::2], s[1::2], strict=True) for i in range(a, b)]
+        outs.append(dt.embedding_shard(weight.detach()[index], ids, s))
+        grads[index] = dt.embedding_shard_backward(grad, ids, len(index), s, 3)
+    close(sum(outs), want.detach())  # type: ignore[arg-type]
+    close(grads, expected)
+
+
+def test_embedding_and_marks_keep_the_rules_of_operators() -> None:
+    ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
+    torch.library.opcheck(dt.embedding_shard.default, (torch.randn(4, 2), ids, [2, 6]))
+    args = (torch.randn(2, 3, 2), ids, 4, [2, 6], -1)
+    torch.library.opcheck(dt.embedding_shard_backward.default, args)
+    torch.library.opcheck(dt.annotate.default, (torch.randn(3, 2).t().requires_grad_(), "a b@tp"))
+    torch.library.opcheck(dt.annotate_backward.default, (torch.randn(3, 2), "a b@tp"))

@@ -1,0 +1,103 @@
+"""Plans of models for tests: `plan_model(MLP(), loss, (x, y), Mesh(tp=2), MEGATRON) -> Plan`.
+
+    gpt_plan = plan_model(GPT(), loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON, inputs=dict(dp=Row()))
+    kinds(gpt_plan, "forward")     # Counter({"all_reduce@tp": 4, ...})
+
+The pins go the way of `dtensor.parallelize`: globs over parameter names, the first match wins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from dtensor.api.placing import input_pins, planner_pins, resolve
+from dtensor.api.stages import stage_of
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.runtime.schedule import OneFOneB, bubble, in_flight
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Placement, Shard
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.planner import Request, Training, plan
+
+Stated = Mapping[str, Placement]
+
+MEGATRON: dict[str, dict[str, Placement]] = {
+    "*attn.qkv.weight": dict(tp=Shard(0, blocks=3)),
+    "*attn.proj.weight": dict(tp=Shard(1)),
+    "*up.weight": dict(tp=Shard(0)),
+    "*down.weight": dict(tp=Shard(1)),
+}
+LLAMA: dict[str, dict[str, Placement]] = {
+    "*attn.[qkv].weight": dict(tp=Shard(0)),
+    "*attn.o.weight": dict(tp=Shard(1)),
+    "*mlp.gate.weight": dict(tp=Shard(0)),
+    "*mlp.up.weight": dict(tp=Shard(0)),
+    "*mlp.down.weight": dict(tp=Shard(1)),
+}
+
+
+def plan_model(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Sequence[Any],
+    mesh: Mesh,
+    pins: Mapping[str, Stated],
+    *,
+    inputs: Stated | Mapping[str, Stated] | None = None,
+    microbatches: int = 1,
+    stages: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    train: bool = True,
+    clip_grad_norm: float | None = None,
+    name: str = "model",
+) -> Plan:
+    """The plan of one training step (``train``), or of loss and gradients alone."""
+    graph = capture(loss_fn, (model, *batch), grads="loss")
+    held = stage_of(model, mesh, stages)
+    flow = dataflow(graph, held.held, held.num_stages)
+    flow.verify()
+    arguments = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
+    resolved = resolve(model, mesh, pins, stage_axis=held.axis)
+    named = planner_pins(
+        flow, resolved, input_pins(arguments, inputs, mesh, stage_axis=held.axis)
+    )
+    training = None
+    if train:
+        trained = frozenset(i.label for i in flow.inputs if i.kind == "parameter")
+        training = Training(
+            optimizer="AdamW", trained=trained, state_tensors=2, clip_grad_norm=clip_grad_norm
+        )
+    request = Request(
+        name=name,
+        flow=flow,
+        mesh=mesh,
+        pins=named.pins,
+        pinned_by=named.pinned_by,
+        batch=named.batch,
+        stage_axis=held.axis,
+        num_microbatches=microbatches,
+        training=training,
+    )
+    found = plan(request)
+    if held.axis is not None:
+        ranks = mesh.axis_size(held.axis)
+        grid = OneFOneB(microbatches).grid(ranks, held.num_stages)
+        found = replace(
+            found, schedule=str(grid), bubble=bubble(grid), in_flight=in_flight(grid)
+        )
+    found.verify()
+    return found
+
+
+def kinds(found: Plan, phase: str | None = None, stage: int | None = None) -> Counter[str]:
+    """How many collectives of each kind and axis: ``{"all_reduce@tp": 4}``."""
+    return Counter(
+        c.key
+        for c in found.collectives
+        if phase in (None, c.phase) and stage in (None, c.stage)
+    )

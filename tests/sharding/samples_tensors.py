@@ -1,0 +1,360 @@
+"""Sample calls of the ops that are not pointwise; see samples.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from tests.sharding.samples import POINTWISE, Draw, Sample, call, words
+
+aten = torch.ops.aten
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _reductions() -> dict[str, list[Sample]]:
+    over_dims: list[Sample] = [
+        lambda d: call(d("a b c"), [1]),
+        lambda d: call(d("a b c"), [0, -1], True),
+    ]
+    over_dim: list[Sample] = [
+        lambda d: call(d("a b c"), 1),
+        lambda d: call(d("a b c"), -1, True),
+    ]
+    over_all: list[Sample] = [lambda d: call(d("a b")), lambda d: call(d(""))]
+    found = {
+        f"aten.{n}": over_dims
+        for n in words("sum.dim_IntList mean.dim amax.default amin.default logsumexp.default")
+    }
+    found |= {
+        f"aten.{n}": over_dim
+        for n in words("argmax.default argmin.default max.dim min.dim prod.dim_int")
+    }
+    found |= {f"aten.{n}.default": over_all for n in ("sum", "mean", "max", "min")}
+    found["aten.sum.dim_IntList"] = [
+        *over_dims,
+        lambda d: call(d.ints("a b", 5), [0]),
+        lambda d: call(d.bools("a b"), [0]),
+        lambda d: call(d("a b"), None),
+    ]
+    found["aten.amax.default"] = [*over_dims, lambda d: call(d.ints("a b", 9, -9), [0])]
+    found |= {
+        "aten.any.default": [lambda d: call(_one_true(d, "a b"))],
+        "aten.any.dim": [lambda d: call(d.bools("a b"), 0)],
+        "aten.any.dims": [lambda d: call(_one_true(d, "a b c"), [0, 1])],
+        "aten.all.default": [lambda d: call(~_one_true(d, "a b"))],
+        "aten.all.dim": [lambda d: call(d.bools("a b"), 0)],
+        "aten.all.dims": [lambda d: call(~_one_true(d, "a b c"), [0, 1])],
+    }
+    for name in ("var", "var_mean", "std"):
+        found[f"aten.{name}.correction"] = [
+            lambda d: call(d("a b"), [1], correction=0, keepdim=True)
+        ]
+    found["aten.linalg_vector_norm.default"] = [
+        lambda d: call(d("a b")),
+        lambda d: call(d("a b"), 2, [1], True),
+    ]
+    found["aten.argmax.default"] = [*over_dim, lambda d: call(d("a b"))]
+    return found
+
+
+def _one_true(d: Draw, dims: str) -> torch.Tensor:
+    """True in one place, which one rank holds."""
+    found = torch.zeros(d.shape(dims), dtype=torch.bool)
+    found.view(-1)[-1 if d.sign > 0 else 0] = True
+    return found
+
+
+def _along() -> dict[str, list[Sample]]:
+    found: dict[str, list[Sample]] = {
+        f"aten.{n}": [lambda d: call(d("a b c"), -1), lambda d: call(d("a b"), 0)]
+        for n in words(
+            "softmax.int log_softmax.int cumsum.default cumprod.default _safe_softmax.default"
+        )
+    }
+    found |= {
+        f"aten.{n}.default": [lambda d: call(d("a b c"), -1, False)]
+        for n in ("_softmax", "_log_softmax")
+    }
+    found |= {
+        "aten._softmax_backward_data.default": [
+            lambda d: call(d("a b"), d("a b").softmax(1), 1, torch.float64)
+        ],
+        "aten._log_softmax_backward_data.default": [
+            lambda d: call(d("a b"), d("a b").log_softmax(1), 1, torch.float64)
+        ],
+        "aten.flip.default": [lambda d: call(d("a b c"), [0, 2])],
+        "aten.sort.default": [lambda d: call(d("a b"))],
+        "aten.sort.stable": [lambda d: call(d("a b"), stable=True, dim=0)],
+        "aten.argsort.default": [lambda d: call(d("a b"), 0)],
+        "aten.topk.default": [lambda d: call(d("a b"), 2), lambda d: call(d("a b"), 1, 0)],
+        "aten.gather.default": [
+            lambda d: call(d("a b"), 1, d.ints("a 3", 3)),
+            lambda d: call(d("a b"), 1, d.ints("1 3", 3)),
+        ],
+        "aten.scatter_add.default": [lambda d: call(d("a b"), 1, d.ints("a 3", 3), d("a 3"))],
+        "aten.scatter.src": [lambda d: call(d("a 4"), 1, _distinct(d, "a"), d("a 2"))],
+        "aten.scatter.value": [lambda d: call(d("a b"), 1, d.ints("a 1", 3), 2.0)],
+        "aten.mse_loss.default": [
+            lambda d: call(d("a b"), d("a b")),
+            lambda d: call(d("a b"), d("a b"), 2),
+            lambda d: call(d("a b"), d("a b"), 0),
+        ],
+        "aten.mse_loss_backward.default": [
+            lambda d: call(d(""), d("a b"), d("a b"), 1),
+            lambda d: call(d(""), d("a b"), d("a b"), 2),
+            lambda d: call(d("a b"), d("a b"), d("a b"), 0),
+        ],
+    }
+    return found
+
+
+def _distinct(d: Draw, rows: str) -> torch.Tensor:
+    """Two different columns of four for each row."""
+    return torch.tensor([[1, 3]]).repeat(d.size(rows), 1)
+
+
+def _layer_norm_backward(d: Draw) -> Call:
+    x, weight, bias = d("b t d"), d("d"), d("d")
+    _, mean, rstd = aten.native_layer_norm(x, [d.size("d")], weight, bias, 1e-5)
+    mask = [True, True, True]
+    return call(d("b t d"), x, [d.size("d")], mean, rstd, weight, bias, mask)
+
+
+def _layer_norm_backward_plain(d: Draw) -> Call:
+    x = d("b t d")
+    _, mean, rstd = aten.native_layer_norm(x, [d.size("d")], None, None, 1e-5)
+    return call(d("b t d"), x, [d.size("d")], mean, rstd, None, None, [True, False, False])
+
+
+def rms_norm_backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    """CPU has no kernel for it: its definition in torch's decompositions, on shards as given."""
+    return decomposition_table[aten._fused_rms_norm_backward.default](*args)
+
+
+# What is run in place of ops that have no CPU kernel.
+STAND_INS = {"aten._fused_rms_norm_backward.default": rms_norm_backward}
+
+
+def _rms_norm_backward(d: Draw) -> Call:
+    x, weight = d("b t d"), d("d")
+    _, rstd = aten._fused_rms_norm(x, [d.size("d")], weight, 1e-5)
+    return call(d("b t d"), x, [d.size("d")], rstd, weight, [True, True])
+
+
+def _attention(d: Draw, heads: int, groups: int, causal: bool) -> tuple[torch.Tensor, ...]:
+    return d(f"b {heads} t e"), d(f"b {groups} t e"), d(f"b {groups} t e")
+
+
+def _attention_backward(d: Draw, heads: int, groups: int, causal: bool) -> Call:
+    q, k, v = _attention(d, heads, groups, causal)
+    out, lse = torch.ops.dt.attention(q, k, v, causal, 0.5)
+    return call(d(f"b {heads} t e"), q, k, v, out, lse, causal, 0.5)
+
+
+MATMUL: dict[str, list[Sample]] = {
+    "aten.mm.default": [lambda d: call(d("m k"), d("k n"))],
+    "aten.bmm.default": [lambda d: call(d("b m k"), d("b k n"))],
+    "aten.mv.default": [lambda d: call(d("m k"), d("k"))],
+    "aten.dot.default": [lambda d: call(d("k"), d("k"))],
+    "aten.addmm.default": [
+        lambda d: call(d("n"), d("m k"), d("k n"), beta=2.0, alpha=0.5),
+        lambda d: call(d("m n"), d("m k"), d("k n")),
+        lambda d: call(d("1 n"), d("m k"), d("k n")),
+    ],
+    "aten.baddbmm.default": [lambda d: call(d("b 4 3"), d("b 4 k"), d("b k 3"))],
+    "aten.linear.default": [
+        lambda d: call(d("b t k"), d("n k")),
+        lambda d: call(d("b k"), d("n k"), d("n")),
+    ],
+    "dt.attention.default": [
+        lambda d: call(*_attention(d, 4, 4, True), True, 0.5),
+        lambda d: call(*_attention(d, 6, 2, False), False, 0.5),
+        lambda d: call(*_attention(d, 6, 3, True), True, 0.5),
+    ],
+    "dt.attention_backward.default": [
+        lambda d: _attention_backward(d, 4, 4, True),
+        lambda d: _attention_backward(d, 6, 2, False),
+        lambda d: _attention_backward(d, 3, 3, True),
+    ],
+}
+
+NORM: dict[str, list[Sample]] = {
+    "aten.native_layer_norm.default": [
+        lambda d: call(d("b t d"), [d.size("d")], d("d"), d("d"), 1e-5),
+        lambda d: call(d("b t d"), [d.size("t"), d.size("d")], None, None, 1e-5),
+    ],
+    "aten.native_layer_norm_backward.default": [_layer_norm_backward, _layer_norm_backward_plain],
+    "aten._fused_rms_norm.default": [
+        lambda d: call(d("b t d"), [d.size("d")], d("d"), 1e-5),
+        lambda d: call(d("b t d"), [d.size("d")], None, 1e-5),
+    ],
+    "aten._fused_rms_norm_backward.default": [_rms_norm_backward],
+}
+
+VIEWS: dict[str, list[Sample]] = {
+    "aten.view.default": [
+        lambda d: call(d("b t d"), [d.size("b") * d.size("t"), d.size("d")]),
+        lambda d: call(d("b 12"), [d.size("b"), 2, 6]),
+        lambda d: call(d("b 4 6"), [-1, 24]),
+        lambda d: call(d("6 4 b"), [4, 6, d.size("b")]),
+        lambda d: call(d("b 12 3"), [d.size("b"), 4, 9]),
+        lambda d: call(d("1 b"), [d.size("b"), 1, 1]),
+        lambda d: call(d("1 1"), []),
+    ],
+    "aten._unsafe_view.default": [
+        lambda d: call(d("b t d"), [d.size("b"), d.size("t") * d.size("d")])
+    ],
+    "aten.reshape.default": [lambda d: call(d("b 12"), [d.size("b"), 3, 4])],
+    "aten.expand.default": [
+        lambda d: call(d("a 1"), [d.size("a"), d.size("b")]),
+        lambda d: call(d("a b"), [d.size("c"), -1, -1]),
+        lambda d: call(d(""), [d.size("c"), 3]),
+    ],
+    "aten.repeat.default": [
+        lambda d: call(d("a b"), [2, 3]),
+        lambda d: call(d("a b"), [2, 1, 4]),
+    ],
+    "aten.permute.default": [lambda d: call(d("a b c"), [2, 0, -2])],
+    "aten.t.default": [lambda d: call(d("a b")), lambda d: call(d("a"))],
+    "aten.transpose.int": [lambda d: call(d("a b c"), 0, -1)],
+    "aten.unsqueeze.default": [lambda d: call(d("a b"), 1), lambda d: call(d("a b"), -1)],
+    "aten.squeeze.default": [lambda d: call(d("a 1 b 1"))],
+    "aten.squeeze.dim": [lambda d: call(d("a 1 b"), 1), lambda d: call(d("a b"), 0)],
+    "aten.squeeze.dims": [lambda d: call(d("a 1 b 1"), [1, -1])],
+}
+
+PIECES: dict[str, list[Sample]] = {
+    "aten.slice.Tensor": [
+        lambda d: call(d("a 6"), 1, 0, 3),
+        lambda d: call(d("a 9"), -1, 2, 7),
+        lambda d: call(d("a b"), 0, 0, 9223372036854775807),
+        lambda d: call(d("a 7"), 1, -3, None),
+        lambda d: call(d("a 7"), 1, 0, 9, 2),
+        lambda d: call(d("a 4"), 1, 2, 2),
+    ],
+    "aten.slice_backward.default": [
+        lambda d: call(d("a 3"), [d.size("a"), 6], 1, 0, 3, 1),
+        lambda d: call(d("a 5"), [d.size("a"), 9], 1, 2, 7, 1),
+        lambda d: call(d("a 4"), [d.size("a"), 7], 1, 0, 9, 2),
+    ],
+    "aten.select.int": [lambda d: call(d("a b c"), 1, -1), lambda d: call(d("a b"), 0, 0)],
+    "aten.select_backward.default": [
+        lambda d: call(d("a c"), [*d.shape("a 3"), d.size("c")], 1, -1)
+    ],
+    "aten.split.Tensor": [
+        lambda d: call(d("a 12"), 4, 1),
+        lambda d: call(d("a 7"), 3, -1),
+        lambda d: call(d("a b"), 100),
+    ],
+    "aten.split_with_sizes.default": [
+        lambda d: call(d("a 12"), [6, 2, 4], 1),
+        lambda d: call(d("a 6"), [1, 5], 1),
+        lambda d: call(d("a 6"), [6, 0], 1),
+    ],
+    "aten.chunk.default": [lambda d: call(d("a 12"), 3, -1), lambda d: call(d("7 b"), 2)],
+    "aten.unbind.int": [lambda d: call(d("a b 3"), -1)],
+    "aten.cat.default": [
+        lambda d: call([d("a b"), d("a c")], 1),
+        lambda d: call([d("a 4"), d("a 4")], -1),
+        lambda d: call([d("a b"), d("a 1"), d("a 0")], 1),
+    ],
+    "aten.stack.default": [lambda d: call([d("a b"), d("a b")], 1)],
+    "aten.constant_pad_nd.default": [
+        lambda d: call(d("a b"), [1, 2]),
+        lambda d: call(d("a b"), [0, 2, 3, 0], 1.5),
+        lambda d: call(d("a 6"), [-1, 2]),
+    ],
+    "aten.index.Tensor": [
+        lambda d: call(d("a b"), [None, d.ints("c", 2)]),
+        lambda d: call(d("a b"), [d.ints("c 3", 2)]),
+    ],
+    "aten.index_select.default": [lambda d: call(d("a b"), 1, d.ints("c", 2))],
+    "aten.index_put.default": [lambda d: call(d("a b"), [None, d.ints("c", 2)], d("a c"), True)],
+}
+
+CREATE: dict[str, list[Sample]] = {
+    "aten.full.default": [
+        lambda d: call(list(d.shape("a b")), 2.0),
+        lambda d: call([], 2.0),
+    ],
+    "aten.zeros.default": [lambda d: call(list(d.shape("a b")))],
+    "aten.ones.default": [lambda d: call(list(d.shape("a b")), dtype=torch.int64)],
+    "aten.empty.memory_format": [lambda d: call(list(d.shape("a b")))],
+    "aten.new_zeros.default": [
+        lambda d: call(d("a b"), list(d.shape("a b"))),
+        lambda d: call(d("a b"), list(d.shape("c b a"))),
+    ],
+    "aten.new_ones.default": [lambda d: call(d("a b"), list(d.shape("b a")))],
+    "aten.new_full.default": [lambda d: call(d("a b"), list(d.shape("b")), 3.0)],
+    "aten.new_empty.default": [lambda d: call(d("a b"), list(d.shape("a b")))],
+    "aten.scalar_tensor.default": [lambda d: call(2.0)],
+    "aten.arange.default": [
+        lambda d: call(d.size("a")),
+        lambda d: call(d.size("a"), dtype=torch.float64),
+    ],
+    "aten.arange.start": [lambda d: call(3, 3 + d.size("a"))],
+    "aten.arange.start_step": [
+        lambda d: call(1, 12, 2),
+        lambda d: call(0.5, 4.0, 0.5, dtype=torch.float64),
+    ],
+    "aten.tril.default": [lambda d: call(d("a b")), lambda d: call(d("c a b"), 1)],
+    "aten.triu.default": [lambda d: call(d("a b"), 1), lambda d: call(d("a b"), -1)],
+}
+
+IGNORE = -100
+
+
+def _target(d: Draw) -> torch.Tensor:
+    target = d.ints("n", d.size("v"))
+    target[0] = IGNORE
+    return target
+
+
+def _cross_entropy(d: Draw) -> tuple[torch.Tensor, ...]:
+    """Logits, their max and sum of exponentials, and targets, one of them ignored."""
+    logits = d("n v")
+    maximum = torch.ops.dt.ce_max(logits)
+    return logits, maximum, torch.ops.dt.ce_sumexp(logits, maximum), _target(d)
+
+
+def _ce_loss(d: Draw) -> Call:
+    logits, maximum, sumexp, target = _cross_entropy(d)
+    picked = torch.ops.dt.ce_target(logits, target, IGNORE)
+    return call(maximum, sumexp, picked, target, IGNORE, d.size("v"))
+
+
+def _ce_backward(d: Draw) -> Call:
+    return call(d("n"), *_cross_entropy(d), IGNORE)
+
+
+TOKENS: dict[str, list[Sample]] = {
+    "aten.embedding.default": [
+        lambda d: call(d("v d"), d.ints("b t", d.size("v"))),
+        lambda d: call(d("v d"), d.ints("b", d.size("v")), 1),
+    ],
+    "aten.embedding_dense_backward.default": [
+        lambda d: call(d("b t d"), d.ints("b t", d.size("v")), d.size("v"), -1, False),
+        lambda d: call(d("b d"), d.ints("b", d.size("v")), d.size("v"), 1, False),
+    ],
+    "dt.ce_max.default": [lambda d: call(d("n v"))],
+    "dt.ce_sumexp.default": [lambda d: call(*_cross_entropy(d)[:2])],
+    "dt.ce_target.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
+    "dt.ce_loss.default": [_ce_loss],
+    "dt.ce_count.default": [lambda d: call(_target(d), IGNORE)],
+    "dt.ce_backward.default": [_ce_backward],
+    "dt.cross_entropy_rows.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
+}
+
+SAMPLES: dict[str, list[Sample]] = {
+    **POINTWISE,
+    **_reductions(),
+    **_along(),
+    **MATMUL,
+    **NORM,
+    **VIEWS,
+    **PIECES,
+    **CREATE,
+    **TOKENS,
+}

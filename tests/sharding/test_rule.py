@@ -1,0 +1,253 @@
+"""Rules: the notation, from factors to placements and back, views, and the registry's errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.call import Local, Meta, OpCall, Operand
+from dtensor.sharding.local import local_call
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import REPLICATE, Partial, Shard
+from dtensor.sharding.rule import FactorSharding, Rule, parse_rule
+from dtensor.sharding.rules import NoRule, pattern, register, registered, rule_for
+from dtensor.sharding.rules.views import factorize
+from dtensor.sharding.spec_text import parse
+from dtensor.testing.oracle import certify_call
+
+aten, dt = torch.ops.aten, torch.ops.dt
+F32 = torch.float32
+
+
+def _rule(text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> Rule:
+    metas = [Meta(shape, F32) for shape in operands]
+    return parse_rule(text, metas, [Meta(shape, F32) for shape in results])
+
+
+def _call(target: object, args: tuple[object, ...], *shapes: tuple[int, ...]) -> OpCall:
+    """Operands are numbered in order; the last shape is the result's."""
+    return OpCall(
+        target=target,  # pyright: ignore[reportArgumentType]
+        args=args,
+        operands=tuple(Meta(shape, F32) for shape in shapes[:-1]),
+        results=(Meta(shapes[-1], F32),),
+    )
+
+
+MM = _call(aten.mm.default, (Operand(0), Operand(1)), (8, 6), (6, 4), (8, 4))
+
+
+def test_strategies_of_mm() -> None:
+    texts = [f"{list(s.operands)} -> {list(s.results)}" for s in rule_for(MM).strategies(2)]
+    assert texts == [
+        "[Replicate(), Replicate()] -> [Replicate()]",
+        '[Partial("sum"), Replicate()] -> [Partial("sum")]',
+        '[Replicate(), Partial("sum")] -> [Partial("sum")]',
+        "[Shard(0), Replicate()] -> [Shard(0)]",
+        '[Shard(1), Shard(0)] -> [Partial("sum")]',
+        "[Replicate(), Shard(1)] -> [Shard(1)]",
+    ]
+    assert rule_for(MM).flops == 2 * 8 * 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "results"),
+    [
+        ("m k, k n -> m n", [(8, 6), (6, 4)], [(8, 4)]),
+        ("b (h d) -> b h d", [(2, 12)], [(2, 3, 4)]),
+        ("b (q + k) -> b q, b k", [(2, 6)], [(2, 4), (2, 2)]),
+        ("b k! -> b 1", [(2, 6)], [(2, 1)]),
+        (" -> a b", [], [(2, 3)]),
+    ],
+)
+def test_text_round_trip(text: str, operands: list, results: list) -> None:
+    assert str(_rule(text, operands, results)).strip() == text.strip()
+
+
+def test_broadcast_dims_have_no_factor() -> None:
+    rule = _rule("..., ... -> ...", [(4, 1, 3), (5, 3)], [(4, 5, 3)])
+    assert str(rule) == "e0 1 e2, e1 e2 -> e0 e1 e2"
+    split = rule.apply({"e1": FactorSharding((5,))}, 2)
+    assert split is not None
+    assert split.operands == (REPLICATE, Shard(0))
+    assert split.results == (Shard(1),)
+
+
+def test_major_and_minor_factors_of_a_product() -> None:
+    rule = _rule("b (h d) -> b h d", [(2, 64)], [(2, 4, 16)])
+    heads = rule.apply({"h": FactorSharding((4,))}, 3)
+    inner = rule.apply({"d": FactorSharding((16,))}, 2)
+    assert heads is not None and inner is not None
+    assert heads.operands == (Shard(1, unit=16),)
+    assert inner.operands == (Shard(1, blocks=4),)
+    assert heads.results == (Shard(1),) and inner.results == (Shard(2),)
+
+
+def test_a_sum_splits_all_parts_together() -> None:
+    rule = _rule("b (q + k + v) -> b q, b k, b v", [(2, 12)], [(2, 6), (2, 3), (2, 3)])
+    assert rule.apply({"q": FactorSharding((6,))}, 2) is None
+    split = rule.strategies(2)[-1]
+    assert split.operands == (Shard(1, blocks=(6, 3, 3)),)
+    assert split.results == (Shard(1),) * 3
+    assert rule.match(rule.operands[0], Shard(1, blocks=(6, 3, 3)), 2) == {
+        "q": FactorSharding((6,)),
+        "k": FactorSharding((3,)),
+        "v": FactorSharding((3,)),
+    }
+    assert rule.match(rule.operands[0], Shard(1), 2) is None  # a cut across the parts
+
+
+def test_whole_factors_are_not_split() -> None:
+    rule = _rule("b k! -> b k!", [(4, 6)], [(4, 6)])
+    assert rule.apply({"k": FactorSharding((6,))}, 2) is None
+    assert rule.factors() == ("b",)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=2, max_size=3),
+    blocks=st.sampled_from([1, 2]),
+    unit=st.sampled_from([1, 2]),
+    num=st.sampled_from([2, 3]),
+    which=st.integers(0, 2),
+)
+@settings(max_examples=200, deadline=None)
+def test_match_inverts_apply(sizes: list[int], blocks: int, unit: int, num: int, which: int):
+    names = [f"f{i}" for i in range(len(sizes))]
+    text = f"({' '.join(names)}) -> {' '.join(names)}"
+    rule = _rule(text, [(math.prod(sizes),)], [tuple(sizes)])
+    factor = names[which % len(names)]
+    size = rule.size[factor]
+    if size == 1 or size % blocks or (size // blocks) % unit:
+        return
+    assignment = {factor: FactorSharding((size // blocks,) * blocks, unit)}
+    there = rule.apply(assignment, num)
+    assert there is not None
+    shard = there.operands[0]
+    assert isinstance(shard, Shard)
+    back = rule.match(rule.operands[0], shard, num)
+    # Another factor may have the same image; what it places must be the same.
+    assert back is not None
+    again = rule.apply(back, num)
+    assert again is not None and again.operands[0] == shard
+
+
+def _shapes_with_the_same_size() -> st.SearchStrategy[tuple[tuple[int, ...], tuple[int, ...]]]:
+    found: list[tuple[int, ...]] = [
+        shape
+        for rank in range(1, 4)
+        for shape in itertools.product([1, 2, 3, 4, 6, 12], repeat=rank)
+        if math.prod(shape) == 12
+    ]
+    return st.tuples(st.sampled_from(found), st.sampled_from(found))
+
+
+@given(_shapes_with_the_same_size())
+@settings(max_examples=60, deadline=None)
+def test_any_view_is_certified(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    before, after = shapes
+    x = torch.arange(12, dtype=torch.float64).view(before)
+    assert certify_call(aten.view.default, (x, list(after))).wrong == ()
+
+
+def test_view_factors() -> None:
+    def text(before: tuple[int, ...], after: tuple[int, ...]) -> str:
+        call = _call(aten.view.default, (Operand(0), list(after)), before, after)
+        return str(rule_for(call))
+
+    assert text((2, 12), (2, 3, 4)) == "p0 (p1 p2) -> p0 p1 p2"
+    assert text((2, 3, 4), (6, 4)) == "p0 p1 p2 -> (p0 p1) p2"
+    assert text((6, 1), (6,)) == "p0 1 -> p0"
+    assert text((6, 4), (4, 6)) == "(p0 w1!) w4! -> (p0 w2!) w3!"  # 2 divides both; then nothing
+    assert factorize((0, 4), (4, 0)).whole == {"w0", "w1", "w2", "w3"}
+
+
+def test_uneven_and_empty_shards_get_their_own_sizes() -> None:
+    mesh = Mesh(tp=3)
+    call = _call(aten.view.default, (Operand(0), [4, 1]), (4,), (4, 1))
+    specs = (parse("f32[4@tp]", mesh),)
+    results = (parse("f32[4@tp,1]", mesh),)
+    found = [
+        local_call(rule_for(call), call, Local(specs, results, {"tp": i})).args[1] for i in range(3)
+    ]
+    assert found == [[2, 1], [2, 1], [0, 1]]
+
+
+def test_vocabulary_intervals_reach_the_op() -> None:
+    mesh = Mesh(tp=2)
+    call = OpCall(
+        target=dt.ce_target.default,
+        args=(Operand(0), Operand(1), -100),
+        operands=(Meta((4, 6), F32), Meta((4,), torch.int64)),
+        results=(Meta((4,), F32),),
+    )
+    rule = rule_for(call)
+    split = rule.apply({"v": FactorSharding((6,))}, 2)
+    assert split is not None and split.results == (Partial("sum"),)
+    specs = (parse("f32[4,6@tp]", mesh), parse("i64[4]", mesh))
+    local = Local(specs, (parse("f32[4]{sum@tp}", mesh),), {"tp": 1})
+    assert local_call(rule, call, local).args[2:] == (-100, [3, 6])
+
+
+def test_attention_counts_flops() -> None:
+    q, k = (2, 6, 5, 4), (2, 3, 5, 4)
+    call = OpCall(
+        target=dt.attention.default,
+        args=(Operand(0), Operand(1), Operand(2), True, 0.5),
+        operands=(Meta(q, F32), Meta(k, F32), Meta(k, F32)),
+        results=(Meta(q, F32), Meta(q[:3], F32)),
+        multiple=True,
+    )
+    assert rule_for(call).flops == 2 * (4 + 4) * 2 * 6 * 5 * 5
+
+
+def test_a_literal_makes_add_affine() -> None:
+    by_literal = {
+        value: rule_for(_call(aten.add.Tensor, (Operand(0), value), (4,), (4,))).linear
+        for value in (0, 1.0)
+    }
+    assert by_literal == {0: (frozenset({0}),), 1.0: ()}
+
+
+def test_an_op_without_a_rule_is_an_error() -> None:
+    call = _call(aten.cholesky.default, (Operand(0),), (4, 4), (4, 4))
+    with pytest.raises(NoRule) as raised:
+        rule_for(call)
+    assert str(raised.value) == (
+        "no rule says how aten.cholesky.default(f32[4,4]) may be split: "
+        "it is not in the tables of dtensor.sharding.rules.\n"
+        "If it works element by element, add one with\n"
+        '    register("aten.cholesky.default", pattern("... -> ..."))\n'
+        "(from dtensor.sharding.rules import pattern, register); dims that must be whole on each "
+        'rank are written with "!", as in "... k! -> ... k!".'
+    )
+
+
+def test_dropout_has_no_rule() -> None:
+    assert not [name for name in registered() if "dropout" in name]
+
+
+def test_an_op_has_one_rule() -> None:
+    with pytest.raises(PlanningError, match="has a rule already"):
+        register("aten.mm.default", pattern("m k, k n -> m n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "message"),
+    [
+        ("a b", [(2, 3)], "no '->'"),
+        ("a, b -> a", [(2,)], "is for 3 tensors"),
+        ("a b -> a", [(2,)], "does not fit"),
+        ("a? -> a", [(2,)], "not a list of dims"),
+        ("(a b c) -> a", [(6,)], "leaves the sizes of"),
+        ("a -> a a", [(6,)], "does not fit"),
+    ],
+)
+def test_malformed_rules(text: str, operands: list[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        _rule(text, operands, [(2,)])

@@ -1,0 +1,209 @@
+"""Specs: the text form reads back, shards partition, assembling the shards gives the tensor."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.local import assemble, shard_of
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import (
+    REPLICATE,
+    Column,
+    Partial,
+    Placement,
+    Row,
+    Shard,
+    index_sets,
+)
+from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.spec_text import parse
+
+MESH = Mesh(dp=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("placements", "text"),
+    [
+        ({}, "f32[8,16]"),
+        ({"tp": Row()}, "f32[8@tp,16]"),
+        ({"tp": Column()}, "f32[8,16@tp]"),
+        ({"tp": Shard(1, blocks=4)}, "f32[8,4*4@tp]"),
+        ({"tp": Shard(1, blocks=(8, 4, 4))}, "f32[8,(8+4+4)@tp]"),
+        ({"tp": Shard(1, unit=4)}, "f32[8,4@tp*4]"),
+        ({"tp": Shard(1, blocks=(8, 4, 4), unit=2)}, "f32[8,(4+2+2)@tp*2]"),
+        ({"tp": Row(), "dp": Row()}, "f32[8@(tp,dp),16]"),
+        ({"dp": Row(), "tp": Row()}, "f32[8@(dp,tp),16]"),
+        ({"dp": Row(), "tp": Column()}, "f32[8@dp,16@tp]"),
+        ({"tp": Partial("sum")}, "f32[8,16]{sum@tp}"),
+        ({"tp": Partial("max"), "dp": Partial("max")}, "f32[8,16]{max@dp,max@tp}"),
+        ({"tp": Partial("sum"), "dp": Row()}, "f32[8@dp,16]{sum@tp}"),
+    ],
+)
+def test_text(placements: dict[str, Placement], text: str) -> None:
+    spec = make_spec((8, 16), torch.float32, MESH, placements)
+    assert str(spec) == text
+    assert parse(text, MESH) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_two_axes_that_each_split_the_whole_dim() -> None:
+    spec = TensorSpec((12,), torch.float32, MESH, (Shard(0, blocks=3), Shard(0)))
+    assert str(spec) == "f32[3*4@dp&12@tp]"
+    assert parse(str(spec), MESH) == spec
+
+
+def test_part_of_a_mesh() -> None:
+    mesh = Mesh(pp=2, tp=2)
+    spec = parse("f32[8@tp,16] on pp=1", mesh)
+    assert spec.on == (("pp", 1),)
+    assert str(spec) == "f32[8@tp,16] on pp=1"
+
+
+def test_scalar_and_bool() -> None:
+    assert str(parse("f32[]{sum@tp}", MESH)) == "f32[]{sum@tp}"
+    assert parse("bool[4]", MESH).dtype == torch.bool
+
+
+# -- properties ----------------------------------------------------------------------------------
+
+
+@st.composite
+def _specs(draw: st.DrawFn, *, partial: bool = True) -> TensorSpec:
+    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+    mesh = Mesh(**{f"a{i}": size for i, size in enumerate(sizes)})
+    shape = tuple(draw(st.lists(st.sampled_from([1, 3, 4, 8, 12]), min_size=1, max_size=2)))
+    op = draw(st.sampled_from(["sum", "max"]))
+    order = draw(st.permutations(mesh.axes))
+    placements: dict[str, Placement] = {}
+    for axis in order:
+        choices = ["replicate", "shard", "shard", "partial"] if partial else ["shard"]
+        match draw(st.sampled_from(choices)):
+            case "replicate":
+                placements[axis] = REPLICATE
+            case "partial":
+                placements[axis] = Partial(op)
+            case _:
+                placements[axis] = draw(_shards(shape))
+    try:
+        return make_spec(shape, torch.float64, mesh, placements)
+    except PlanningError:
+        assume(False)
+        raise
+
+
+@st.composite
+def _shards(draw: st.DrawFn, shape: tuple[int, ...]) -> Shard:
+    dim = draw(st.integers(0, len(shape) - 1))
+    size = shape[dim]
+    unit = draw(st.sampled_from([u for u in (1, 2, 4) if size % u == 0]))
+    units = size // unit
+    blocks = draw(
+        st.sampled_from(
+            [b for b in (1, 2, 3) if units % b == 0] + ([(unit, size - unit)] if units > 1 else [])
+        )
+    )
+    return Shard(dim, blocks, unit)
+
+
+@given(_specs())
+@settings(max_examples=300, deadline=None)
+def test_text_reads_back(spec: TensorSpec) -> None:
+    assert parse(str(spec), spec.mesh) == spec
+
+
+@given(_specs())
+@settings(max_examples=150, deadline=None)
+def test_assembling_the_shards_gives_the_tensor(spec: TensorSpec) -> None:
+    x = torch.arange(math.prod(spec.shape), dtype=spec.dtype).view(spec.shape) - 3
+    shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
+    for rank, shard in enumerate(shards):
+        assert tuple(shard.shape) == spec.local_shape(spec.mesh.coordinates(rank))
+    assert torch.equal(assemble(shards, spec), x)
+
+
+@given(_specs(partial=False))
+@settings(max_examples=150, deadline=None)
+def test_each_rank_holds_its_own_elements_once(spec: TensorSpec) -> None:
+    """With every axis splitting, no element is lost; on one axis, none is held twice."""
+    x = torch.arange(math.prod(spec.shape)).view(spec.shape)
+    shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
+    held = torch.cat([shard.flatten() for shard in shards])
+    assert set(held.tolist()) == set(range(x.numel()))
+    if len(spec.mesh.axes) == 1:
+        assert held.numel() == x.numel()
+
+
+@given(size=st.integers(0, 24), num=st.integers(1, 5), blocks=st.integers(1, 4))
+def test_index_sets_partition_the_dim(size: int, num: int, blocks: int) -> None:
+    assume(size % blocks == 0)
+    sets = index_sets(Shard(0, blocks), size, num)
+    held = [i for intervals in sets for lo, hi in intervals for i in range(lo, hi)]
+    assert sorted(held) == list(range(size))
+
+
+@given(size=st.integers(1, 24), num=st.integers(1, 5))
+def test_one_block_is_cut_as_chunk_cuts(size: int, num: int) -> None:
+    chunks = torch.arange(size).chunk(num)
+    sets = index_sets(Shard(0), size, num)
+    assert [len(c) for c in chunks] == [hi - lo for item in sets for lo, hi in item]
+
+
+def test_fewer_elements_than_ranks_leave_empty_shards() -> None:
+    spec = parse("f32[2@tp]", Mesh(tp=3))
+    assert [spec.local_shape({"tp": i}) for i in range(3)] == [(1,), (1,), (0,)]
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        (Shard(2), "names dim 2 of a tensor of shape [8, 6], which has 2 dims"),
+        (Shard(0, blocks=3), "a dim of size 8 is not 3 equal blocks"),
+        (Shard(0, blocks=(4, 2)), "blocks=(4, 2) add up to 6, but the dim has size 8"),
+        (Shard(0, unit=3), "a block of size 8 is not a multiple of unit=3"),
+    ],
+)
+def test_bad_placements(placement: Placement, message: str) -> None:
+    with pytest.raises(PlanningError) as raised:
+        make_spec((8, 6), torch.float32, MESH, {"tp": placement})
+    assert message in str(raised.value)
+
+
+def test_bad_values() -> None:
+    with pytest.raises(PlanningError, match="at least 1"):
+        Shard(0, blocks=0)
+    with pytest.raises(PlanningError, match="the op is"):
+        Partial("mean")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PlanningError, match="pending under"):
+        make_spec((4,), torch.float32, MESH, {"dp": Partial("sum"), "tp": Partial("max")})
+    with pytest.raises(PlanningError, match="has no axis 'pp'"):
+        make_spec((4,), torch.float32, MESH, {"pp": Row()})
+    with pytest.raises(PlanningError, match="cannot split a scalar"):
+        make_spec((), torch.float32, MESH, {"tp": Row()})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("f32 8", "is not a spec"),
+        ("q7[8]", "'q7' is not a dtype"),
+        ("f32[x]", "'x' is not a dim"),
+        ("f32[8@tp,16@tp]", "places axis 'tp' twice"),
+        ("f32[8@pp]", "has no axis 'pp'"),
+        ("f32[8@tp&9@dp]", "states two sizes, 8 and 9"),
+        ("f32[8] on tp=2", "is not a part of"),
+        ("f32[8]{mean@tp}", "the op is"),
+    ],
+)
+def test_bad_texts(text: str, message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        parse(text, MESH)

@@ -1,0 +1,111 @@
+"""The ground that everything stands on: what may be imported where, how files are kept, and that
+the example starts."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(p for part in ("dtensor", "tests", "examples") for p in (ROOT / part).rglob("*.py"))
+
+
+def python(*args: str) -> str:
+    """Run Python on this checkout, warnings shown, and return what it printed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imported(file: Path) -> set[str]:
+    """The top-level packages that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def where(package: str) -> set[str]:
+    """The files of dtensor/ that import a package, relative to dtensor/."""
+    base = ROOT / "dtensor"
+    return {str(f.relative_to(base)) for f in base.rglob("*.py") if package in imported(f)}
+
+
+def test_importing_dtensor_loads_neither_ray_nor_triton():
+    # From a file of the package itself: a namespace package without __init__ would prove nothing.
+    code = "import sys, dtensor; print(dtensor.__file__); print(*sorted(sys.modules))"
+    file, modules = python("-c", code).splitlines()
+    assert Path(file) == ROOT / "dtensor" / "__init__.py"
+    assert "torch" in modules.split()
+    assert not {"ray", "triton"} & set(modules.split())
+
+
+def test_only_the_ray_backend_imports_ray():
+    outside = {file for file in where("ray") if not file.startswith("daft/ray_")}
+    assert not outside
+
+
+def test_only_kernels_import_triton():
+    outside = {file for file in where("triton") if not file.startswith("kernels/")}
+    assert not outside
+
+
+def test_files_stay_readable():
+    lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in FILES}
+    assert len(lengths) > 10
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
+
+
+def test_modules_say_what_they_are_for():
+    silent = [f for f in FILES if f.read_text().strip() and not ast.get_docstring(_parsed(f))]
+    assert [str(f.relative_to(ROOT)) for f in silent] == []
+
+
+def test_every_package_is_packaged():
+    # setuptools leaves out a folder without __init__.py, and a checkout hides that it does.
+    folders = {f.parent for f in FILES if f.is_relative_to(ROOT / "dtensor")}
+    missing = [str(d.relative_to(ROOT)) for d in folders if not (d / "__init__.py").exists()]
+    assert sorted(missing) == []
+
+
+@pytest.mark.timeout(120)
+def test_the_example_starts():
+    help_text = python("examples/train_gpt.py", "--help")
+    for word in ("tp2pp2", "--backend", "--tied", "--resume", "--compare"):
+        assert word in help_text
+
+
+def test_the_example_names_parameters_that_exist():
+    code = """
+import sys; sys.path.insert(0, "examples")
+from fnmatch import fnmatchcase
+import train_gpt
+names = [n for n, _ in train_gpt.GPT(train_gpt.Config()).named_parameters()]
+import dtensor as dt
+for place in train_gpt.PLACEMENTS.values():
+    dt.Mesh(**place.mesh)
+    for glob in place.parameters:
+        assert any(fnmatchcase(n, glob) for n in names), glob
+print(len(names))
+"""
+    assert int(python("-c", code)) == 2 + 4 * 12 + 3
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
