@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch", type=int, default=16)
     options.add_argument("--context", type=int, default=64)
     options.add_argument("--vocab", type=int, default=512)
-    options.add_argument("--lr", type=float, default=3e-3)
+    options.add_argument("--lr", type=float, default=1e-3)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False)
     options.add_argument("--compare", action="store_true", help="with plain PyTorch on one device")

@@ -1,7 +1,8 @@
 """Plans of models for tests: `plan_model(MLP(), loss, (x, y), Mesh(tp=2), MEGATRON) -> Plan`.
 
-    gpt_plan = plan_model(GPT(), loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON, inputs=dict(dp=Row()))
-    kinds(gpt_plan, "forward")     # Counter({"all_reduce@tp": 4, ...})
+    found = plan_model(GPT(), loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON,
+                       inputs=dict(dp=Shard(0)), microbatches=2)
+    kinds(found, "forward")     # Counter({"all_reduce@tp": 4, ...})
 
 The pins go the way of `dtensor.parallelize`: globs over parameter names, the first match wins.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dtensor.api.placing import input_pins, planner_pins, resolve
 from dtensor.api.stages import stage_of
@@ -27,19 +28,31 @@ from dtensor.sharding.planner import Request, Training, plan
 
 Stated = Mapping[str, Placement]
 
-MEGATRON: dict[str, dict[str, Placement]] = {
-    "*attn.qkv.weight": dict(tp=Shard(0, blocks=3)),
-    "*attn.proj.weight": dict(tp=Shard(1)),
+MLP_PINS: dict[str, Stated] = {
     "*up.weight": dict(tp=Shard(0)),
     "*down.weight": dict(tp=Shard(1)),
 }
-LLAMA: dict[str, dict[str, Placement]] = {
+ATTENTION_PINS: dict[str, Stated] = {
+    "*qkv.weight": dict(tp=Shard(0, blocks=3)),
+    "*proj.weight": dict(tp=Shard(1)),
+}
+MEGATRON: dict[str, Stated] = {**ATTENTION_PINS, **MLP_PINS}
+VOCABULARY: dict[str, Stated] = {
+    "embed.weight": dict(tp=Shard(0)),
+    "head.weight": dict(tp=Shard(0)),
+}
+LLAMA: dict[str, Stated] = {
     "*attn.[qkv].weight": dict(tp=Shard(0)),
     "*attn.o.weight": dict(tp=Shard(1)),
     "*mlp.gate.weight": dict(tp=Shard(0)),
     "*mlp.up.weight": dict(tp=Shard(0)),
     "*mlp.down.weight": dict(tp=Shard(1)),
 }
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that needs no targets."""
+    return model(x).pow(2).mean()
 
 
 def plan_model(
@@ -86,7 +99,7 @@ def plan_model(
     found = plan(request)
     if held.axis is not None:
         ranks = mesh.axis_size(held.axis)
-        grid = OneFOneB(microbatches).grid(ranks, held.num_stages)
+        grid = OneFOneB(microbatches).grid(held.num_stages, ranks)
         found = replace(
             found, schedule=str(grid), bubble=bubble(grid), in_flight=in_flight(grid)
         )

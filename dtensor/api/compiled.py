@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dtensor.api.checks import check_fit
 from dtensor.api.program import Call, Options, Planned, plan_call
 from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import DTensor, fresh_name
@@ -23,6 +24,7 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.lower import Lowered, fed_spec, lower, on_mesh
 from dtensor.runtime.rank_lower import Roles
 from dtensor.sharding.cost import Topology
+from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import REPLICATE, Placement, Replicate, Shard
@@ -63,6 +65,8 @@ class CompiledFunction:
             f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"
         }
         future = session.run(program.handle, program.feed(call), names)
+        if planned.model is not None and any(o.kind == "mutation" for o in planned.plan.outputs):
+            session.resident(planned.model).changed = True
         if session.cluster.failure is not None:
             future.get()
         results: list[DTensor] = []
@@ -75,7 +79,7 @@ class CompiledFunction:
     def _planned(self, call: Call) -> Planned:
         key = call.key()
         if key not in self.planned:
-            self.planned[key] = plan_call(call, self.mesh, "none", self._options(call), self._name)
+            self.planned[key] = plan_call(call, self.mesh, "none", self._options(), self._name)
         return self.planned[key]
 
     @property
@@ -83,17 +87,36 @@ class CompiledFunction:
         name = self.fn.__name__ if hasattr(self.fn, "__name__") else type(self.fn).__name__
         return "lambda" if name == "<lambda>" else name
 
-    def _options(self, call: Call) -> Options:
-        results: dict[int, Mapping[str, Placement]] = {}
-        if isinstance(self.out, Mapping):
-            count = len(call.graph("none").outputs) if self.out else 0
-            results = dict.fromkeys(range(count), self.out)
-        elif self.out is not None:
-            results = dict(enumerate(self.out))
-        for stated in results.values():
-            for axis in stated:
-                self.mesh.axis_size(axis)
-        return Options(results=results, topology=self.topology, free=self.search == "free")
+    def _options(self) -> Options:
+        return Options(
+            results=lambda flow: pinned_results(self.out, flow, self.mesh),
+            topology=self.topology,
+            free=self.search == "free",
+        )
+
+
+def pinned_results(out: Out, flow: Dataflow, mesh: Mesh) -> dict[int, Mapping[str, Placement]]:
+    """Result index to its pins. PlanningError for an axis, a number or a fit that is wrong."""
+    results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
+    if out is None:
+        return {}
+    stated = [out] * len(results) if isinstance(out, Mapping) else list(out)
+    if len(stated) != len(results):
+        raise PlanningError(
+            f"out= states placements of {len(stated)} results, the function returns "
+            f"{len(results)} tensors.\n"
+            f"fix: one dict for each tensor in the order of the results, or one dict for all"
+        )
+    for index, value in results.items():
+        for axis, placement in stated[index].items():
+            mesh.axis_size(axis)
+            if not isinstance(placement, Placement):
+                raise PlanningError(
+                    f"out= states {axis}={placement!r}, which is not a placement; "
+                    f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
+                )
+        check_fit(f"result {index}", flow.metas[value], stated[index], "out=", mesh)
+    return dict(enumerate(stated))
 
 
 def compile(  # noqa: A001 - the name users know from torch

@@ -196,7 +196,7 @@ def _batch(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[s
 def _no_argument(name: str, arguments: Mapping[str, Meta]) -> PlanningError:
     near = nearest(name, arguments)
     return PlanningError(
-        f'inputs names "{name}", which is no tensor argument.\n'
+        f'inputs names "{name}", which is no tensor argument that the program uses.\n'
         f"  tensor arguments: {_metas(arguments)}\n"
         + (f'fix: write "{near[0]}"' if near else "fix: use the names of the function's parameters")
     )

@@ -12,7 +12,7 @@ modules, and anything else, which is a constant of the program. Nothing is launc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,6 +28,7 @@ from dtensor.frontend.flow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.sharding.call import Meta
 from dtensor.sharding.cost import Topology
+from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Partial, Placement, Shard
 from dtensor.sharding.plan import Plan
@@ -120,9 +121,7 @@ class Options:
     """What a plan depends on besides the call."""
 
     inputs: Mapping[str, Any] | None = None
-    results: Mapping[int, Mapping[str, Placement]] = field(
-        default_factory=dict[int, Mapping[str, Placement]]
-    )
+    results: Callable[[Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
     num_microbatches: int = 1
     topology: Topology | None = None
     training: Callable[[Graph], Training] | None = None
@@ -166,7 +165,7 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
             pinned_by=found.pinned_by,
             settled=frozenset(settled),
             batch=found.batch,
-            results=options.results,
+            results=options.results(flow) if options.results else {},
             stage_axis=stages.axis,
             num_microbatches=options.num_microbatches,
             topology=options.topology or Topology(),

@@ -11,9 +11,9 @@ them (one warning if they changed and were neither gathered nor loaded elsewhere
 
 from __future__ import annotations
 
+import sys
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -70,6 +70,8 @@ class Session:
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[int, Any] = {}
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
+        self.settling: list[Callable[[], None]] = []  # wait for what is under way
+        self.failure_was_read = False
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -118,6 +120,7 @@ class Session:
     def resident(self, model: ParallelModule) -> Resident:
         found = self.residents.get(id(model))
         if found is None:
+            _warn_of_other_values(self, model)
             found = Resident(model, f"model {len(self.residents)}: ", model.version)
             self.residents[id(model)] = found
         if found.version != model.version:  # the controller loaded other values
@@ -171,7 +174,6 @@ class Session:
         state = optimizer_state(model, optimizer)
         values: list[dict[str, object]] = []
         for rank, labels in enumerate(held):
-            own = tuple(tuple(label for label in group if label in labels) for group in groups)
             cut = {
                 label: {
                     key: self._cut(value, resident.specs[label], rank)
@@ -180,7 +182,7 @@ class Session:
                 for label in sorted(labels)
                 if label in state
             }
-            values.append({name: ShardOptimizer(type(optimizer), own, cut)})
+            values.append({name: ShardOptimizer(type(optimizer), groups, cut)})
         self.put(values)
         return home
 
@@ -190,6 +192,12 @@ class Session:
             local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
             return shard_of(value, local, self.mesh.coordinates(rank))
         return value
+
+    def settle(self) -> None:
+        """Wait for what is under way; a failure that nobody has read raises here."""
+        if not self.failure_was_read:
+            for wait in self.settling:
+                wait()
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -206,6 +214,28 @@ class Session:
                 f"state = dt.gather_state_dict(model, opt) inside the launch",
                 stacklevel=4,
             )
+
+
+def _warn_of_other_values(session: Session, model: ParallelModule) -> None:
+    """The implicit session's values of a model do not follow it into a launch."""
+    for other in _implicit.values():
+        home = other.residents.get(id(model))
+        if other is not session and home is not None and home.changed:
+            home.changed = False
+            warnings.warn(
+                "the model was changed outside this launch and not gathered; the launch starts "
+                "from the controller's values, those from before. fix: before the launch, "
+                "dt.load_state_dict(model, opt, dt.gather_state_dict(model, opt))",
+                stacklevel=_outside(),
+            )
+
+
+def _outside() -> int:
+    """How many frames up the first caller is that is not of this package: what a warning names."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("dtensor."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def tensors_of(model: ParallelModule) -> dict[str, torch.Tensor]:
@@ -285,6 +315,7 @@ def launch(
     failed = False
     try:
         yield session
+        session.settle()
     except BaseException:
         failed = True
         raise
@@ -292,5 +323,3 @@ def launch(
         _launched.remove(session)
         session.close(quiet=failed or cluster.failure is not None)
 
-
-_ = weakref

@@ -109,7 +109,7 @@ def _axis_of(
     if not lists or len(lists) % size:
         more = -(-max(len(lists), 1) // size) * size
         raise PlanningError(
-            f"{len(lists)} stages do not spread evenly over the axis {axis}.\n"
+            f"the number of stages is no multiple of the axis {axis}.\n"
             f"  stages: {len(lists)}; {mesh}: {axis}={size}\n"
             f"fix: state {more} stages" + (f", or Mesh({axis}={len(lists)})" if lists else "")
         )

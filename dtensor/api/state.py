@@ -9,6 +9,7 @@ alone reads and writes them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def gather_state_dict(
         home.changed = False
     state: dict[str, Any] = {"model": values}
     if optimizer is not None:
-        state["optimizer"] = optimizer.state_dict()
+        state["optimizer"] = copy.deepcopy(optimizer.state_dict())
         if resident is not None and id(optimizer) in resident[1].optimizers:
             session, home = resident
             gathered = _gather_optimizer(session, home, home.optimizers[id(optimizer)])
@@ -61,7 +62,8 @@ def load_state_dict(
         )
     model.module.load_state_dict(state["model"])
     if optimizer is not None and "optimizer" in state:
-        optimizer.load_state_dict(state["optimizer"])
+        # torch would keep the state's own tensors
+        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     model.version += 1
 
 
@@ -89,7 +91,7 @@ def _gather_model(session: Session, home: Resident) -> dict[str, torch.Tensor]:
     ]
     session.check()
     found = session.cluster.get(wanted).get()
-    tables = [dict(zip(names, values, strict=True)) for names, values in zip(wanted, found, strict=True)]
+    tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
     gathered: dict[str, torch.Tensor] = {}
     for label in labels:
         shards = {r: tables[r][home.name(label)] for r in home.ranks[label]}

@@ -73,8 +73,9 @@ class DTensor:
         wanted = {**self.spec.sharding, **placements}
         return compile(_identity, self.mesh, out=wanted)(self)
 
+    @classmethod
     def __torch_function__(
-        self,
+        cls,
         func: Callable[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
@@ -93,7 +94,36 @@ class DTensor:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operator
     __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __neg__ = __pow__ = _operator
-    __getitem__ = __iadd__ = __imul__ = __isub__ = __abs__ = _operator
+    __getitem__ = __iadd__ = __imul__ = __isub__ = __abs__ = __invert__ = _operator
+    __lt__ = __le__ = __gt__ = __ge__ = _operator
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __rpow__ = __itruediv__ = _operator
+    __and__ = __or__ = __xor__ = _operator
+
+    def __eq__(self, other: object) -> Any:
+        raise _outside("an operator")
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - by identity, as torch's
+
+    def __bool__(self) -> bool:
+        raise _outside("the truth value")
+
+    def __len__(self) -> int:
+        if not self.spec.shape:
+            raise TypeError(f"a scalar has no length: {self.spec}")
+        return self.spec.shape[0]
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.spec.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def item(self) -> Any:
+        """The one element, as a Python number. Waits."""
+        return self.full_tensor().item()
 
     def __float__(self) -> float:
         if self.spec.shape:

@@ -24,7 +24,7 @@ from dtensor.api.compiled import load
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
 from dtensor.api.session import Session, session_for
-from dtensor.daft import Future
+from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_tensors
@@ -45,15 +45,24 @@ class Loss:
     ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
     """
 
-    def __init__(self, future: Future, planned: Planned) -> None:
+    def __init__(self, future: Future, planned: Planned, session: Session) -> None:
         self._future = future
         self._planned = planned
+        self._session = session
         self.was_read = False
 
-    def _result(self, index: int) -> torch.Tensor:
+    def _get(self) -> list[dict[str, torch.Tensor]]:
+        """What each rank returned."""
         self.was_read = True
+        try:
+            return self._future.get()
+        except DaftError:
+            self._session.failure_was_read = True
+            raise
+
+    def _result(self, index: int) -> torch.Tensor:
         name = f"result {index}"
-        for found in self._future.get():
+        for found in self._get():
             if name in found:
                 return found[name]
         raise AssertionError(f"no rank returned {name}")
@@ -80,8 +89,7 @@ class Loss:
 
     @property
     def grad_norm(self) -> float | None:
-        self.was_read = True
-        for found in self._future.get():
+        for found in self._get():
             if "norm" in found:
                 return float(found["norm"])
         return None
@@ -122,6 +130,7 @@ class TrainStep:
         self.groups = self._groups()
         self._planned: dict[object, Planned] = {}
         self._running: deque[Loss] = deque()
+        self._session: Session | None = None  # of the last step
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -188,6 +197,8 @@ class TrainStep:
 
     def __call__(self, *batch: Any, **kwargs: Any) -> Loss:
         """One step. The result is a future; a failure that nobody read raises here."""
+        if self._session is not None and self._session.closed:
+            self._running.clear()  # its launch raised what was not read when it ended
         self._raise_unread()
         call = self._call(batch, kwargs)
         planned = self._plan(call)
@@ -199,8 +210,11 @@ class TrainStep:
         options = {"options": hyperparameters(self.optimizer)}
         future = session.run(program.handle, program.feed(call, options), {})
         session.resident(self.model).changed = True
-        loss = Loss(future, planned)
+        loss = Loss(future, planned, session)
         self._running.append(loss)
+        if session is not self._session:
+            self._session = session
+            session.settling.append(self._settle)
         self._step_controller()
         return loss
 
@@ -244,6 +258,11 @@ class TrainStep:
         for loss in list(self._running):
             if loss.done() and not loss.was_read:
                 self._running.remove(loss)
+                loss.tensor()
+
+    def _settle(self) -> None:
+        for loss in self._running:
+            if not loss.was_read:
                 loss.tensor()
 
     def _step_controller(self) -> None:

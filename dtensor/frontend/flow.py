@@ -11,7 +11,7 @@ a parameter that several stages use leaves as one contribution per stage, to be 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -126,11 +126,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
     results = tuple(None if v is None else meta_of(v) for v in val) if multiple else (meta_of(val),)
     parts: list[str | None] = [node.name]
     if multiple:
-        taken = {u.args[1]: u.name for u in node.users if u.target is operator.getitem}
-        parts = [
-            None if meta is None else taken.get(i, f"{node.name}_{i}")
-            for i, meta in enumerate(results)
-        ]
+        parts = _part_names(node, results)
     source = node.meta.get("source")
     call = OpCall(
         target=cast(Any, node.target),
@@ -151,6 +147,19 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
         module=node.meta.get("module", ""),
         seq=node.meta.get("seq"),
     )
+
+
+def _part_names(node: torch.fx.Node, results: Sequence[Meta | None]) -> list[str | None]:
+    """Names for the tensors of a tuple: the user's where there are any, else the op's own."""
+    users = {
+        u.args[1]: u.name
+        for u in node.users
+        if u.target is operator.getitem and not u.name.startswith("getitem")
+    }
+    return [
+        None if meta is None else users.get(i, f"{node.name}_out{i}" if i else node.name)
+        for i, meta in enumerate(results)
+    ]
 
 
 def meta_of(value: torch.Tensor) -> Meta:

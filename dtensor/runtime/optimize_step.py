@@ -126,6 +126,49 @@ def norm(rank: RankLowering, step: Norm) -> None:
     rank.nbytes.update(dict.fromkeys(pair, 4))
 
 
+def snapshot(rank: RankLowering) -> None:
+    """Copy the results: one may be a view of state that the step is about to change."""
+    segment = rank.segment(None)
+    for output in rank.plan.outputs:
+        for stage, value in output.values[:1] if output.kind == "result" else ():
+            if stage in rank.stages:
+                name = f"result_{output.of}_copy"
+                rank.names(segment, (value,), None)
+                segment.table[name] = name
+                segment.code.line(f"{name} = {value}.clone()", [value], [name], None)
+                rank.nbytes[name] = rank.nbytes.get(segment.table[value], 0)
+                rank.snapshots[f"result {output.of}"] = name
+    rank.close()
+
+
+def mutate(rank: RankLowering) -> None:
+    """Write the new contents of buffers that forward changed, before parameters change: the new
+    contents may be a view of one. All are copied first: one may be another's old contents."""
+    if not rank.writes:
+        return
+    inputs = {i.label: i.name for i in rank.plan.inputs}
+    found = [
+        (inputs[str(output.of)], value)
+        for output in rank.plan.outputs
+        if output.kind == "mutation"
+        for stage, value in output.values
+        if stage in rank.stages
+    ]
+    if not found:
+        return
+    rank.close()
+    segment = rank.segment(None)
+    for _, value in found:
+        rank.names(segment, (value,), None)
+        segment.code.line(f"{value}_new = {value}.clone()", [value], [f"{value}_new"], None)
+        segment.table[f"{value}_new"] = f"{value}_new"
+    for name, value in found:
+        rank.names(segment, (name,), None)
+        segment.code.line(f"{name}.copy_({value}_new)", [name, f"{value}_new"], (), None)
+    segment.writes = tuple(segment.table[name] for name, _ in found)
+    rank.close()
+
+
 def update(rank: RankLowering) -> None:
     """One call that steps the rank's optimizer with all its gradients."""
     if rank.roles.optimizer is None:

@@ -102,14 +102,12 @@ class ShardOptimizer:
 
     def export(self) -> dict[str, dict[str, Any]]:
         """Parameter name to its state entries; tensors on the CPU."""
-        if self.optimizer is None:
-            return self.initial
         return {
             name: {
                 key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                for key, value in self.optimizer.state.get(parameter, {}).items()
+                for key, value in entry.items()
             }
-            for name, parameter in self.parameters.items()
+            for name, entry in self._state().items()
         }
 
     def nbytes(self) -> int:
@@ -121,34 +119,51 @@ class ShardOptimizer:
             if isinstance(value, torch.Tensor)
         )
 
+    def _state(self) -> dict[str, dict[str, Any]]:
+        """What was given for parameters that were not stepped yet, and what there is of others."""
+        if self.optimizer is None:
+            return self.initial
+        now = {name: dict(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
+        return {**self.initial, **now}
+
     def _built(
         self, shards: Mapping[str, torch.Tensor], options: Sequence[Mapping[str, Any]]
     ) -> torch.optim.Optimizer:
-        if self.optimizer is not None:
+        """The optimizer of all parameters that had a gradient so far: one that is frozen, or that
+        the program does not use, may get its first one later."""
+        if self.optimizer is not None and self.parameters.keys() >= shards.keys():
             return self.optimizer
+        state = self._state()
+        old = self.parameters
         self.parameters = {
-            name: torch.nn.Parameter(shards[name]) for group in self.groups for name in group
+            name: old[name] if name in old else torch.nn.Parameter(shards[name])
+            for group in self.groups
+            for name in group
+            if name in old or name in shards
         }
         groups = [
-            {**given, "params": [self.parameters[name] for name in group]}
-            for group, given in zip(self.groups, options, strict=True)
-            if group
+            {**given, "params": [self.parameters[name] for name in names]}
+            for names, given in zip(self._present(), options, strict=True)
+            if names
         ]
         self.optimizer = self.kind(groups)  # pyright: ignore[reportCallIssue]
-        for name, entry in self.initial.items():
-            parameter = self.parameters.get(name)
-            if parameter is not None and entry:
+        for name, parameter in self.parameters.items():
+            if state.get(name):
                 self.optimizer.state[parameter] = {
                     key: _to_device(value, parameter.device, key)
-                    for key, value in entry.items()
+                    for key, value in state[name].items()
                 }
-        self.initial = {}
+        self.initial = {n: entry for n, entry in state.items() if n not in self.parameters}
         return self.optimizer
+
+    def _present(self) -> list[list[str]]:
+        """By group, the names of the parameters that the optimizer has."""
+        return [[name for name in group if name in self.parameters] for group in self.groups]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The optimizer's groups, with empty stand-ins where this rank holds none of a group."""
         real = iter(optimizer.param_groups)
-        return [next(real) if group else {} for group in self.groups]
+        return [next(real) if names else {} for names in self._present()]
 
 
 def _to_device(value: Any, device: torch.device, key: str) -> Any:

@@ -79,6 +79,7 @@ class RankLowering:
     nbytes: dict[str, int] = field(default_factory=dict)
     sends: list[tuple[int, str]] = field(default_factory=list)  # (action number, value)
     accumulated: dict[str, str] = field(default_factory=dict)
+    snapshots: dict[str, str] = field(default_factory=dict)  # results copied before state changes
     fed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
@@ -115,6 +116,12 @@ class RankLowering:
         assert axis is not None
         num = self.plan.mesh.axis_size(axis)
         return self.plan.mesh.rank({**self.coordinates, axis: stage % num})
+
+    @property
+    def writes(self) -> bool:
+        """Whether the program changes state. One that returns gradients leaves all as it is."""
+        mutates = any(o.kind == "mutation" for o in self.plan.outputs)
+        return self.roles.optimizer is not None or (mutates and not self.roles.gradients)
 
     # -- the whole list ------------------------------------------------------------------------
 
@@ -195,6 +202,9 @@ class RankLowering:
                 case Accumulate() | Update():
                     pass  # accumulation follows its action; updates are one call, at the end
         if number is None and self.label == "optimizer":
+            if self.writes:
+                optimize_step.snapshot(self)
+            optimize_step.mutate(self)
             optimize_step.update(self)
 
     def _concerns(self, step: Step) -> bool:
@@ -518,7 +528,8 @@ class RankLowering:
                 continue
             for stage, value in output.values[:1]:
                 if stage in self.stages:
-                    found[f"{output.kind} {output.of}"] = self.value(value, None)
+                    name = f"{output.kind} {output.of}"
+                    found[name] = self.snapshots.get(name) or self.value(value, None)
         if self.roles.optimizer is not None and any(isinstance(s, Norm) for s in self.plan.steps):
             norm = next(s for s in self.plan.steps if isinstance(s, Norm))
             found["norm"] = norm.result

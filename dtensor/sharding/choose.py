@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ import torch
 
 from dtensor.sharding.annotation import annotation_placements
 from dtensor.sharding.blame import infeasible
+from dtensor.sharding.call import Meta
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow, Input, Op
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
@@ -40,6 +40,9 @@ from dtensor.sharding.redistribute import move_kind, seconds
 from dtensor.sharding.rule import Strategy
 from dtensor.sharding.solve import At, Infeasible, Node, Option, Solution, solve
 from dtensor.sharding.spec import TensorSpec
+
+# Seconds charged for each op that a sum passes while pending: at equal cost, reduce at once.
+_LATE = 20e-9
 
 _ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
 
@@ -72,6 +75,8 @@ class Question:
     free: bool
     batch_only: frozenset[str]  # values that depend on the batch and on no parameter
     mixed: frozenset[str]  # values that depend on both
+    bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
+    split_results: bool = False  # a result on which nothing is stated may stay split
 
     def labels(self) -> dict[str, str]:
         return {
@@ -101,14 +106,20 @@ def choose_axis(
     nodes = [
         _op_node(op, strategies[op.name], canonical, priced) for op in flow.ops
     ]
-    choices = {i.name: _input_choices(question, i, reached, pins, axis, num) for i in flow.inputs}
+    choices = {i.name: _input_choices(question, i, reached, pins, axis) for i in flow.inputs}
     for item in flow.inputs:
         nodes.append(_input_node(question, item, choices[item.name], canonical, priced))
     for output in flow.outputs:
         if output.kind == "result":
-            placement = question.wanted.get(axis, {}).get(output.value, REPLICATE)
+            stated = question.wanted.get(axis, {}).get(output.value)
             name = f"result {output.of}"
-            ends = priced.ends(output.value, canonical(output.value, placement))
+            ends = priced.ends(output.value, canonical(output.value, stated or REPLICATE))
+            if stated is None and question.split_results and axis != MICROBATCH_AXIS:
+                ends += [
+                    ((output.value, placed), 0.0)
+                    for placed in _written_at(nodes, output.value)
+                    if isinstance(placed, Shard)
+                ]
             nodes.append(
                 Node(name, tuple(Option((read,), (), cost) for read, cost in ends), name)
             )
@@ -197,14 +208,15 @@ class _Prices:
     def ends(self, value: str, wanted: Placement) -> list[tuple[At, float]]:
         """Ways to deliver an output: as wanted, or pending and reduced after the last microbatch.
 
-        Reductions at the end share buckets, so they cost bytes but no latency of their own.
+        Reductions that share buckets cost bytes but no latency of their own.
         """
         found: list[tuple[At, float]] = [((value, wanted), 0.0)]
         if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
             return found
         topology = self.question.topology
-        free = replace(topology, latency=0.0)
-        patient = _Prices(replace(self.question, topology=free), self.axis, self.done)
+        if self.question.bucketed:
+            topology = replace(topology, latency=0.0)
+        patient = _Prices(replace(self.question, topology=topology), self.axis, self.done)
         times = self.question.mesh.shape.get(MICROBATCH_AXIS, 1)
         found.append(((value, PARTIAL), patient.convert(value, PARTIAL, wanted) / times))
         return found
@@ -285,10 +297,7 @@ def _restrict(
             ) or (Strategy((stated,), (stated,), "annotated"),)
         known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
         if known and len(found) > 1:
-            agreeing = [
-                sum(same(s.operands[i], settled[n], metas[n].shape, num) for i, n in known)
-                for s in found
-            ]
+            agreeing = [_agreement(s, known, settled, metas, num) for s in found]
             best = max(agreeing)
             found = tuple(s for s, n in zip(found, agreeing, strict=True) if n == best)
         if not in_time and (not question.free or (is_view(op) and known)):
@@ -305,6 +314,23 @@ def _restrict(
     return result
 
 
+def _agreement(
+    strategy: Strategy,
+    known: Sequence[tuple[int, str]],
+    settled: Mapping[str, Placement],
+    metas: Mapping[str, Meta],
+    num: int,
+) -> tuple[int, int]:
+    """How many settled operands a strategy reads as they are: split ones first, for to read a
+    replicated one in parts is free, and a split one whole is not."""
+    split = whole = 0
+    for index, name in known:
+        if same(strategy.operands[index], settled[name], metas[name].shape, num):
+            split += isinstance(settled[name], Shard)
+            whole += not isinstance(settled[name], Shard)
+    return split, whole
+
+
 def _op_node(
     op: Op, strategies: Sequence[Strategy], canonical: _Canonical, priced: _Prices
 ) -> Node:
@@ -319,17 +345,23 @@ def _op_node(
             for name, p in zip(op.results, strategy.results, strict=True)
             if name is not None
         )
-        options.append(Option(reads, writes, priced.op(op, strategy)))
+        late = _LATE if any(isinstance(p, Partial) for p in strategy.operands) else 0.0
+        options.append(Option(reads, writes, priced.op(op, strategy) + late))
     return Node(op.name, tuple(options), _group(op))
 
 
 def _group(op: Op) -> Hashable:
     """Ops of repeated layers: the same module path with its numbers left out, the same call."""
-    if not re.search(r"\d", op.module):
+    inside = _without_numbers(op.module)
+    if inside == op.module:
         return op.name
-    inside = re.sub(r"\d+", "*", op.module)
     call = op.call
     return (inside, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
+
+
+def _without_numbers(path: str) -> str:
+    """``blocks.*.norm1`` of ``blocks.3.norm1``: a layer's number goes, a number in a name stays."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _input_choices(
@@ -338,14 +370,12 @@ def _input_choices(
     reached: Reach,
     pins: Mapping[str, Pin],
     axis: str,
-    num: int,
 ) -> tuple[Placement, ...]:
     if axis == MICROBATCH_AXIS:
         return (REPLICATE,)
     if item.name in pins:
         return (pins[item.name].placement,)
     if item.kind in ("parameter", "buffer"):
-        del num
         return (REPLICATE, *reached.shardings.get(item.name, ()))
     return (REPLICATE,)
 
@@ -371,9 +401,18 @@ def _input_node(
             reads = tuple(read for read, _ in combination)
             cost = sum(cost for _, cost in combination)
             options.append(Option(reads, ((item.name, placed),), cost))
-    group = (re.sub(r"\d+", "*", item.label), item.kind, item.meta, tuple(choices))
+    group = (_without_numbers(item.label), item.kind, item.meta, tuple(choices))
     return Node(
         f"input {item.name}", tuple(options), group if item.kind == "parameter" else item.name
+    )
+
+
+def _written_at(nodes: Sequence[Node], value: str) -> list[Placement]:
+    """The placements at which some option of some node writes a value."""
+    return list(
+        dict.fromkeys(
+            p for n in nodes for option in n.options for v, p in option.writes if v == value
+        )
     )
 
 

@@ -295,6 +295,9 @@ class _Outputs:
         placements: Mapping[str, Placement]
         if output.kind == "result":
             placements = self.emitter.request.results.get(int(output.of), {})
+            if self.emitter.request.split_results:
+                split = {a: p for a, p in spec.sharding.items() if isinstance(p, Shard)}
+                placements = {**split, **placements}
         else:
             placements = self.inputs[str(output.of)].spec.sharding
         full = tuple(placements.get(axis, REPLICATE) for axis in spec.mesh.axes)

@@ -1,6 +1,6 @@
 """What a stage of a plan holds, computes and sends: bytes, FLOP and predicted seconds of one rank.
 
-    stage_memory(plan, 0)     # Memory(parameters=..., gradients=..., optimizer=..., activations=...)
+    stage_memory(plan, 0)     # Memory(parameters=2097152, gradients=2097152, ...)
     stage_seconds(plan, 0)    # (compute, communication), of one step
 
 All of it is of the rank at coordinate 0 of every axis, which holds the largest shard of each value.
@@ -139,14 +139,13 @@ def _activations(plan: Plan, stage: int, gradients: Mapping[str, int]) -> int:
             values.define(name, spec, _view_of(step))
             values.use([name], at)
         values.use((n for n in operands_of(step) if n in values.storage), at)
-    kept = {values.storage[v] for o in plan.outputs for _, v in o.values if v in values.storage}
-    kept |= {
-        values.storage[s.operand]
-        for s in plan.steps
-        if isinstance(s, Accumulate) and s.stage == stage
-    }
-    for name in kept:
-        values.last[name] = len(walk)
+    for value in (v for o in plan.outputs for _, v in o.values if v in values.storage):
+        values.use([value], len(walk))
+    for step in plan.steps:
+        if isinstance(step, Accumulate) and step.stage == stage:
+            storage = values.storage[step.operand]
+            ends = first_backward if values.last[storage] < first_backward else len(walk)
+            values.last[storage] = ends - 1
     values.nbytes.update((values.storage[v], 0) for v in uncounted if v in values.storage)
     base = sum(values.nbytes[name] for name in always)
     made = [[n for n, _ in _made(step, stage) if values.storage[n] == n] for step in walk]

@@ -49,6 +49,7 @@ class Request:
     settled: those of ``pins`` that an earlier plan chose; they open nothing.
     batch: the names of the inputs whose dim 0 is the batch.
     results: index of a user result -> axis -> placement (default Replicate).
+    split_results: a result on which nothing is stated may stay split as it comes out.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Request:
     topology: Topology = field(default_factory=Topology)
     training: Training | None = None
     free: bool = False
+    split_results: bool = False
 
 
 def plan(request: Request) -> Plan:
@@ -91,8 +93,9 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
         try:
             found[op.name] = rule_for(op.call)
         except NoRule as error:
+            fact, _, fix = str(error).partition("\n")
             where = f"\n  {op.source}: {op.source_text}" if op.source else ""
-            raise NoRule(f"{error}{where}") from None
+            raise NoRule(f"{fact}{where}\n{fix}") from None
     return found
 
 
@@ -127,6 +130,8 @@ def _question(request: Request, inner: Mesh, rules: Mapping[str, Rule]) -> Quest
         mutations=mutations,
         topology=request.topology,
         free=request.free,
+        bucketed=request.training is not None,
+        split_results=request.split_results,
         batch_only=batch_only,
         mixed=mixed,
     )
@@ -192,7 +197,7 @@ def _check_batch(request: Request, inner: Mesh) -> None:
                 f"the batch does not divide into microbatches.\n"
                 f"  {labels[value]}: {metas[value]}, dim 0 of {size}\n"
                 f"  microbatches={request.num_microbatches}{over}: {parts} parts\n"
-                f"  fix: microbatches={best}, or a batch that is a multiple of {parts}"
+                f"fix: microbatches={best}, or a batch that is a multiple of {parts}"
             )
 
 

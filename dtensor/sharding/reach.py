@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from dtensor.errors import PlanningError
+import torch
+
 from dtensor.sharding.dataflow import Dataflow, Op
+from dtensor.sharding.mesh import MICROBATCH_AXIS
+from dtensor.sharding.misaligned import misaligned
 from dtensor.sharding.placements import (
     Partial,
     Placement,
     Shard,
-    block_sizes,
     index_sets,
-    same,
     simplest,
 )
-from dtensor.sharding.rule import Assignment, Dim, Dims, FactorSharding, Rule, Strategy
+from dtensor.sharding.rule import Assignment, Dims, FactorSharding, Rule, Strategy
 
 Rules = Mapping[str, Rule]  # by op name
 
@@ -156,7 +157,16 @@ def reach(
             continue
         reached, crooked = closure.open(pin)
         if crooked is not None and pin.value in labels:
-            raise _misaligned(flow, rules, pin, crooked, axis, num)
+            raise misaligned(
+                flow,
+                rules,
+                pin,
+                labels[pin.value],
+                crooked,
+                axis,
+                num,
+                lambda shard, ranks, pin=pin: _lines_up(flow, rules, pin, shard, ranks),
+            )
         others = tuple(dict.fromkeys(labels[v] for v in reached if v in labels and v != pin.value))
         size = flow.metas[pin.value].shape[pin.placement.dim]
         label = labels.get(pin.value, pin.value)
@@ -168,10 +178,18 @@ def reach(
     if free:
         _open_everything(closure)
     return Reach(
-        _with_pending(flow, rules, closure.strategies),
+        _with_pending(
+            flow, rules, closure.strategies, anywhere=free or axis == MICROBATCH_AXIS
+        ),
         {v: tuple(found.values()) for v, found in closure.shardings.items()},
         tuple(opened),
     )
+
+
+def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
+    """Whether the pin, stated as ``shard``, would go through over ``num`` ranks."""
+    _, crooked = _Closure(flow, rules, num, False).open(replace(pin, placement=shard))
+    return crooked is None
 
 
 def _open_everything(closure: _Closure) -> None:
@@ -188,9 +206,20 @@ def _open_everything(closure: _Closure) -> None:
 
 
 def _with_pending(
-    flow: Dataflow, rules: Rules, sharded: Mapping[str, Mapping[Strategy, None]]
+    flow: Dataflow,
+    rules: Rules,
+    sharded: Mapping[str, Mapping[Strategy, None]],
+    *,
+    anywhere: bool,
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Add replication, and pending sums where one can arise at all."""
+    """Add replication, and pending sums where one can arise.
+
+    Unless ``anywhere``, a sum stays pending only through ops that keep it what it is: ops of one
+    tensor (views, scaling by numbers or scalars, placing rows by index: the gradient of an
+    embedding of positions waits for the end) and sums of values that are all pending. So a
+    row-split product is reduced where it arises, as Megatron does, and not at some later point
+    that happens to be cheaper.
+    """
     pending: set[str] = set()
     result: dict[str, tuple[Strategy, ...]] = {}
     for op in flow.ops:
@@ -202,7 +231,17 @@ def _with_pending(
                 for name, p in zip(op.operands, strategy.operands, strict=True)
                 if isinstance(p, Partial)
             ]
-            if any(name in pending for name in taken):
+            if anywhere:
+                allowed = any(name in pending for name in taken)
+            else:
+                others = [
+                    meta
+                    for meta, p in zip(op.call.operands, strategy.operands, strict=True)
+                    if not isinstance(p, Partial)
+                ]
+                plain = all(math.prod(m.shape) == 1 or _is_index(m.dtype) for m in others)
+                allowed = plain and all(name in pending for name in taken)
+            if allowed:
                 found.append(strategy)
         for strategy in found:
             for name, p in zip(op.results, strategy.results, strict=True):
@@ -210,6 +249,10 @@ def _with_pending(
                     pending.add(name)
         result[op.name] = tuple(dict.fromkeys(found))
     return result
+
+
+def _is_index(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def complete(rule: Rule, assignment: Assignment) -> Assignment:
@@ -240,101 +283,3 @@ def complete(rule: Rule, assignment: Assignment) -> Assignment:
                 unit = sharding.unit if size % sharding.unit == 0 else 1
                 done[other] = FactorSharding((size,), unit)
     return done
-
-
-# -- pins that do not line up --------------------------------------------------------------------
-
-
-def _misaligned(
-    flow: Dataflow,
-    rules: Rules,
-    pin: Pin,
-    crooked: tuple[Op, str, Shard],
-    axis: str,
-    num: int,
-) -> PlanningError:
-    op, value, shard = crooked
-    rule = rules[op.name]
-    assert isinstance(pin.placement, Shard)
-    stated = pin.stated or pin.placement
-    size = flow.metas[pin.value].shape[stated.dim]
-    counts = _counts(pin.placement, size, num)
-    dim = _dim_of(flow, rule, op, value, shard)
-    lines = [
-        f"the pin {axis}={stated!r} on {pin.by} does not line up with what the program does "
-        f"to that dim.",
-        f"  {pin.by}: {flow.metas[pin.value]}, dim {stated.dim} of {size}: "
-        f"ranks hold {counts}",
-        f"  {op.call.name} sees it as {_describe(rule, dim)} in {value}: {flow.metas[value]}",
-    ]
-    if op.source:
-        lines.append(f"  {op.source}: {op.source_text}")
-    fix = _proposal(flow, rules, pin, dim, rule, num)
-    if fix is not None:
-        lines.append(f"  fix: state {axis}={fix} for {pin.by}; that lines up")
-    else:
-        small = min((rule.size[f] for product in dim for f in product[:1]), default=1)
-        if 1 < small < num and num % small == 0:
-            lines.append(
-                f"  only {small} parts over {num} ranks: split the axis, for example "
-                f"Mesh({axis}={small}, {axis}_rep={num // small}), and pin {axis} alone"
-            )
-        else:
-            lines.append(f"  fix: state {axis}=Replicate() for {pin.by}, or choose another dim")
-    return PlanningError("\n".join(lines))
-
-
-def _counts(shard: Shard, size: int, num: int) -> str:
-    lengths = [sum(hi - lo for lo, hi in s) for s in index_sets(shard, size, num)]
-    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
-
-
-def _dim_of(flow: Dataflow, rule: Rule, op: Op, value: str, shard: Shard) -> Dim:
-    if value in op.operands:
-        return rule.operands[op.operands.index(value)][shard.dim]
-    return rule.results[op.results.index(value)][shard.dim]
-
-
-def _describe(rule: Rule, dim: Dim) -> str:
-    parts = [" x ".join(str(rule.size[f]) for f in product) for product in dim]
-    return f"{len(parts)} parts of {', '.join(parts)}" if len(parts) > 1 else parts[0]
-
-
-def _proposal(
-    flow: Dataflow, rules: Rules, pin: Pin, dim: Dim, rule: Rule, num: int
-) -> Shard | None:
-    """A Shard of the same dim that the whole closure accepts: tried, not guessed."""
-    assert isinstance(pin.placement, Shard)
-    at = pin.placement.dim
-    size = flow.metas[pin.value].shape[at]
-    parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
-    blocks: list[int | tuple[int, ...]] = [1, pin.placement.blocks]
-    if len(parts) > 1:
-        blocks.append(parts)
-    units = {1}
-    for other in rules.values():
-        for dims in (*other.operands, *other.results):
-            for compound in dims:
-                for product in compound:
-                    if len(product) > 1:
-                        units.update(
-                            math.prod(other.size[f] for f in product[i:])
-                            for i in range(1, len(product))
-                        )
-    for block in blocks:
-        for unit in sorted(units):
-            try:
-                trial = Shard(at, block, unit)
-                if any(b % unit for b in block_sizes(trial.blocks, size)):
-                    continue
-                if same(trial, pin.placement, flow.metas[pin.value].shape, num):
-                    continue
-            except PlanningError:
-                continue
-            closure = _Closure(flow, rules, num, False)
-            moved = Pin(value=pin.value, placement=trial, by=pin.by)
-            reached, crooked = closure.open(moved)
-            filled = sum(1 for s in index_sets(trial, size, num) if s)
-            if crooked is None and reached and filled == num:
-                return trial
-    return None

@@ -9,8 +9,8 @@
         )
 
 The positional arguments of the module or function are given as specs, which pin them on every
-axis; anything else is passed on as it is. Results are wanted whole, as are their cotangents; the
-gradients of parameters and inputs end where those are. Of the tensors only shape and dtype count.
+axis; anything else is passed on as it is. Results may stay split as they come out, but not pending;
+the gradients of parameters and inputs end where those are. Only shapes and dtypes count.
 
 Not here: whether the plan computes the right numbers (oracle.py), what it costs in seconds.
 """
@@ -133,6 +133,7 @@ def plan_of(
             mesh=mesh,
             pins=found.pins,
             pinned_by=found.pinned_by,
+            split_results=True,
         )
     )
 
@@ -259,9 +260,7 @@ def _with_loss(module: nn.Module, loss: Callable[[Any], Any]) -> Callable[..., A
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _function_with_loss(
-    fn: Callable[..., Any], loss: Callable[[Any], Any]
-) -> Callable[..., Any]:
+def _function_with_loss(fn: Callable[..., Any], loss: Callable[[Any], Any]) -> Callable[..., Any]:
     def with_loss(*args: Any) -> Any:
         return loss(fn(*args))
 

@@ -1,0 +1,201 @@
+"""What the end-to-end tests share: six placements of a small GPT, and plain torch beside them.
+
+    expected = reference(batches, clip=1.0)            # plain torch, one device
+    run = Run.of("tp2_pp2", microbatches=4)            # the same model, parallelized
+    with dt.launch(run.mesh):
+        losses = [float(run.step(*b)) for b in batches]
+
+Every model starts from the same numbers, with a loss near ln 32. No test lives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.models import GPT, batch, loss_fn
+
+Stated = Mapping[str, dt.Placement]
+
+MEGATRON: dict[str, Stated] = {
+    "*.qkv.weight": dict(tp=dt.Row(blocks=3)),
+    "*.proj.weight": dict(tp=dt.Column()),
+    "*.up.weight": dict(tp=dt.Row()),
+    "*.down.weight": dict(tp=dt.Column()),
+}
+TWO_STAGES = {
+    "pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """How a GPT of two layers is placed."""
+
+    axes: Mapping[str, int]
+    pins: Mapping[str, Stated] = field(default_factory=dict)
+    inputs: Stated | None = None
+    stages: Mapping[str, Sequence[Sequence[str]]] | None = None
+
+    @property
+    def mesh(self) -> dt.Mesh:
+        return dt.Mesh(**self.axes)
+
+
+SIX: dict[str, Placed] = {
+    "single": Placed(axes={}),
+    "dp2": Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row())),
+    "tp2": Placed(axes=dict(tp=2), pins=MEGATRON),
+    "pp2": Placed(axes=dict(pp=2), stages=TWO_STAGES),
+    "tp2_pp2": Placed(axes=dict(pp=2, tp=2), pins=MEGATRON, stages=TWO_STAGES),
+    "dp2_tp2": Placed(axes=dict(dp=2, tp=2), pins=MEGATRON, inputs=dict(dp=dt.Row())),
+}
+FOUR: dict[str, Placed] = {
+    "tp4": Placed(axes=dict(tp=4), pins=MEGATRON),
+    "dp4": Placed(axes=dict(dp=4), inputs=dict(dp=dt.Row())),
+}
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def make_model(**options: Any) -> nn.Module:
+    """A GPT with small embeddings, so that the loss begins near ln 32."""
+    torch.manual_seed(0)
+    model = GPT(**options)
+    with torch.no_grad():
+        model.embed.weight.mul_(0.1)
+        model.positions.weight.mul_(0.1)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches(count: int, **options: Any) -> list[tuple[Tensor, Tensor]]:
+    return [batch(seed, **options) for seed in range(count)]
+
+
+def train_torch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Sequence[Sequence[Tensor]],
+    *,
+    loss: Callable[..., Any] = loss_fn,
+    clip: float | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> list[float]:
+    """Losses of plain torch; the model and the optimizer move on."""
+    losses: list[float] = []
+    for one in data:
+        value = loss(model, *one)
+        value = value[0] if isinstance(value, tuple) else value
+        optimizer.zero_grad()
+        value.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(value.item())
+    return losses
+
+
+def gradients_of(
+    model: nn.Module, one: Sequence[Tensor], loss: Callable[..., Any] = loss_fn
+) -> dict[str, Tensor]:
+    """Plain torch's gradients of one batch."""
+    value = loss(model, *one)
+    (value[0] if isinstance(value, tuple) else value).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A parallelized model, its optimizer and its step."""
+
+    mesh: dt.Mesh
+    module: nn.Module
+    model: dt.ParallelModule
+    optimizer: torch.optim.Optimizer
+    step: dt.TrainStep
+
+    @staticmethod
+    def of(
+        placed: str | Placed,
+        *,
+        module: nn.Module | None = None,
+        make: MakeOptimizer = adamw,
+        loss: Callable[..., Any] = loss_fn,
+        schedule: dt.Schedule | None = None,
+        clip: float | None = 1.0,
+    ) -> Run:
+        where = {**SIX, **FOUR}[placed] if isinstance(placed, str) else placed
+        module = make_model() if module is None else module
+        model = dt.parallelize(module, where.mesh, where.pins, stages=where.stages)
+        optimizer = make(module)
+        step = dt.train_step(
+            model,
+            loss,
+            optimizer,
+            inputs=where.inputs,
+            schedule=schedule or dt.OneFOneB(microbatches=2),
+            clip_grad_norm=clip,
+        )
+        return Run(mesh=where.mesh, module=module, model=model, optimizer=optimizer, step=step)
+
+    def losses(self, data: Sequence[Sequence[Tensor]]) -> list[float]:
+        """All steps are called before the first is read."""
+        return [float(loss) for loss in [self.step(*one) for one in data]]
+
+    def state(self) -> dict[str, Any]:
+        return dt.gather_state_dict(self.model, self.optimizer)
+
+
+# -- comparisons ---------------------------------------------------------------------------------
+
+
+def assert_gradients_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], limit: float = 1e-5
+) -> None:
+    """Each gradient within ``limit``, relative to its own largest value."""
+    assert set(found) == set(expected)
+    for name in expected:
+        scale = expected[name].abs().max().item()
+        error = (found[name] - expected[name]).abs().max().item()
+        assert error <= limit * scale, f"{name}: {error:.3e} of {scale:.3e}"
+
+
+def assert_losses_close(
+    found: Sequence[float], expected: Sequence[float], limit: float = 2e-6
+) -> None:
+    """Each loss within ``limit``, relative where the loss is above 1."""
+    assert len(found) == len(expected)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert abs(a - b) <= limit * max(1.0, abs(b)), f"step {i}: {a!r} for {b!r}"
+
+
+def assert_same_bits(found: Any, expected: Any, where: str = "state") -> None:
+    """Nested dicts, lists and tensors, equal in every bit."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor) and found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), f"{where} differs"
+    elif isinstance(expected, Mapping):
+        assert set(found) == set(expected), f"{where}: {set(found) ^ set(expected)}"
+        for key in expected:
+            assert_same_bits(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_same_bits(a, b, f"{where}[{i}]")
+    else:
+        assert found == expected, f"{where}: {found!r} for {expected!r}"

@@ -1,0 +1,346 @@
+"""Random small programs, and their execution under a plan, rank by rank in this process.
+
+    program = random_program(random.Random(7))
+    print(program)                       # p0 = x0 @ w0; p1 = softmax(p0, 1); ...
+    found = plan_program(program, Mesh(tp=2), pins, free=True)
+    outcome = execute(found, program)    # {"result 0": tensor, "gradient w0": tensor}
+
+A program is a list of ops on 2-D and 3-D values; inputs named x are arguments, those named w are
+parameters. `Program.reference` runs it on one device. All numbers are float64.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dtensor.daft import launch_cluster
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.runtime.lower import fed_spec, lower, on_mesh
+from dtensor.runtime.rank_lower import Roles
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.dataflow import Dataflow
+from dtensor.sharding.local import assemble_at, shard_of
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Placement, Shard
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.planner import Request, plan
+
+Instruction = tuple[str, str, tuple[object, ...]]  # result, op, operands and numbers
+
+
+@dataclass(frozen=True)
+class Program:
+    inputs: Mapping[str, tuple[int, ...]]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[str, ...]
+    loss: bool = False  # one scalar comes out, whose gradients are taken
+
+    def run(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        env: dict[str, Tensor] = dict(values)
+        for result, op, given in self.instructions:
+            env[result] = _apply(op, [env[g] if isinstance(g, str) else g for g in given])
+        found = [env[name] for name in self.outputs]
+        if self.loss:
+            total = (found[0] * found[0]).sum()
+            for other in found[1:]:
+                total = total + (other * other).sum()
+            return [total]
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(1)
+        return {
+            name: torch.randn(shape, generator=g, dtype=torch.float64)
+            for name, shape in self.inputs.items()
+        }
+
+    def reference(self) -> dict[str, Tensor]:
+        values = self.tensors()
+        weights = {n: t.requires_grad_(self.loss) for n, t in values.items() if n[0] == "w"}
+        results = self.run(values)
+        found = {f"result {i}": t.detach() for i, t in enumerate(results)}
+        if self.loss and weights and results[0].requires_grad:
+            grads = torch.autograd.grad(results[0], list(weights.values()), allow_unused=True)
+            for name, grad in zip(weights, grads, strict=True):
+                if grad is not None:
+                    found[f"gradient {name}"] = grad
+        return found
+
+    def __str__(self) -> str:
+        heads = [f"{name}: {list(shape)}" for name, shape in self.inputs.items()]
+        lines = [f"{r} = {op}({', '.join(map(str, given))})" for r, op, given in self.instructions]
+        return "\n".join([*heads, *lines, f"return {', '.join(self.outputs)}"])
+
+
+def _apply(op: str, given: list[object]) -> Tensor:
+    a = given[0]
+    assert isinstance(a, Tensor)
+    match op:
+        case "mm":
+            return a @ given[1]  # pyright: ignore
+        case "add":
+            return a + given[1]  # pyright: ignore
+        case "mul":
+            return a * given[1]  # pyright: ignore
+        case "relu":
+            return a.relu()
+        case "softmax":
+            return a.softmax(int(given[1]))  # pyright: ignore
+        case "sum":
+            return a.sum(int(given[1]), keepdim=bool(given[2]))  # pyright: ignore
+        case "reshape":
+            return a.reshape([int(s) for s in given[1:]])  # pyright: ignore
+        case "permute":
+            return a.permute([int(d) for d in given[1:]])  # pyright: ignore
+        case _:
+            raise AssertionError(op)
+
+
+# -- making one ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Maker:
+    """``batch``: dim 0 of every value that comes from x0 stays the batch."""
+
+    rng: random.Random
+    batch: bool
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: set[str] = field(default_factory=set)  # what has the batch as dim 0
+    instructions: list[Instruction] = field(default_factory=list)
+
+    def size(self) -> int:
+        return self.rng.choice((2, 3, 4, 4, 5, 6))
+
+    def input(self, shape: tuple[int, ...], kind: str | None = None) -> str:
+        kind = kind or ("w" if self.batch else self.rng.choice("xw"))
+        name = f"{kind}{len(self.inputs)}"
+        self.inputs[name] = self.shapes[name] = shape
+        return name
+
+    def emit(self, op: str, given: tuple[object, ...], shape: tuple[int, ...]) -> None:
+        name = f"p{len(self.instructions)}"
+        self.instructions.append((name, op, given))
+        self.shapes[name] = shape
+        if any(isinstance(g, str) and g in self.rows for g in given):
+            self.rows.add(name)
+
+    def step(self) -> None:
+        pool = [n for n in self.shapes if not self.batch or n in self.rows]
+        a = self.rng.choice(pool[-4:])
+        shape = self.shapes[a]
+        first = int(self.batch)  # dims below are the batch's own
+        op = self.rng.choice(
+            ("mm", "mm", "add", "mul", "relu", "sum", "softmax", "reshape", "permute")
+        )
+        match op:
+            case "mm" if len(shape) == 2:
+                fit = [n for n, s in self.shapes.items() if len(s) == 2 and s[0] == shape[1]
+                       and n not in self.rows]
+                b = self.rng.choice([*fit, ""]) or self.input((shape[1], self.size()))
+                self.emit(op, (a, b), (shape[0], self.shapes[b][1]))
+            case "add" | "mul":
+                fit = [n for n, s in self.shapes.items() if s == shape and (
+                    not self.batch or n in self.rows)]
+                b = self.rng.choice([*fit, "", "vector", "ones"])
+                if b == "vector":
+                    b = self.input((shape[-1],), "w") if len(shape) > first else a
+                elif b == "ones":
+                    b = self.input(tuple(s if self.rng.random() < 0.5 and i >= first else 1
+                                         for i, s in enumerate(shape)), "w")
+                elif not b:
+                    b = a if self.batch else self.input(shape)
+                self.emit(op, (a, b), shape)
+            case "relu":
+                self.emit(op, (a,), shape)
+            case "softmax" if len(shape) > first:
+                self.emit(op, (a, self.rng.randrange(first, len(shape))), shape)
+            case "sum" if len(shape) > max(1, first):
+                dim, keep = self.rng.randrange(first, len(shape)), self.rng.random() < 0.5
+                rest = tuple(
+                    1 if i == dim else s for i, s in enumerate(shape) if keep or i != dim
+                )
+                self.emit(op, (a, dim, keep), rest)
+            case "reshape":
+                self._reshape(a, shape, first)
+            case "permute" if len(shape) > first + 1:
+                order = [*range(first), *self.rng.sample(range(first, len(shape)),
+                                                         len(shape) - first)]
+                self.emit(op, (a, *order), tuple(shape[d] for d in order))
+            case _:
+                pass
+
+    def _reshape(self, a: str, shape: tuple[int, ...], first: int) -> None:
+        if len(shape) > first + 1 and self.rng.random() < 0.6:
+            i = self.rng.randrange(first, len(shape) - 1)
+            new = (*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :])
+        else:
+            splits = [(i, f) for i, s in enumerate(shape) for f in (2, 3)
+                      if i >= first and s % f == 0 and s > f]
+            if not splits or len(shape) > 3:
+                return
+            i, f = self.rng.choice(splits)
+            pair = self.rng.choice(((f, shape[i] // f), (shape[i] // f, f)))
+            new = (*shape[:i], *pair, *shape[i + 1 :])
+        self.emit("reshape", (a, *new), new)
+
+
+def random_program(
+    rng: random.Random, *, loss: bool = False, batch: bool = False, num_ops: tuple[int, int] = (3, 7)
+) -> Program:
+    maker = _Maker(rng, batch)
+    rows = rng.choice((4, 8)) if batch else maker.size()
+    shape = (rows, maker.size(), *([maker.size()] if rng.random() < 0.4 else []))
+    name = maker.input(shape, "x")
+    if batch:
+        maker.rows.add(name)
+    wanted = rng.randint(*num_ops)
+    while len(maker.instructions) < wanted:
+        maker.step()
+    outputs = [f"p{wanted - 1}"]
+    if rng.random() < 0.4 and wanted > 1:
+        other = f"p{rng.randrange(wanted - 1)}"
+        if not batch or other in maker.rows:
+            outputs.append(other)
+    if batch and outputs[0] not in maker.rows:
+        outputs = [n for n in maker.rows if n in dict.fromkeys(r for r, _, _ in maker.instructions)]
+        outputs = sorted(outputs)[-1:]
+    if loss:  # so that there is something to differentiate by
+        shape = maker.shapes[outputs[0]]
+        maker.emit("mul", (outputs[0], maker.input(shape[1:], "w")), shape)
+        outputs[0] = maker.instructions[-1][0]
+    return Program(dict(maker.inputs), tuple(maker.instructions), tuple(outputs), loss)
+
+
+def random_topology(rng: random.Random) -> Topology:
+    """From dear communication, which replicates, to free communication, which splits all."""
+    return Topology(
+        latency=rng.choice((0.0, 1e-9, 5e-6)),
+        bandwidth=rng.choice((1e6, 1e9, 1e12)),
+        flops=rng.choice((1e6, 1e9, 1e12)),
+        memory_bandwidth=rng.choice((1e6, 1e9, 1e12)),
+    )
+
+
+# -- planning and running it -------------------------------------------------------------------
+
+
+class _Module(nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.names = [n for n in program.inputs if n[0] == "w"]
+        for name, tensor in program.tensors().items():
+            if name in self.names:
+                self.register_parameter(name, nn.Parameter(tensor))
+
+    def forward(self, *args: Tensor) -> Tensor | tuple[Tensor, ...]:
+        given = [n for n in self.program.inputs if n[0] == "x"]
+        values = dict(zip(given, args, strict=True))
+        values.update({n: self.get_parameter(n) for n in self.names})
+        found = self.program.run(values)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def flow_of(program: Program) -> Dataflow:
+    tensors = program.tensors()
+    args = tuple(t for n, t in tensors.items() if n[0] == "x")
+    graph = capture(_Module(program), args, grads="loss" if program.loss else "none")
+    flow = dataflow(graph)
+    flow.verify()
+    return flow
+
+
+def program_name(program: Program, flow: Dataflow, value: str) -> str:
+    """The program's name of a plan input: parameters by label, arguments in order."""
+    item = next(i for i in flow.inputs if i.name == value)
+    if item.kind == "parameter":
+        return item.label
+    position = int(item.label.rpartition(".")[2])
+    return [n for n in program.inputs if n[0] == "x"][position]
+
+
+def random_pins(
+    rng: random.Random, flow: Dataflow, mesh: Mesh, often: float = 0.5
+) -> dict[str, dict[str, Placement]]:
+    """Some inputs split somewhere, some of them in blocks or units."""
+    pins: dict[str, dict[str, Placement]] = {}
+    for item in flow.inputs:
+        if item.kind not in ("parameter", "argument"):
+            continue
+        shape = item.meta.shape
+        for axis in mesh.axes:
+            dims = [d for d, s in enumerate(shape) if s > 1]
+            if not dims or rng.random() > often:
+                continue
+            dim = rng.choice(dims)
+            shapes = [(1, 1)]
+            if shape[dim] % 2 == 0:
+                shapes += [(2, 1), (1, 2)]
+            blocks, unit = rng.choice(shapes)
+            pins.setdefault(item.name, {})[axis] = Shard(dim, blocks, unit)
+    return pins
+
+
+def plan_program(
+    flow: Dataflow,
+    mesh: Mesh,
+    pins: Mapping[str, Mapping[str, Placement]],
+    *,
+    free: bool = True,
+    microbatches: int = 1,
+    topology: Topology | None = None,
+    results: Mapping[int, Mapping[str, Placement]] | None = None,
+) -> Plan:
+    batch = tuple(i.name for i in flow.inputs if i.kind == "argument") if microbatches > 1 else ()
+    found = plan(
+        Request(
+            name="program",
+            flow=flow,
+            mesh=mesh,
+            pins=pins,
+            free=free,
+            batch=batch,
+            num_microbatches=microbatches,
+            topology=topology or Topology(),
+            results=results or {},
+        )
+    )
+    found.verify()
+    return found
+
+
+def execute(found: Plan, program: Program) -> dict[str, Tensor]:
+    """Lower the plan, run it on in-process ranks, assemble what comes out."""
+    lowered = lower(found, None, roles=Roles(gradients=True))
+    tensors = program.tensors()
+    mesh = found.mesh
+    constants = {i.name: i.constant for i in found.flow.inputs if i.constant is not None}
+
+    def shards(names: tuple[str, ...], rank: int) -> dict[str, object]:
+        cut: dict[str, object] = {}
+        for name in names:
+            whole = constants.get(name)
+            if whole is None:
+                whole = tensors[program_name(program, found.flow, name)]
+            cut[name] = shard_of(whole, fed_spec(found, name), mesh.coordinates(rank))
+        return cut
+
+    with launch_cluster(mesh.size) as cluster:
+        cluster.put([shards(names, rank) for rank, names in enumerate(lowered.states)])
+        handle = cluster.load(lowered.program)
+        fed = [shards(names, rank) for rank, names in enumerate(lowered.inputs)]
+        results = cluster.run(handle, fed).get()
+    outcome: dict[str, Tensor] = {}
+    for output in found.outputs:
+        name = f"{output.kind} {output.of}"
+        pieces = {rank: result[name] for rank, result in enumerate(results)}
+        outcome[name] = assemble_at(pieces, on_mesh(found, output.spec))
+    return outcome

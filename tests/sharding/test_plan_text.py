@@ -1,0 +1,271 @@
+"""How plans read, what they say of their reasons, and that their memory is what it should be.
+
+Whole plans are compared with tests/golden; after a wanted change, write them anew with
+`python -m tests.sharding.test_plan_text` and read the difference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from dtensor.api.patterns import matches
+from dtensor.errors import PlanningError
+from dtensor.sharding.memory import stage_flops, stage_seconds
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Shard
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.plan_words import collapse, flop_text, seconds_text, size_text
+from tests.models import GPT, MLP, batch, loss_fn
+from tests.plans import MEGATRON, MLP_PINS, mean_square, plan_model
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm.*", "head*"]]}
+
+
+def mlp(ranks: int = 2, microbatches: int = 1) -> Plan:
+    return plan_model(
+        MLP(bias=False), mean_square, (torch.randn(8, 16),), Mesh(tp=ranks), MLP_PINS,
+        microbatches=microbatches, name="mlp",
+    )  # fmt: skip
+
+
+def gpt() -> Plan:
+    return plan_model(
+        GPT(layers=2), loss_fn, batch(), Mesh(pp=2, dp=2, tp=2), MEGATRON,
+        inputs=dict(dp=Shard(0)), stages=STAGES, microbatches=2, clip_grad_norm=1.0, name="gpt",
+    )  # fmt: skip
+
+
+WHOLE: dict[str, Callable[[], Plan]] = {"gpt": gpt, "mlp_uneven": lambda: mlp(ranks=3)}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_plans(name: str) -> None:
+    assert str(WHOLE[name]()) + "\n" == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_a_small_plan() -> None:
+    assert_expected_inline(str(mlp()), """\
+plan mlp    mesh(tp=2)    stage 0 of 1    all ranks identical
+axis tp    splits up.weight dim 0 (64), with down.weight; opened by *up.weight
+
+inputs
+  up.weight    f32[64@tp,16]  parameter
+  down.weight  f32[16,64@tp]  parameter
+  x            f32[8,16]      argument
+
+forward                                                         per rank
+  permute          = permute(up_weight, [1, 0])      f32[16,64@tp]                  models.py:26
+  h                = mm(x, permute)                  f32[8,64@tp]       8.19 kFLOP  models.py:26
+  a                = gelu(h)                         f32[8,64@tp]                   models.py:27
+  permute_1        = permute(down_weight, [1, 0])    f32[64@tp,16]                  models.py:28
+  mm               = mm(a, permute_1)                f32[8,16]{sum@tp}  8.19 kFLOP  models.py:28
+* mm_reduced       = all_reduce(mm, tp)              f32[8,16]          512 B sent  plans.py:55
+  pow_1            = pow(mm_reduced, 2)              f32[8,16]                      plans.py:55
+  mean             = mean(pow_1)                     f32[]                          plans.py:55
+
+backward                                                        per rank
+  full             = full([], 1.0, dtype=f32)        f32[]
+  expand           = expand(full, [8, 16])           f32[8,16]                      plans.py:55
+  div              = div(expand, 128)                f32[8,16]                      plans.py:55
+  mul              = mul(mm_reduced, 2.0)            f32[8,16]                      plans.py:55
+  mul_1            = mul(div, mul)                   f32[8,16]                      plans.py:55
+  permute_2        = permute(mul_1, [1, 0])          f32[16,8]                      models.py:28
+  grad_down_weight = mm(permute_2, a)                f32[16,64@tp]      8.19 kFLOP  models.py:28
+  mm_1             = mm(mul_1, down_weight)          f32[8,64@tp]       8.19 kFLOP  models.py:28
+  gelu_backward    = gelu_backward(mm_1, h)          f32[8,64@tp]                   models.py:27
+  permute_3        = permute(gelu_backward, [1, 0])  f32[64@tp,8]                   models.py:26
+  grad_up_weight   = mm(permute_3, x)                f32[64@tp,16]      8.19 kFLOP  models.py:26
+
+optimizer                                                       per rank
+  update 2 parameters by AdamW                       8.0 KiB of state
+      of up.weight, down.weight
+
+memory per rank
+  parameters        4.0 KiB
+  gradients         4.0 KiB
+  optimizer state   8.0 KiB
+  activations       4.0 KiB
+  total            20.0 KiB
+
+communication per rank and step
+  tp  forward  1 all_reduce  512 B sent
+
+compute per rank and step    40.96 kFLOP
+predicted    10.03 us a step: compute 28.4 ns, communication 10.00 us""")
+
+
+def test_the_text_is_the_same_each_time() -> None:
+    assert str(mlp()) == str(mlp())
+
+
+def test_marked_lines_are_the_collectives() -> None:
+    plan = gpt()
+    marked = [line for line in str(plan).splitlines() if line.startswith("*")]
+    names = {line.split()[1] for line in marked}
+    assert {c.name for c in plan.collectives} == names
+    norms = sum("grad_norm" in line for line in marked)
+    assert norms == plan.num_stages  # one line for all of its axes
+    assert len(marked) - norms == sum(c.name != "grad_norm" for c in plan.collectives)
+
+
+def test_every_parameter_is_found_in_a_reduction() -> None:
+    text = " ".join(line.strip() for line in str(gpt()).splitlines())
+    lists = re.findall(r"\d+ B? ?[KM]?i?B? ?sent of ((?:[\w.{}]+(?:, )?)+)", text)
+    globs = [glob for found in lists for glob in found.split(", ")]
+    assert globs
+    for name, _ in GPT(layers=2).named_parameters():
+        assert any(matches(glob, name) for glob in globs), name
+
+
+def test_an_axis_that_opens_nothing_says_so() -> None:
+    model, x = MLP(), torch.randn(8, 16)
+    text = str(plan_model(model, mean_square, (x,), Mesh(dp=2, tp=1, ep=2), {}))
+    assert "axis ep    splits nothing: no pin opens a factor" in text
+    assert "axis tp    one rank" in text
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def test_units() -> None:
+    assert [size_text(n) for n in (0, 1023, 1024, 2**21, 3 * 2**29, 2**41)] == [
+        "0 B", "1023 B", "1.0 KiB", "2.0 MiB", "1.5 GiB", "2.0 TiB",
+    ]  # fmt: skip
+    assert [flop_text(n) for n in (512, 1000, 2 * 512 * 1024 * 2048)] == [
+        "512 FLOP", "1.00 kFLOP", "2.15 GFLOP",
+    ]  # fmt: skip
+    assert [seconds_text(s) for s in (0.0, 2e-9, 1.25e-3, 90.0)] == [
+        "0 s", "2.0 ns", "1.25 ms", "90.00 s",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["a.0.w", "b", "a.1.w"], ["a.{0..1}.w", "b"]),
+        (["a.0.w", "a.2.w"], ["a.{0,2}.w"]),
+        (["a.9.w", "a.10.w"], ["a.{9..10}.w"]),
+        (["a.0.n1", "a.0.n2", "a.1.n1", "a.1.n2"], ["a.{0..1}.n{1..2}"]),
+        (["a.0.n1", "a.1.n2"], ["a.0.n1", "a.1.n2"]),
+    ],
+)
+def test_repeated_layers_as_one_name(names: list[str], text: list[str]) -> None:
+    assert list(collapse(names)) == text
+    for name in names:
+        assert sum(matches(glob, name) for glob in text) == 1
+
+
+# -- explain -----------------------------------------------------------------------------------------
+
+
+def test_explain_a_pending_sum() -> None:
+    assert_expected_inline(mlp().explain("mm_1"), """\
+mm_1: f32[8,64@tp]
+  mm_1 = mm(mul_1, down_weight)    backward    models.py:28: return self.down(a)
+  on tp: factor n of mm is split over 2 ranks; follows the pins, opened by *up.weight
+  read by gelu_backward = gelu_backward(mm_1, h)    models.py:27""")
+
+
+def test_explain_parameters() -> None:
+    plan = plan_model(
+        MLP(), mean_square, (torch.randn(8, 16),), Mesh(dp=2, tp=2), MLP_PINS,
+        inputs=dict(dp=Shard(0)),
+    )  # fmt: skip
+    assert "on tp: Shard(0), pinned by *up.weight" in plan.explain("up.weight")
+    assert "on tp: Shard(1), pinned by *down.weight" in plan.explain("down_weight")
+    bias = plan.explain("up.bias")
+    assert "on tp: Shard(0), no pin; chosen as cheapest" in bias
+    assert "opened by *up.weight" in bias
+    assert "on dp: Replicate(), no pin; no pin on the axis reaches it" in bias
+
+
+def test_explain_follows_a_gradient_to_its_update() -> None:
+    plan = gpt()
+    text = plan.explain("grad_blocks_0_mlp_up_weight")
+    assert "on dp: a pending sum: mm contracts factor k" in text
+    assert "on tp: factor m of mm is split over 2 ranks" in text
+    assert "summed over microbatches into grad_blocks_0_mlp_up_weight_total" in text
+    reduced = plan.explain("grad_blocks_0_mlp_up_weight_total_reduced")
+    assert "read by the update of blocks.0.mlp.up.weight (AdamW)" in reduced
+    assert "counted in grad_norm" in reduced
+
+
+def test_explain_every_value() -> None:
+    plan = gpt()
+    for name, spec in plan.value_specs().items():
+        assert plan.explain(name).splitlines()[0] == f"{name}: {spec}"
+        assert len(plan.explain(name).splitlines()) > 1
+
+
+def test_explain_an_unknown_name() -> None:
+    with pytest.raises(PlanningError, match="no value 'mm_11'; near: mm_1"):
+        mlp().explain("mm_11")
+
+
+# -- memory and time -------------------------------------------------------------------------------
+
+
+def test_memory_of_an_mlp_by_hand() -> None:
+    """x[8 16] -> h, a [8 64] -> z, r = z^2 [8 16] on one rank; f32."""
+    plan = plan_model(
+        MLP(bias=False), mean_square, (torch.randn(8, 16),), Mesh(tp=2), MLP_PINS
+    )
+    memory = plan.memory[0]
+    weights = 2 * (64 // 2) * 16 * 4
+    assert memory.parameters == weights
+    assert memory.gradients == weights
+    assert memory.optimizer == 2 * weights
+    x = 8 * 16 * 4
+    hidden = 8 * (64 // 2) * 4
+    # At gelu_backward: x, h, a's gradient and the result; a went with down.weight's gradient.
+    assert memory.activations >= x + 3 * hidden
+    assert memory.activations <= 4 * x + 4 * hidden
+    assert memory.total == 4 * weights + memory.activations
+
+
+def test_activations_grow_with_microbatches_in_flight_by_what_backward_needs() -> None:
+    plan = mlp(microbatches=4)
+    one, two, three = (
+        replace(plan, in_flight=(held,)).memory[0].activations for held in (1, 2, 3)
+    )
+    rows = 8 // 4
+    # x's slice, h and a, and the output that the square's backward needs
+    assert two - one == three - two == 4 * rows * (16 + 64 // 2 + 64 // 2 + 16)
+
+
+def test_more_ranks_need_less_of_each() -> None:
+    memory = [mlp(ranks).memory[0] for ranks in (1, 2, 4)]
+    for field in ("parameters", "gradients", "optimizer", "activations"):
+        sizes = [getattr(m, field) for m in memory]
+        assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3, field
+
+
+def test_flop_and_seconds() -> None:
+    whole, half, micro = mlp(1), mlp(2), mlp(2, microbatches=4)
+    matmuls = 5  # two forward; one backward for up.weight, two for down
+    assert stage_flops(whole, 0) == matmuls * 2 * 8 * 16 * 64
+    assert stage_flops(half, 0) * 2 == stage_flops(whole, 0)
+    assert stage_flops(micro, 0) == stage_flops(half, 0)
+    assert stage_seconds(whole, 0)[1] == 0.0
+    latency, num_bytes = 2 * 5e-6, 8 * 16 * 4
+    assert stage_seconds(half, 0)[1] == pytest.approx(latency + num_bytes / 200e9)
+    assert stage_seconds(micro, 0)[1] == pytest.approx(4 * latency + num_bytes / 200e9)
+    assert half.cost.seconds == pytest.approx(sum(stage_seconds(half, 0)))
+
+
+def main() -> None:
+    """Write the golden files anew."""
+    for name, make in WHOLE.items():
+        (GOLDEN / f"{name}.txt").write_text(str(make()) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Plans are the ones that are known to be right: Megatron's, for Megatron's pins.
+
+Numbers of collectives, and their bytes against closed forms: of N bytes over w ranks an all_reduce
+sends 2(w-1)/w N from each. Shoeybi et al. 2019, arXiv:1909.08053, sections 3 and 5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtensor.frontend import annotate
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Shard
+from dtensor.sharding.plan import Accumulate, Bucket, Compute, Plan, TieSum, Transfer
+from tests.models import GPT, MLP, Block, CausalSelfAttention, Llama, SwiGLU, batch, loss_fn
+from tests.plans import (
+    ATTENTION_PINS,
+    LLAMA,
+    MEGATRON,
+    MLP_PINS,
+    VOCABULARY,
+    kinds,
+    mean_square,
+    plan_model,
+)
+
+B, T, D, V = 4, 8, 16, 32  # of tests.models
+ACTIVATION = B * T * D * 4  # bytes
+STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm.*", "head*"]]}
+
+both_sizes = pytest.mark.parametrize("ranks", [2, 4])
+
+
+def ring(num_bytes: int, ranks: int) -> int:
+    """What an all_reduce of num_bytes sends from each rank, rounded up."""
+    return -(-2 * (ranks - 1) * num_bytes // ranks)
+
+
+def sent(plan: Plan, phase: str, key: str) -> list[int]:
+    return [c.bytes_sent for c in plan.collectives if (c.phase, c.key) == (phase, key)]
+
+
+def an_input() -> Tensor:
+    return torch.randn(B, T, D, requires_grad=True)
+
+
+# -- tensor parallel -------------------------------------------------------------------------------
+
+
+@both_sizes
+@pytest.mark.parametrize("which", ["mlp", "attention", "swiglu"])
+def test_one_reduction_forward_and_one_backward(which: str, ranks: int) -> None:
+    model, pins = {
+        "mlp": (MLP(D), MLP_PINS),
+        "attention": (CausalSelfAttention(D, 4, True), ATTENTION_PINS),
+        "swiglu": (SwiGLU(D), {"gate.weight": dict(tp=Shard(0)), **MLP_PINS}),
+    }[which]
+    plan = plan_model(model, mean_square, (an_input(),), Mesh(tp=ranks), pins, train=False)
+    assert sent(plan, "forward", "all_reduce@tp") == [ring(ACTIVATION, ranks)]
+    assert sent(plan, "backward", "all_reduce@tp") == [ring(ACTIVATION, ranks)]
+    assert len(plan.collectives) == 2
+
+
+def test_an_input_without_gradient_needs_no_reduction_backward() -> None:
+    x = torch.randn(B, T, D)
+    plan = plan_model(MLP(D), mean_square, (x,), Mesh(tp=2), MLP_PINS)
+    assert kinds(plan) == {"all_reduce@tp": 1}
+
+
+def test_a_bias_is_split_where_its_layer_is_and_added_once_where_it_is_not() -> None:
+    plan = plan_model(MLP(D), mean_square, (an_input(),), Mesh(tp=2), MLP_PINS)
+    specs = {i.label: str(i.spec) for i in plan.inputs}
+    assert specs["up.bias"] == "f32[64@tp]"
+    assert specs["down.bias"] == "f32[16]"
+    adds = [s for s in plan.steps if isinstance(s, Compute) and "down_bias" in s.operands]
+    assert [str(s) for s in adds[0].operand_specs] == ["f32[32,16]", "f32[16]"]
+
+
+@both_sizes
+def test_a_transformer_block_has_two_reductions_each_way(ranks: int) -> None:
+    plan = plan_model(
+        Block(D, 4, True), mean_square, (an_input(),), Mesh(tp=ranks), MEGATRON, train=False
+    )
+    assert sent(plan, "forward", "all_reduce@tp") == [ring(ACTIVATION, ranks)] * 2
+    assert sent(plan, "backward", "all_reduce@tp") == [ring(ACTIVATION, ranks)] * 2
+    assert len(plan.collectives) == 4
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_layer_of_a_gpt_is_alike_and_no_gradient_is_reduced_over_tp(
+    layers: int, tied: bool
+) -> None:
+    model = GPT(layers=layers, tied=tied)
+    plan = plan_model(model, loss_fn, batch(), Mesh(tp=2), MEGATRON)
+    assert kinds(plan, "forward") == {"all_reduce@tp": 2 * layers}
+    assert kinds(plan, "backward") == {"all_reduce@tp": 2 * layers}
+    assert kinds(plan, "optimizer") == {}
+
+
+@pytest.mark.parametrize("norm", ["hand", "torch"])
+@pytest.mark.parametrize("spread", ["enable_gqa", "repeat"])
+def test_llama_is_as_gpt(norm: str, spread: str) -> None:
+    model = Llama(layers=2, norm=norm, spread=spread)  # type: ignore[arg-type]
+    plan = plan_model(model, loss_fn, batch(), Mesh(tp=2), LLAMA)
+    assert kinds(plan, "forward") == {"all_reduce@tp": 4}
+    assert kinds(plan, "backward") == {"all_reduce@tp": 4}
+    assert kinds(plan, "optimizer") == {}
+
+
+@both_sizes
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_that_is_split(tied: bool, ranks: int) -> None:
+    def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        return loss_fn(model, tokens, targets)[0]
+
+    model = GPT(layers=0, tied=tied)
+    pins = VOCABULARY if not tied else {"embed.weight": dict(tp=Shard(0))}
+    plan = plan_model(model, loss, batch(), Mesh(tp=ranks), pins)
+    one_per_token = B * T * 4
+    embedding, *losses = sent(plan, "forward", "all_reduce@tp")
+    assert embedding == ring(ACTIVATION, ranks)
+    assert losses == [ring(one_per_token, ranks)] * 3
+    assert sent(plan, "backward", "all_reduce@tp") == [ring(ACTIVATION, ranks)]  # of the head
+    assert len(plan.collectives) == 5
+
+
+def test_a_split_sequence_gathers_and_scatters_instead() -> None:
+    """Korthikanti et al. 2022, arXiv:2205.05198: between the pins the sequence is split."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp = nn.LayerNorm(D), MLP(D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = annotate(x, "b t@tp d")
+            return annotate(x + self.mlp(self.norm(x)), "b t@tp d")
+
+    plan = plan_model(Split(), mean_square, (torch.randn(B, T, D),), Mesh(tp=2), MLP_PINS)
+    assert kinds(plan, "forward")["all_reduce@tp"] <= 1  # the scalar loss
+    assert kinds(plan, "forward")["reduce_scatter@tp"] == 1
+    assert kinds(plan, "forward")["all_gather@tp"] >= 1
+    # The norm's gradients are sums over a part of the sequence: these do wait for the end.
+    waiting = {name for s in plan.steps if isinstance(s, Bucket) for name in s.of}
+    assert {"norm.weight", "norm.bias"} <= waiting
+
+
+# -- data parallel ---------------------------------------------------------------------------------
+
+
+@both_sizes
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_each_gradient_is_in_exactly_one_reduction(ranks: int, microbatches: int) -> None:
+    tokens, targets = batch(size=8)
+    model = GPT(layers=1)
+    plan = plan_model(
+        model, loss_fn, (tokens, targets), Mesh(dp=ranks), {},
+        inputs=dict(dp=Shard(0)), microbatches=microbatches,
+    )  # fmt: skip
+    reduced = Counter(name for s in plan.steps if isinstance(s, Bucket) for name in s.of)
+    assert reduced == Counter(name for name, _ in model.named_parameters())
+    buckets = [c for c in plan.collectives if c.name.startswith("gradients")]
+    num_bytes = 4 * sum(p.numel() for p in model.parameters())
+    assert [c.bytes_sent for c in buckets] == [ring(num_bytes, ranks)]  # all fit in one
+    assert {c.times for c in buckets} == {1}
+    others = [c for c in plan.collectives if c not in buckets]  # loss, accuracy, count of targets
+    assert max(c.bytes_sent for c in others) <= ring(4, ranks)
+    assert kinds(plan, "backward") == {}
+
+
+def test_data_and_tensor_parallel_compose() -> None:
+    plan = plan_model(
+        GPT(layers=2), loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON,
+        inputs=dict(dp=Shard(0)), microbatches=2,
+    )  # fmt: skip
+    part = ACTIVATION // 4  # of one microbatch of one dp rank
+    assert sent(plan, "forward", "all_reduce@tp") == [ring(part, 2)] * 4
+    assert sent(plan, "backward", "all_reduce@tp") == [ring(part, 2)] * 4
+    assert {c.times for c in plan.collectives if c.axis == "tp"} == {2}
+    local = sum(i.spec.max_local_nbytes for i in plan.inputs if i.kind == "parameter")
+    bucket = next(c for c in plan.collectives if c.name.startswith("gradients"))
+    assert bucket.bytes_sent == ring(local, 2)
+
+
+# -- pipelines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_transfer_for_each_value_boundary_and_direction(tied: bool) -> None:
+    plan = plan_model(
+        GPT(layers=2, tied=tied), loss_fn, batch(), Mesh(pp=2, tp=2), MEGATRON,
+        stages=STAGES, microbatches=2,
+    )  # fmt: skip
+    moved = [s for s in plan.steps if isinstance(s, Transfer)]
+    assert [(s.stage, s.to_stage, s.phase) for s in moved] == [(0, 1, "forward"), (1, 0, "backward")]
+    assert [s.spec.max_local_nbytes for s in moved] == [ACTIVATION // 2] * 2
+    assert sum(isinstance(s, TieSum) for s in plan.steps) == tied
+    for stage in (0, 1):
+        assert kinds(plan, "forward", stage)["all_reduce@tp"] == 2
+        assert kinds(plan, "backward", stage)["all_reduce@tp"] == 2
+
+
+def test_a_value_that_two_later_stages_use_goes_to_each_once() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, c = self.parts
+            h = a(x)
+            return c(b(h) + h) * h
+
+    plan = plan_model(
+        Chain(), mean_square, (torch.randn(B, D),), Mesh(pp=3), {},
+        stages={"pp": [["parts.0.*"], ["parts.1.*"], ["parts.2.*"]]}, microbatches=2,
+    )  # fmt: skip
+    moved = [s for s in plan.steps if isinstance(s, Transfer)]
+    assert len({(s.operand, s.stage, s.to_stage) for s in moved}) == len(moved)
+    forward = [(s.stage, s.to_stage) for s in moved if s.phase == "forward"]
+    assert forward == [(0, 1), (0, 2), (1, 2)] or forward == [(0, 1), (1, 2), (0, 2)]
+
+
+def test_sums_over_microbatches_are_in_time() -> None:
+    plan = plan_model(
+        MLP(D), mean_square, (torch.randn(B, T, D),), Mesh(tp=2), MLP_PINS, microbatches=4
+    )
+    summed = [s.of for s in plan.steps if isinstance(s, Accumulate)]
+    assert sorted(summed) == ["down.bias", "down.weight", "result 0", "up.bias", "up.weight"]
+    assert kinds(plan) == {"all_reduce@tp": 1}  # none for the sums

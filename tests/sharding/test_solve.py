@@ -1,0 +1,139 @@
+"""`solve` against enumeration: random graphs, random prices, some of them infinite.
+
+Also the tie between repeated layers: on a chain of equal layers it costs nothing, and the number
+of choices to make does not grow with the chain.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor.sharding.placements import PARTIAL, REPLICATE, Placement, Shard
+from dtensor.sharding.solve import (
+    Infeasible,
+    Node,
+    Option,
+    Price,
+    brute_force,
+    conversion_seconds,
+    evaluate,
+    solve,
+)
+
+PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), Shard(1), PARTIAL)
+SEEDS = st.integers(min_value=0, max_value=2**32)
+
+
+def random_prices(rng: random.Random, infinite: float) -> Price:
+    """A price for each (value, from, to), drawn when it is first asked for, kept from then on."""
+    found: dict[tuple[str, Placement, Placement], float] = {}
+
+    def price(value: str, src: Placement, dst: Placement) -> float:
+        key = (value, src, dst)
+        if key not in found:
+            found[key] = math.inf if rng.random() < infinite else rng.randint(0, 50) * 1e-6
+        return found[key]
+
+    return price
+
+
+def random_nodes(rng: random.Random) -> list[Node]:
+    """A graph in program order: each node reads up to two earlier values and writes one or two."""
+    values: list[str] = []
+    nodes: list[Node] = []
+    for number in range(rng.randint(2, 6)):
+        reads = [rng.choice(values) for _ in range(rng.randint(0, 2))] if values else []
+        writes = [f"v{number}_{i}" for i in range(rng.choice((1, 1, 2)))]
+        options = tuple(
+            Option(
+                tuple((v, rng.choice(PLACEMENTS)) for v in reads),
+                tuple((v, rng.choice(PLACEMENTS)) for v in writes),
+                rng.randint(0, 30) * 1e-6,
+            )
+            for _ in range(rng.randint(1, 3))
+        )
+        nodes.append(Node(f"n{number}", options, f"n{number}"))
+        values += writes
+    return nodes
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(SEEDS)
+def test_as_cheap_as_enumeration(seed: int) -> None:
+    rng = random.Random(seed)
+    nodes, price = random_nodes(rng), random_prices(rng, rng.choice((0.0, 0.3, 0.7)))
+    best = brute_force(nodes, price)
+    if math.isinf(best.seconds):
+        with pytest.raises(Infeasible):
+            solve(nodes, price)
+        return
+    found = solve(nodes, price)
+    assert found.seconds == pytest.approx(best.seconds, abs=1e-11)
+    assert found.seconds == evaluate(nodes, found.chosen, price)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(SEEDS)
+def test_conversions_are_the_cheapest_tree(seed: int) -> None:
+    """Each reader is served from the value as written, or from one replicated copy."""
+    rng = random.Random(seed)
+    price = random_prices(rng, 0.2)
+    native = rng.choice(PLACEMENTS)
+    needed = tuple(rng.sample(PLACEMENTS, rng.randint(1, 4)))
+    direct = {p: price("v", native, p) for p in needed if p != native}
+    best = sum(direct.values())
+    if native != REPLICATE:
+        others = [p for p in direct if p != REPLICATE]
+        for mask in range(2 ** len(others)):
+            cut = [p for i, p in enumerate(others) if mask >> i & 1]
+            total = price("v", native, REPLICATE) if cut or REPLICATE in direct else 0.0
+            total += sum(price("v", REPLICATE, p) if p in cut else direct[p] for p in others)
+            best = min(best, total)
+    assert conversion_seconds("v", native, needed, price) == pytest.approx(best)
+
+
+def layers(rng: random.Random, num: int) -> tuple[list[Node], Price]:
+    """``num`` equal layers in a chain, each of two nodes; the first value is free to choose."""
+    costs = [[rng.randint(0, 30) * 1e-6 for _ in PLACEMENTS] for _ in range(2)]
+    shuffles = [rng.sample(PLACEMENTS, len(PLACEMENTS)) for _ in range(2)]
+    drawn = random_prices(rng, 0.3)
+    nodes = [
+        Node("start", tuple(Option((), (("h0", p),), 0.0) for p in PLACEMENTS), "start")
+    ]
+    for layer in range(num):
+        before, inside, after = f"h{layer}", f"a{layer}", f"h{layer + 1}"
+        for part, (read, write) in enumerate(((before, inside), (inside, after))):
+            options = tuple(
+                Option(((read, p),), ((write, q),), cost)
+                for p, q, cost in zip(PLACEMENTS, shuffles[part], costs[part], strict=True)
+            )
+            nodes.append(Node(f"layer{layer}.{part}", options, ("layer", part)))
+
+    def price(value: str, src: Placement, dst: Placement) -> float:
+        # an infinite price is made merely high, so that every chain has a solution
+        return min(drawn(value[0], src, dst), 1e-3)
+
+    return nodes, price
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(SEEDS)
+def test_repeated_layers_make_one_choice(seed: int) -> None:
+    rng = random.Random(seed)
+    state = rng.getstate()
+    sizes: set[int] = set()
+    for num in (2, 3, 5):
+        rng.setstate(state)
+        nodes, price = layers(rng, num)
+        tied = solve(nodes, price)
+        untied = solve([Node(n.name, n.options, n.name) for n in nodes], price)
+        for part in range(2):
+            assert len({tied.chosen[f"layer{i}.{part}"] for i in range(num)}) == 1
+        assert tied.seconds >= untied.seconds - 1e-11
+        sizes.add(tied.num_variables)
+    assert len(sizes) == 1

@@ -1,0 +1,185 @@
+"""`assert_collectives`: known modules under known placements, and the text of a failure."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Column, Replicate, Row, Shard
+from dtensor.sharding.spec_text import parse as spec
+from dtensor.testing import assert_collectives, plan_of
+from dtensor.testing.collectives import counts
+from tests.models import GPT, MLP, Llama, SwiGLU
+
+TP = Mesh(tp=2)
+MEGATRON = {"*up.weight": dict(tp=Row()), "*down.weight": dict(tp=Column())}
+ATTENTION = {"*.qkv.weight": dict(tp=Row(blocks=3)), "*.proj.weight": dict(tp=Column())}
+
+
+def squared(y: Tensor) -> Tensor:
+    return y.pow(2).mean()
+
+
+def test_megatron_mlp() -> None:
+    assert_collectives(
+        MLP(),
+        TP,
+        MEGATRON,
+        spec("f32[8,16]", TP, requires_grad=True),
+        forward={"all_reduce@tp": 1},
+        backward={"all_reduce@tp": 1},
+    )
+
+
+def test_an_input_that_needs_no_gradient_needs_no_reduction() -> None:
+    assert_collectives(
+        MLP(), TP, MEGATRON, spec("f32[8,16]", TP), forward={"all_reduce@tp": 1}, backward={}
+    )
+
+
+def test_swiglu_sums_the_gradients_of_its_two_columns_once() -> None:
+    assert_collectives(
+        SwiGLU(),
+        TP,
+        {"gate.weight": dict(tp=Row()), **MEGATRON},
+        spec("f32[8,16]", TP, requires_grad=True),
+        forward={"all_reduce@tp": 1},
+        backward={"all_reduce@tp": 1},
+    )
+
+
+def test_the_gradients_of_parameters_are_reduced_in_backward() -> None:
+    mesh = Mesh(dp=2)
+    plan = assert_collectives(
+        nn.Linear(16, 4, bias=False),
+        mesh,
+        {},
+        spec("f32[8@dp,16]", mesh),
+        forward={"all_reduce@dp": 1},  # the loss
+        backward={"all_reduce@dp": 1},
+        loss=squared,
+    )
+    assert {c.name for c in plan.collectives} == {"mean_reduced", "grad_weight_reduced"}
+
+
+def test_a_gpt_block_has_two_reductions_each_way() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        return logits.square().mean()
+
+    assert_collectives(
+        GPT(layers=1),
+        TP,
+        {**ATTENTION, **MEGATRON},
+        spec("i64[4,8]", TP),
+        forward={"all_reduce@tp": 2},
+        backward={"all_reduce@tp": 2},
+        loss=loss,
+    )
+
+
+def test_nothing_pinned_nothing_communicated() -> None:
+    assert_collectives(
+        Llama(layers=1), TP, {}, spec("i64[4,8]", TP), forward={}, backward={}, loss=squared
+    )
+
+
+def test_a_result_may_stay_split_but_not_pending() -> None:
+    x = spec("f32[8,16]", TP)
+    linear = nn.Linear(16, 32)
+    assert_collectives(linear, TP, {"weight": dict(tp=Row())}, x, forward={})
+    assert_collectives(linear, TP, {"weight": dict(tp=Column())}, x, forward={"all_reduce@tp": 1})
+
+
+def test_a_function_is_placed_by_its_specs() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return F.relu(x @ w)
+
+    assert_collectives(
+        fn, TP, {}, spec("f32[8,16@tp]", TP), spec("f32[16@tp,32]", TP),
+        forward={"all_reduce@tp": 1},
+    )
+    plan = assert_collectives(
+        fn, TP, {"w": dict(tp=Row())}, spec("f32[8,16@tp]", TP), spec("f32[16,32]", TP),
+        forward={"all_reduce@tp": 1},
+    )
+    assert plan.inputs[1].spec == spec("f32[16@tp,32]", TP)
+
+
+def test_two_axes_on_one_dim_are_pinned_as_stated() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    for text in ("f32[8@(tp,dp),16]", "f32[8@(dp,tp),16]", "f32[8@dp,16@tp]", "f32[2*4@tp,16]"):
+        plan = plan_of(lambda x: x * 2, mesh, {}, spec(text, mesh))
+        assert plan.inputs[0].spec == spec(text, mesh)
+
+
+def test_arguments_keep_their_names_under_a_loss() -> None:
+    plan = plan_of(MLP(), TP, {}, spec("f32[8,16]", TP, requires_grad=True), loss=squared)
+    assert "x" in {i.label for i in plan.inputs}
+
+
+def test_pytrees_numbers_and_plain_arguments_pass_through() -> None:
+    def fn(pair: dict[str, Tensor], scale: float) -> Tensor:
+        return pair["a"] @ pair["b"] * scale
+
+    plan = plan_of(fn, TP, {}, {"a": spec("f32[4,8@tp]", TP), "b": spec("f32[8@tp,4]", TP)}, 2.0)
+    assert counts(plan, "forward") == {"all_reduce@tp": 1}
+    assert [i.label for i in plan.inputs] == ["pair.a", "pair.b"]
+
+
+def test_failure_shows_what_was_found_and_the_plan() -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_collectives(
+            MLP(),
+            TP,
+            MEGATRON,
+            spec("f32[8,16]", TP, requires_grad=True),
+            forward={"all_reduce@tp": 2, "all_gather@tp": 1},
+            backward={},
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[:8] == [
+        "MLP does not communicate as expected.",
+        "  forward all_gather@tp: expected 1, found 0",
+        "  forward all_reduce@tp: expected 2, found 1",
+        "  backward all_reduce@tp: expected 0, found 1",
+        "collectives:",
+        "  forward   all_reduce@tp  mm_1_reduced  512 bytes sent  models.py:28",
+        "  backward  all_reduce@tp  grad_x_reduced  512 bytes sent  models.py:26",
+        "",
+    ]
+    assert "plan MLP" in lines[8]
+
+
+def test_a_phase_that_is_not_stated_is_not_checked() -> None:
+    assert_collectives(MLP(), TP, MEGATRON, spec("f32[8,16]", TP), backward={})
+    with pytest.raises(AssertionError, match="expected 0, found 1"):
+        assert_collectives(MLP(), TP, MEGATRON, spec("f32[8,16]", TP), forward={})
+
+
+def test_mistakes_of_the_call() -> None:
+    x = spec("f32[8,16]", TP)
+    with pytest.raises(PlanningError, match="stated on another mesh"):
+        plan_of(MLP(), Mesh(tp=4), {}, x)
+    with pytest.raises(PlanningError, match='placements names "y", which is no tensor argument'):
+        plan_of(lambda x: x * 2, TP, {"y": dict(tp=Row())}, x)
+    with pytest.raises(PlanningError, match="x is placed twice on the axis tp"):
+        plan_of(lambda x: x * 2, TP, {"x": dict(tp=Shard(1))}, spec("f32[8@tp,16]", TP))
+    with pytest.raises(PlanningError, match="does not fit x: it has 2 dims"):
+        plan_of(lambda x: x * 2, TP, {"x": dict(tp=Shard(2))}, x)
+
+
+def test_replicate_in_placements_agrees_with_a_plain_spec() -> None:
+    plan = plan_of(lambda x: x * 2, TP, {"x": dict(tp=Replicate())}, spec("f32[8,16]", TP))
+    assert plan.collectives == ()
+
+
+def test_no_process_and_no_backend() -> None:
+    plan_of(MLP(), TP, MEGATRON, spec("f32[8,16]", TP))
+    assert not torch.distributed.is_initialized()
+    assert "ray" not in vars(sys.modules["dtensor.testing.collectives"])
