@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,7 +34,6 @@ from dtensor.frontend import call as call_module
 from dtensor.frontend.call import Grads, Program, faked, make_call
 from dtensor.frontend.canonical import canonicalise
 from dtensor.frontend.detect import assigned_attribute, check_forward, data_dependent, refusing
-from dtensor.frontend.finish import finish
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.marks import capturing_marks
 from dtensor.frontend.source import source_of_callable, source_of_exception, whole_traces
@@ -71,6 +69,11 @@ def capture(
     Raises:
         PlanningError: the program cannot be captured faithfully (see `detect`).
     """
+    # Not at the top: these load torch's compiler, and with it triton where that is installed.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    from dtensor.frontend.finish import finish
+
     call = make_call(fn, args, kwargs or {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = Program(call, grads)

@@ -61,6 +61,7 @@ class _Copy:
     spec: TensorSpec
     stage: int
     once: bool
+    phase: StepPhase
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class _Emitter:
         )
         for value, spec in zip(op.results, results, strict=True):
             if value is not None and spec is not None:
-                self.add(value, _Copy(value, spec, op.stage, once))
+                self.add(value, _Copy(value, spec, op.stage, once, op.phase))
 
     def add(self, value: str, copy: _Copy) -> _Copy:
         self.copies.setdefault(value, []).append(copy)
@@ -145,10 +146,14 @@ class _Emitter:
     ) -> _Copy:
         here = [c for c in self.copies[value] if c.stage == stage]
         if not here:
-            origin = self.copies[value][0].stage
-            there = [c for c in self.copies[value] if c.stage == origin]
-            copy = self._convert(there, value, wanted, origin, phase, source, why)
-            return self._transfer(copy, value, stage, phase, source, why)
+            # sent when it is made: a forward value that only a later stage's backward reads
+            # must leave in the forward, for here the backward comes last
+            first = self.copies[value][0]
+            there = [
+                c for c in self.copies[value] if c.stage == first.stage and c.phase == first.phase
+            ]
+            copy = self._convert(there, value, wanted, first.stage, first.phase, source, why)
+            return self._transfer(copy, value, stage, first.phase, source, why)
         return self._convert(here, value, wanted, stage, phase, source, why)
 
     def _convert(
@@ -191,11 +196,17 @@ class _Emitter:
                 phase=phase,
                 stage=stage,
                 once=once and self.request.num_microbatches > 1,
-                source=source,
+                source=self._cause(value, move, source),
                 why=why,
             )
         )
-        return self.add(value, _Copy(result, move.dst, stage, once))
+        return self.add(value, _Copy(result, move.dst, stage, once, phase))
+
+    def _cause(self, value: str, move: Move, reader: str) -> str:
+        """The user's line behind a move: what left a sum pending, else what needs the value."""
+        producer = self.request.flow.producers.get(value)
+        pending = move.kind in ("all_reduce", "reduce_scatter")
+        return producer.source if pending and producer is not None else reader
 
     def _transfer(
         self, copy: _Copy, value: str, stage: int, phase: StepPhase, source: str, why: str
@@ -214,7 +225,7 @@ class _Emitter:
                 why=why,
             )
         )
-        return self.add(value, _Copy(result, copy.spec, stage, copy.once))
+        return self.add(value, _Copy(result, copy.spec, stage, copy.once, phase))
 
 
 def alike(a: TensorSpec, b: TensorSpec) -> bool:
@@ -241,7 +252,7 @@ def emit(
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
         inputs.append(PlannedInput(item.name, item.label, item.kind, spec, item.stages))
         for stage in item.stages:
-            emitter.add(item.name, _Copy(item.name, spec, stage, True))
+            emitter.add(item.name, _Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
         emitter.op(op)
     outputs = _Outputs(emitter, {i.label: i for i in inputs}).emit()

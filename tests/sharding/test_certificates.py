@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from dtensor.sharding import ops as ops
 from dtensor.sharding.call import OpCall
-from dtensor.sharding.rule import Rule, parse_rule
+from dtensor.sharding.notation import parse_rule
+from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules import registered, rule_for
 from dtensor.testing.oracle import Certificate, certify_autograd, certify_call
 from tests.sharding.missing import MISSING

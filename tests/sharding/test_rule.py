@@ -14,8 +14,9 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.local import local_call
 from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.notation import parse_rule
 from dtensor.sharding.placements import REPLICATE, Partial, Shard
-from dtensor.sharding.rule import FactorSharding, Rule, parse_rule
+from dtensor.sharding.rule import FactorSharding, Rule
 from dtensor.sharding.rules import NoRule, pattern, register, registered, rule_for
 from dtensor.sharding.rules.views import factorize
 from dtensor.sharding.spec_text import parse

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from dtensor.sharding.call import Localizer, Meta, OpCall, Operand
+from dtensor.sharding.notation import parse_rule
 from dtensor.sharding.placements import Intervals, ReduceOp, intersect, length
-from dtensor.sharding.rule import Rule, parse_rule
+from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules.registry import Builder
 
 Groups = Sequence[Sequence[int]]

@@ -1,0 +1,151 @@
+"""Seconds from a model to a verified program, stage by stage; and whether layers cost choices.
+
+    python benchmarks/plan_time.py [--layers 12] [--microbatches 8] [--profile lower]
+
+A GPT (width 768, 12 heads, 1024 positions, vocabulary 50304) on Mesh(pp=2, dp=2, tp=2) under
+Megatron's pins. Nothing is computed and no parameter is allocated: the model is on the meta
+device. The counts of variables of the integer programs are printed for the number of layers asked
+for and for half of it: repeated layers are solved once, so they agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from dtensor.api.placing import input_pins, planner_pins, resolve
+from dtensor.api.stages import stage_of
+from dtensor.daft import verify
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.runtime.lower import lower
+from dtensor.runtime.rank_lower import Roles
+from dtensor.runtime.schedule import OneFOneB
+from dtensor.sharding import choose, planner
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import Shard
+from dtensor.sharding.solve import Node, Price, Solution, solve
+from tests.models import GPT, loss_fn
+from tests.plans import MEGATRON
+
+T = TypeVar("T")
+CASES = {"small": (64, 4, 32, 128), "gpt": (768, 12, 1024, 50304)}  # width, heads, T, vocabulary
+
+
+def measure(
+    layers: int, microbatches: int, case: str, profile: str | None = None
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds by phase, and by axis the number of variables of its integer program."""
+    width, heads, length, vocab = CASES[case]
+    seconds: dict[str, float] = {}
+    variables: dict[str, int] = {}
+
+    def timed(name: str, action: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        if name == profile:
+            with cProfile.Profile() as profiler:
+                found = action()
+            pstats.Stats(profiler).sort_stats("cumulative").print_stats(40)
+        else:
+            found = action()
+        seconds[name] = time.perf_counter() - start
+        return found
+
+    mesh = Mesh(pp=2, dp=2, tp=2)
+    with torch.device("meta"):
+        model = GPT(vocab, width, heads, layers, length, tied=False)
+        batch = torch.zeros(2 * microbatches, length, dtype=torch.long)
+    graph = timed("capture", lambda: capture(loss_fn, (model, batch, batch), grads="loss"))
+    half = layers // 2
+    stages = {
+        "pp": [
+            ["embed*", "positions*", *(f"blocks.{i}.*" for i in range(half))],
+            [*(f"blocks.{i}.*" for i in range(half, layers)), "norm*", "head*"],
+        ]
+    }
+    held = stage_of(model, mesh, stages)
+    flow = timed("stages", lambda: dataflow(graph, held.held, held.num_stages))
+    rules = timed("rules", lambda: planner.rules_of(flow))
+    arguments = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
+    named = planner_pins(
+        flow,
+        resolve(model, mesh, MEGATRON, stage_axis=held.axis),
+        input_pins(arguments, dict(dp=Shard(0)), mesh, stage_axis=held.axis),
+    )
+    training = planner.Training(
+        optimizer="AdamW",
+        trained=frozenset(i.label for i in flow.inputs if i.kind == "parameter"),
+        state_tensors=2,
+        clip_grad_norm=1.0,
+    )
+    request = planner.Request(
+        name="gpt",
+        flow=flow,
+        mesh=mesh,
+        pins=named.pins,
+        pinned_by=named.pinned_by,
+        batch=named.batch,
+        stage_axis=held.axis,
+        num_microbatches=microbatches,
+        training=training,
+    )
+    del rules
+
+    def solved(nodes: list[Node], price: Price) -> Solution:
+        start = time.perf_counter()
+        found = solve(nodes, price)
+        axis = f"solve {len(variables)}"
+        seconds[axis] = time.perf_counter() - start
+        variables[axis] = found.num_variables
+        return found
+
+    emitted = planner.emit
+
+    def emit(*args: object) -> object:
+        return timed("emit", lambda: emitted(*args))  # pyright: ignore
+
+    choose.solve, planner.emit = solved, emit  # pyright: ignore
+    try:
+        plan = timed("plan, all of it", lambda: planner.plan(request))
+    finally:
+        choose.solve, planner.emit = solve, emitted
+    grid = OneFOneB(microbatches).grid(2, 2)
+    roles = Roles(optimizer="opt")
+    lowered = timed("lower", lambda: lower(plan, grid, roles=roles))
+    ranks = (tuple(range(mesh.size)),)
+    timed("verify", lambda: verify(lowered.program, ranks))
+    timed("print", lambda: str(plan))
+    timed("cost and memory", lambda: (plan.cost, plan.memory))
+    variables["ops"] = len(flow.ops)
+    variables["steps"] = len(plan.steps)
+    variables["instructions of rank 0"] = len(lowered.program.ranks[0].instructions)
+    variables["functions"] = len(lowered.program.functions)
+    return seconds, variables
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--case", choices=sorted(CASES), default="gpt")
+    parser.add_argument("--profile")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    seconds, full = measure(given.layers, given.microbatches, given.case, given.profile)
+    _, half = measure(max(2, given.layers // 2), given.microbatches, given.case)
+    print(f"| phase | seconds, {given.layers} layers |\n|---|---|")
+    for name, value in seconds.items():
+        print(f"| {name} | {value:.2f} |")
+    print(f"\n| count | {given.layers} layers | {max(2, given.layers // 2)} layers |\n|---|---|---|")
+    for name, value in full.items():
+        print(f"| {name} | {value} | {half[name]} |")
+
+
+if __name__ == "__main__":
+    main()

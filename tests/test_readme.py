@@ -1,0 +1,29 @@
+"""The README's example runs as it stands, and prints the plan that stands below it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_example_prints_the_plan_that_the_readme_shows(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    plan = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert code and plan
+    script = tmp_path / "mlp.py"
+    script.write_text(code[1])
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.rstrip() == plan[1].rstrip()
