@@ -82,14 +82,19 @@ class CodeBuilder:
         self.defined.update(dict.fromkeys(makes))
         self.lines.append((text, tuple(reads), source))
 
+    def user_lines(self) -> str | None:
+        """The user's first and last lines in it: all that is known of an actor that died here."""
+        lines = list(dict.fromkeys(line for _, _, line in self.lines if line is not None))
+        return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or None
+
     def bind(self, name: str, value: object) -> str:
         """A global of that name for ``value``; another name if that one is taken."""
         number = 0
         candidate = name
         while candidate in self.bindings and self.bindings[candidate] is not value:
-            if type(self.bindings[candidate]) is type(value) and not callable(value):
-                if self.bindings[candidate] == value:
-                    break
+            known = self.bindings[candidate]
+            if type(known) is type(value) and not callable(value) and known == value:
+                break
             number += 1
             candidate = f"{name}_{number}"
         self.bindings[candidate] = value

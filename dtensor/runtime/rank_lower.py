@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
 from dtensor.daft import Buffer as WireBuffer
+from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
 from dtensor.runtime import optimize_step
 from dtensor.runtime.blocks import block, join
 from dtensor.runtime.code import CodeBuilder, Functions
@@ -84,6 +84,7 @@ class RankLowering:
     returned: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     label: str = ""
+    places: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
     # -- where this rank stands --------------------------------------------------------------
 
@@ -105,10 +106,14 @@ class RankLowering:
 
     def at(self, microbatch: int | None) -> dict[str, int]:
         """Coordinates on the inner mesh."""
-        here = {a: self.coordinates[a] for a in self.plan.inner.axes if a != MICROBATCH_AXIS}
-        if MICROBATCH_AXIS in self.plan.inner.axes:
-            here[MICROBATCH_AXIS] = microbatch or 0
-        return here
+        found = self.places.get(microbatch)
+        if found is None:
+            own = self.coordinates
+            found = {a: own[a] for a in self.plan.inner.axes if a != MICROBATCH_AXIS}
+            if MICROBATCH_AXIS in self.plan.inner.axes:
+                found[MICROBATCH_AXIS] = microbatch or 0
+            self.places[microbatch] = found
+        return found
 
     def peer(self, stage: int) -> int:
         """The rank with the same coordinates that hosts ``stage``."""
@@ -562,7 +567,7 @@ class RankLowering:
                 final.append(
                     Call(name, inputs, tuple(item.table[n] for n in made),
                          item.writes,
-                         label=item.label)
+                         label=item.label, source=item.code.user_lines())
                 )
             else:
                 final.append(item)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ from dtensor.sharding.blame import infeasible
 from dtensor.sharding.call import Meta
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow, Input, Op
+from dtensor.sharding.layers import group, without_numbers
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.placements import (
     PARTIAL,
@@ -347,21 +348,7 @@ def _op_node(
         )
         late = _LATE if any(isinstance(p, Partial) for p in strategy.operands) else 0.0
         options.append(Option(reads, writes, priced.op(op, strategy) + late))
-    return Node(op.name, tuple(options), _group(op))
-
-
-def _group(op: Op) -> Hashable:
-    """Ops of repeated layers: the same module path with its numbers left out, the same call."""
-    inside = _without_numbers(op.module)
-    if inside == op.module:
-        return op.name
-    call = op.call
-    return (inside, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
-
-
-def _without_numbers(path: str) -> str:
-    """``blocks.*.norm1`` of ``blocks.3.norm1``: a layer's number goes, a number in a name stays."""
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+    return Node(op.name, tuple(options), group(op, priced.question.flow))
 
 
 def _input_choices(
@@ -401,9 +388,9 @@ def _input_node(
             reads = tuple(read for read, _ in combination)
             cost = sum(cost for _, cost in combination)
             options.append(Option(reads, ((item.name, placed),), cost))
-    group = (_without_numbers(item.label), item.kind, item.meta, tuple(choices))
+    alike = (without_numbers(item.label), item.kind, item.meta, tuple(choices))
     return Node(
-        f"input {item.name}", tuple(options), group if item.kind == "parameter" else item.name
+        f"input {item.name}", tuple(options), alike if item.kind == "parameter" else item.name
     )
 
 

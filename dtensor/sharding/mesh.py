@@ -25,8 +25,10 @@ class Mesh:
     axis along which microbatches run in time.
     """
 
-    __slots__ = ("_axes",)
+    __slots__ = ("_axes", "_names", "_sizes")
     _axes: tuple[tuple[str, int], ...]
+    _names: tuple[str, ...]  # these two are asked for all the time, so they are kept
+    _sizes: dict[str, int]
 
     def __init__(self, **axes: int) -> None:
         if MICROBATCH_AXIS in axes:
@@ -40,6 +42,8 @@ class Mesh:
             if type(size) is not int or size < 1:
                 raise PlanningError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
         object.__setattr__(self, "_axes", axes)
+        object.__setattr__(self, "_names", tuple(name for name, _ in axes))
+        object.__setattr__(self, "_sizes", dict(axes))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Mesh is a value and cannot be changed")
@@ -49,7 +53,7 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self._axes)
+        return self._names
 
     @property
     def shape(self) -> dict[str, int]:
@@ -61,9 +65,8 @@ class Mesh:
         return math.prod(size for _, size in self._axes)
 
     def axis_size(self, axis: str) -> int:
-        for name, size in self._axes:
-            if name == axis:
-                return size
+        if axis in self._sizes:
+            return self._sizes[axis]
         raise PlanningError(f"{self} has no axis {axis!r}; its axes are {', '.join(self.axes)}")
 
     def index(self, axis: str) -> int:

@@ -48,8 +48,6 @@ class Shard:
         blocks = self.blocks
         if isinstance(blocks, Sequence):
             blocks = tuple(blocks)
-            if len(set(blocks)) == 1:
-                blocks = len(blocks)
             object.__setattr__(self, "blocks", blocks)
         sizes = blocks if isinstance(blocks, tuple) else (blocks,)
         if not sizes or min(sizes) < 1 or self.unit < 1:
@@ -189,13 +187,26 @@ def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shar
     """``minor`` with its blocks replaced by the pieces that the majors cut the dim into."""
     if not majors:
         return minor
-    return Shard(minor.dim, pieces(majors, size), max(minor.unit, majors[-1][0].unit))
+    blocks = pieces(majors, size)
+    return counted(Shard(minor.dim, blocks, max(minor.unit, majors[-1][0].unit)), size)
+
+
+def counted(shard: Shard, size: int) -> Shard:
+    """The normal form of ``blocks`` for a dim of ``size``: equal blocks as their number.
+
+    PlanningError where the blocks do not fill the dim.
+    """
+    sizes = block_sizes(shard.blocks, size)
+    equal = len(set(sizes)) == 1
+    return Shard(shard.dim, len(sizes) if equal else sizes, shard.unit)
 
 
 def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
     """The plainest placement with the same index sets: no unit where boundaries agree without."""
     if num == 1:
         return REPLICATE
+    if isinstance(placement, Shard):
+        placement = counted(placement, shape[placement.dim])
     if isinstance(placement, Shard) and placement.unit > 1:
         plain = Shard(placement.dim, placement.blocks)
         if same(plain, placement, shape, num):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -61,9 +61,23 @@ class Solution:
 
 
 def solve(nodes: Sequence[Node], price: Price) -> Solution:
-    """The cheapest choice. Raises Infeasible."""
+    """The cheapest choice. Raises Infeasible.
+
+    Where groups cannot agree (a first layer whose input no other layer has), each node of them
+    chooses for itself.
+    """
     if not all(node.options for node in nodes):
         raise Infeasible
+    try:
+        return _solve(nodes, price)
+    except Infeasible:
+        alone = [replace(node, group=node.name) for node in nodes]
+        if len(_groups(nodes)) == len(nodes):
+            raise
+    return _solve(alone, price)
+
+
+def _solve(nodes: Sequence[Node], price: Price) -> Solution:
     groups = _groups(nodes)
     index: dict[tuple[Hashable, int], int] = {}
     costs: list[float] = []
@@ -76,7 +90,7 @@ def solve(nodes: Sequence[Node], price: Price) -> Solution:
     rows = _Rows()
     for key, members in groups.items():
         rows.add({index[key, k]: 1.0 for k in range(len(members[0].options))}, 1.0, 1.0)
-    for value_class, count in _value_classes(nodes).items():
+    for value_class, count in _value_classes(nodes, price).items():
         _connect(value_class, count, index, costs, rows, price)
     integrality = np.array([1] * num_choices + [0] * (len(costs) - num_choices))
     outcome = milp(
@@ -111,14 +125,14 @@ def _places(option: Option) -> tuple[Placement, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ValueClass:
-    """Values written and read alike: by group, option and placement."""
+    """Values written and read alike, by group, option and placement, and priced alike."""
 
     value: str  # one of them, for prices
     written: tuple[tuple[Hashable, int, Placement], ...]
     read: tuple[tuple[tuple[Hashable, int, Placement], ...], ...]  # one tuple per reader
 
 
-def _value_classes(nodes: Sequence[Node]) -> dict[_ValueClass, int]:
+def _value_classes(nodes: Sequence[Node], price: Price) -> dict[_ValueClass, int]:
     keys = {m.name: key for key, members in _groups(nodes).items() for m in members}
     written: dict[str, list[tuple[Hashable, int, Placement]]] = {}
     read: dict[str, dict[str, list[tuple[Hashable, int, Placement]]]] = {}
@@ -133,9 +147,12 @@ def _value_classes(nodes: Sequence[Node]) -> dict[_ValueClass, int]:
     for value, readers in read.items():
         uses = tuple(dict.fromkeys(tuple(dict.fromkeys(r)) for r in readers.values()))
         writers = tuple(dict.fromkeys(written[value]))
-        seen = counts.get((writers, uses))
+        sources = dict.fromkeys((*(p for _, _, p in writers), REPLICATE))
+        targets = dict.fromkeys((*(p for use in uses for _, _, p in use), REPLICATE))
+        prices = tuple(price(value, p, q) for p in sources for q in targets if p != q)
+        seen = counts.get((writers, uses, prices))
         first = seen[0] if seen else _ValueClass(value, writers, uses)
-        counts[writers, uses] = (first, 1 + (seen[1] if seen else 0))
+        counts[writers, uses, prices] = (first, 1 + (seen[1] if seen else 0))
     return dict(counts.values())
 
 

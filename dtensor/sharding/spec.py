@@ -40,6 +40,7 @@ from dtensor.sharding.placements import (
     Replicate,
     Shard,
     block_sizes,
+    counted,
     index_sets,
     intersect,
     length,
@@ -157,19 +158,20 @@ class TensorSpec:
         ]
         if not splits:
             return str(size)
-        chain = self._chain(splits, size)
+        chain = self._chain(splits, size, dim)
         if chain is not None:
             return _split_text(chain[0][1], size, [axis for axis, _ in chain])
         return "&".join(_split_text(p, size, [axis]) for axis, p in splits)
 
     def _chain(
-        self, splits: list[tuple[str, Shard]], size: int
+        self, splits: list[tuple[str, Shard]], size: int, dim: int
     ) -> tuple[tuple[str, Shard], ...] | None:
         """An order of the axes in which each one's blocks are the pieces of those before."""
         for order in itertools.permutations(splits):
             majors: list[tuple[Shard, int]] = []
             for axis, shard in order:
-                if majors and refine(shard, majors, size) != shard:
+                like_major = Shard(dim, 1, order[0][1].unit)
+                if majors and refine(like_major, majors, size) != shard:
                     break
                 majors.append((shard, self.mesh.axis_size(axis)))
             else:
@@ -209,7 +211,9 @@ def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placeme
                     if shape
                     else f"{placement!r} cannot split a scalar; use Replicate()"
                 )
-            placement = replace(placement, dim=dim % len(shape))
+            placement = counted(
+                replace(placement, dim=dim % len(shape)), shape[dim % len(shape)]
+            )
             for block in block_sizes(placement.blocks, shape[placement.dim]):
                 if block % placement.unit:
                     raise PlanningError(

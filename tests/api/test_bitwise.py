@@ -1,0 +1,65 @@
+"""One placement gives the same bits interpreted and compiled, in-process and on Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import dtensor as dt
+from dtensor.daft import Mode
+from tests.api.training import Run, adamw, assert_same_bits, batches, make_model, sgd
+
+DATA = batches(3, ignored=True)
+SCHEDULES = {"tp4": dt.GPipe(2), "dp4": dt.GPipe(1)}
+
+
+def build(placed: str) -> Run:
+    make = sgd if placed in ("dp4", "tp2") else adamw
+    schedule = SCHEDULES.get(placed, dt.OneFOneB(2))
+    return Run.of(placed, module=make_model(), make=make, schedule=schedule)
+
+
+def outcome(run: Run) -> dict[str, Any]:
+    """Losses, norms, gradients of the batch after, and the whole state."""
+    losses = [run.step(*one) for one in DATA]
+    return {
+        "losses": [loss.tensor() for loss in losses],
+        "norms": [loss.grad_norm for loss in losses],
+        "gradients": run.step.gradients(*DATA[0]),
+        **run.state(),
+    }
+
+
+def in_process(placed: str, mode: Mode) -> dict[str, Any]:
+    run = build(placed)
+    with dt.launch(run.mesh, mode=mode):
+        return outcome(run)
+
+
+@pytest.mark.parametrize("placed", ["dp2", "tp4", "dp4", "tp2_pp2"])
+def test_interpreted_is_compiled(placed: str) -> None:
+    assert_same_bits(in_process(placed, "interpreted"), in_process(placed, "compiled"))
+
+
+def test_another_run_gives_the_same_bits() -> None:
+    assert_same_bits(in_process("dp2_tp2", "compiled"), in_process("dp2_tp2", "compiled"))
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("placed", ["tp2", "tp4", "dp4", "tp2_pp2"])
+def test_ray_is_in_process(placed: str, ray_session: None) -> None:
+    """Both modes in one launch, each on its own copy of the model."""
+    expected = in_process(placed, "compiled")
+    runs = {mode: build(placed) for mode in ("compiled", "interpreted")}
+    with dt.launch(runs["compiled"].mesh, backend="ray") as session:
+        for mode, run in runs.items():
+            session.mode = mode  # type: ignore[assignment]
+            assert_same_bits(outcome(run), expected, mode)
+        session.mode = "compiled"
+        run = runs["compiled"]
+        before = session.cluster.calls
+        ahead = [run.step(*one) for one in DATA]
+        assert session.cluster.calls - before == len(DATA) * run.mesh.size
+        assert float(ahead[-1]) < float(ahead[0])
+        run.state()

@@ -1,0 +1,195 @@
+"""A step that fails names rank, instruction and the model's line; nothing hangs or is left over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.daft import ActorLost, Call, Function, Program, RankProgram, TaskError
+from tests.api.training import Placed, Run, assert_losses_close, batches, make_model, train_torch
+from tests.models import batch
+
+BACKENDS = ["inprocess", pytest.param("ray", marks=pytest.mark.ray)]
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    return request.param
+
+
+def out_of_range(which: str) -> tuple[Tensor, Tensor]:
+    """A batch with a token, or a target, that the table does not have."""
+    tokens, targets = batch()
+    wrong = (tokens if which == "tokens" else targets).clone()
+    wrong[0, 0] = 77
+    return (wrong, targets) if which == "tokens" else (tokens, wrong)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_an_exception_in_the_model(backend: str) -> None:
+    """At float(loss), with the root cause in later losses and calls; then a launch works anew."""
+    run = Run.of("pp2")
+    good, bad = batch(), out_of_range("tokens")
+    with dt.launch(run.mesh, backend=backend, deadline_s=20.0):  # type: ignore[arg-type]
+        float(run.step(*good))
+        failing = run.step(*bad)
+        start = time.monotonic()
+        with pytest.raises(TaskError) as caught:
+            float(failing)
+        assert time.monotonic() - start < 10
+        text = str(caught.value)
+        assert text.startswith("rank 0 (stage 0), instruction ")
+        assert "IndexError: index out of range" in text
+        assert re.search(r"at models\.py:\d+: x = self\.embed\(tokens\)", text)
+        with pytest.raises(TaskError, match="index out of range"):
+            run.step(*good)
+        with pytest.raises(TaskError, match="index out of range"):
+            run.state()
+    with dt.launch(run.mesh, backend=backend):  # type: ignore[arg-type]
+        loss = float(run.step(*good))
+        run.state()
+    plain = make_model()
+    adam = torch.optim.AdamW(plain.parameters())
+    assert_losses_close([loss], train_torch(plain, adam, [good]))
+
+
+def test_a_target_out_of_range_on_the_last_stage() -> None:
+    run = Run.of("tp2_pp2")
+    with dt.launch(run.mesh):
+        with pytest.raises(TaskError, match=r"rank 2 \(stage 1\)(.|\n)*Target 77 is out of") as e:
+            float(run.step(*out_of_range("targets")))
+        assert re.search(r"at models\.py:\d+: loss = F\.cross_entropy", str(e.value))
+
+
+def test_what_nobody_read_raises_at_the_next_call() -> None:
+    run = Run.of("tp2")
+    with dt.launch(run.mesh):
+        run.step(*out_of_range("tokens"))
+        with pytest.raises(TaskError, match="index out of range"):
+            run.step(*batch())
+
+
+def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
+    run = Run.of("tp2")
+    with pytest.raises(TaskError, match="index out of range"), dt.launch(run.mesh):
+        run.step(*out_of_range("tokens"))
+    with dt.launch(run.mesh):  # and only once
+        float(run.step(*batch()))
+        run.state()
+
+
+def test_outside_a_launch_the_next_call_starts_anew() -> None:
+    run = Run.of("tp2")
+    with pytest.raises(TaskError, match="index out of range"):
+        float(run.step(*out_of_range("tokens")))
+    with pytest.raises(TaskError, match="index out of range"):
+        run.step.gradients(*out_of_range("tokens"))
+    first = float(run.step(*batch()))
+    fresh = Run.of("tp2")
+    with dt.launch(fresh.mesh):
+        assert float(fresh.step(*batch())) == first
+        fresh.state()
+
+
+def test_an_exception_in_a_compiled_function() -> None:
+    mesh = dt.Mesh(tp=2)
+    look_up = dt.compile(lambda table, ids: F.embedding(ids, table), mesh)
+    with dt.launch(mesh), pytest.raises(TaskError, match=r"test_failures\.py:\d+"):
+        look_up(torch.randn(4, 2), torch.tensor([5]))
+
+
+# -- a lost actor ----------------------------------------------------------------------------------
+
+
+class Heavy(nn.Module):
+    """A step of it takes seconds, so that an actor can be killed in the middle of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(6):
+            h = self.second(h).tanh()
+        return h
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def pids_of(session: object) -> list[int]:
+    getpid = Function(
+        name="getpid",
+        source="def forward():\n    return (getpid(),)",
+        bindings=(("getpid", os.getpid),),
+        lines=(None, None),
+    )
+    rank = RankProgram(
+        instructions=(Call("getpid", (), ("pid",)),), inputs=(), outputs=("pid",), state=(), nbytes=()
+    )
+    cluster = session.cluster  # type: ignore[attr-defined]
+    program = Program(
+        name="pids",
+        ranks=(rank,) * cluster.size,
+        functions=(("getpid", getpid),),
+        stage_of=(0,) * cluster.size,
+    )
+    return [found["pid"] for found in cluster.run(cluster.load(program), [{}] * cluster.size).get()]
+
+
+def alive(pid: int) -> bool:
+    """A zombie that its parent has not read yet is not alive."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.ray
+def test_a_killed_actor_is_named(ray_session: None) -> None:
+    stages = {"pp": [["first*"], ["second*"]]}
+    where = Placed(axes=dict(pp=2), stages=stages)
+    run = Run.of(where, module=Heavy(), loss=squares, schedule=dt.GPipe(1))
+    small, large = torch.randn(8, 1024), torch.randn(6000, 1024)
+    run.step.plan(large)
+    with dt.launch(run.mesh, backend="ray", deadline_s=30.0) as session:
+        pids = pids_of(session)
+        assert all(map(alive, pids))
+        float(run.step(small))
+        loss = run.step(large)
+        time.sleep(1.0)
+        assert not loss.done()
+        threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(ActorLost) as caught:
+            float(loss)
+        assert time.monotonic() - start < 10
+        text = str(caught.value)
+        assert re.match(r"rank 1 \(stage 1\), instruction \d+ '.*' \[F0 stage 1", text)
+        assert re.search(r"at test_failures\.py:\d+: ", text)
+        with pytest.raises(ActorLost) as again:
+            run.step(small)
+        assert again.value is caught.value
+    assert not any(map(alive, pids))
+    data = batches(2)
+    fresh = Run.of("pp2")
+    with dt.launch(fresh.mesh, backend="ray"):
+        losses = fresh.losses(data)
+        fresh.state()
+    plain = make_model()
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    assert_losses_close(losses, train_torch(plain, adam, data, clip=1.0))
