@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ def build(
 def train(
     args: argparse.Namespace,
     name: str,
-    backend: str,
+    backend: Literal["inprocess", "ray"],
     steps: range,
     tokens: Tensor,
     tokenizer: Tokenizer,

@@ -119,7 +119,7 @@ def pinned_results(out: Out, flow: Dataflow, mesh: Mesh) -> dict[int, Mapping[st
     return dict(enumerate(stated))
 
 
-def compile(  # noqa: A001 - the name users know from torch
+def compile(
     fn: Callable[..., Any],
     mesh: Mesh,
     *,

@@ -68,7 +68,7 @@ class Session:
         self.mode: Mode = mode
         self.closed = False
         self.residents: dict[int, Resident] = {}
-        self.loaded: dict[int, Any] = {}
+        self.loaded: dict[object, Any] = {}
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.failure_was_read = False

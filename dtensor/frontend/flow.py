@@ -240,7 +240,8 @@ class _Stager:
         if stage is None:
             stage = min(fixed, default=0)
         if allowed is not None and stage not in allowed:
-            stage = min(allowed, key=lambda s: abs(s - stage))
+            nearest = [(abs(s - stage), s) for s in allowed]
+            stage = min(nearest)[1]
         return stage
 
     def _too_early(self, op: Op, latest: int) -> PlanningError:

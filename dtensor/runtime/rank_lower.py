@@ -15,13 +15,13 @@ import torch
 from dtensor.daft import Buffer as WireBuffer
 from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
 from dtensor.runtime import optimize_step
-from dtensor.runtime.blocks import block, join
 from dtensor.runtime.code import CodeBuilder, Functions
 from dtensor.runtime.schedule import Action, Grid
+from dtensor.sharding.blocks import block, join
 from dtensor.sharding.call import Local, OpCall
 from dtensor.sharding.local import local_call
 from dtensor.sharding.mesh import MICROBATCH_AXIS
-from dtensor.sharding.placements import Partial, Replicate
+from dtensor.sharding.placements import Partial, ReduceOp, Replicate
 from dtensor.sharding.plan import (
     Accumulate,
     Bucket,
@@ -268,7 +268,29 @@ class RankLowering:
         self.instructions.append(instruction)
 
     def record(self, name: str, spec: TensorSpec, microbatch: int | None) -> None:
-        self.nbytes[self.value(name, microbatch)] = spec.local_nbytes(self.at(microbatch))
+        here = self.at(microbatch)
+        key = (id(spec), *(here[axis] for axis in self._splitting((spec,))))
+        if key not in self.cache:
+            self.cache[key] = spec.local_nbytes(here)
+        found = self.cache[key]
+        assert isinstance(found, int)
+        self.nbytes[self.value(name, microbatch)] = found
+
+    def _splitting(self, specs: Sequence[TensorSpec | None]) -> tuple[str, ...]:
+        """The axes whose coordinate the local tensors of these specs depend on."""
+        key = ("splitting", *map(id, specs))  # the plan keeps the specs alive
+        if key not in self.cache:
+            used = {
+                axis
+                for spec in specs
+                if spec is not None
+                for axis, placement in spec.sharding.items()
+                if not isinstance(placement, Replicate)
+            }
+            self.cache[key] = tuple(sorted(used))
+        found = self.cache[key]
+        assert isinstance(found, tuple)
+        return found
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -287,14 +309,8 @@ class RankLowering:
         if step.rule.localize is None:
             return step.op.call
         here = self.at(microbatch)
-        used = {
-            axis
-            for spec in (*step.operand_specs, *step.result_specs)
-            if spec is not None
-            for axis, placement in spec.sharding.items()
-            if not isinstance(placement, Replicate)
-        }
-        key = (id(step), tuple((a, here[a]) for a in sorted(used)))
+        used = self._splitting((*step.operand_specs, *step.result_specs))
+        key = (id(step), tuple((a, here[a]) for a in used))
         if key not in self.cache:
             local = Local(step.operand_specs, step.result_specs, here)
             self.cache[key] = local_call(step.rule, step.op.call, local)
@@ -350,7 +366,7 @@ class RankLowering:
         shapes_in: list[tuple[int, ...]] = [move.src.local_shape(here)]
         pieces_out: list[str] = [value_out]
         shapes_out: list[tuple[int, ...]] = [move.dst.local_shape(here)]
-        op = None
+        op: ReduceOp | None = None
         match move.kind:
             case "all_reduce":
                 op = _op_of(move)
@@ -656,10 +672,10 @@ def _shape(where: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
     return tuple(sum(hi - lo for lo, hi in intervals) for intervals in where)
 
 
-def _op_of(move: Move) -> str:
+def _op_of(move: Move) -> ReduceOp:
     placement = move.src.placement(move.axis)
     assert isinstance(placement, Partial)
-    return placement.op  # pyright: ignore
+    return placement.op
 
 
 def _stage(step: Step) -> int:

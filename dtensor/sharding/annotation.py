@@ -8,11 +8,12 @@ not name stay free. Placements by keyword come as "tp=Shard(1), dp=Replicate()".
 from __future__ import annotations
 
 import re
+from typing import cast
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.dataflow import Op
 from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Partial, Placement, Replicate, Shard
+from dtensor.sharding.placements import Partial, Placement, ReduceOp, Replicate, Shard
 from dtensor.sharding.spec import make_spec
 
 _WORD = re.compile(r"\w+(?:@(\w+|\(\w+(?:,\w+)*\)))?")
@@ -61,18 +62,19 @@ def _keywords(text: str) -> dict[str, Placement]:
             case "Replicate":
                 stated[axis] = Replicate()
             case "Partial":
-                stated[axis] = Partial(arguments.strip("'\"") or "sum")
+                stated[axis] = Partial(cast(ReduceOp, arguments.strip("'\"") or "sum"))
             case _:
                 stated[axis] = _shard(arguments)
     return stated
 
 
 def _shard(arguments: str) -> Shard:
-    dim = int(re.match(r"-?\d+", arguments)[0])  # pyright: ignore[reportOptionalSubscript]
+    dim = re.match(r"-?\d+", arguments)
+    assert dim is not None, "the marks write a Shard as its repr"
     blocks = re.search(r"blocks=(\d+|\([\d, ]+\))", arguments)
     unit = re.search(r"unit=(\d+)", arguments)
     sizes: int | tuple[int, ...] = 1
     if blocks:
         numbers = tuple(int(n) for n in re.findall(r"\d+", blocks[1]))
         sizes = numbers if "(" in blocks[1] else numbers[0]
-    return Shard(dim, sizes, int(unit[1]) if unit else 1)
+    return Shard(int(dim[0]), sizes, int(unit[1]) if unit else 1)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 
 from dtensor.sharding.placements import Intervals
 from dtensor.sharding.spec import TensorSpec, dtype_name
@@ -75,8 +76,8 @@ class OpCall:
 
 
 def target_name(target: Callable[..., Any]) -> str:
-    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-        return str(target)
+    if isinstance(target, OpOverload):
+        return str(cast(object, target))
     return f"{target.__module__}.{target.__qualname__}"
 
 

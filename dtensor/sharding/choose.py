@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch._ops import OpOverload
 
 from dtensor.sharding.annotation import annotation_placements
 from dtensor.sharding.blame import infeasible
@@ -248,7 +249,7 @@ class _Prices:
 def is_view(op: Op) -> bool:
     """Whether the op moves no data."""
     target = op.call.target
-    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+    if isinstance(target, OpOverload):
         return target.is_view or op.call.name == "aten._unsafe_view.default"
     return False
 
@@ -291,8 +292,9 @@ def _restrict(
         found = reached.strategies[op.name]
         if in_time and any(name in question.mixed for name in op.results):
             found = tuple(s for s in found if s.label != "replicate")
-        if op.call.name in _ANNOTATIONS and op.results[0] in pins:
-            stated = pins[op.results[0]].placement
+        pin = pins.get(op.results[0] or "")
+        if op.call.name in _ANNOTATIONS and pin is not None:
+            stated = pin.placement
             found = tuple(
                 s for s in found if same(s.results[0], stated, op.call.operands[0].shape, num)
             ) or (Strategy((stated,), (stated,), "annotated"),)

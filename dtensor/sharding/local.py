@@ -16,27 +16,16 @@ from dataclasses import replace
 
 import torch
 
+from dtensor.sharding.blocks import block, write
 from dtensor.sharding.call import Local, Meta, OpCall
-from dtensor.sharding.placements import REPLICATE, Intervals, Partial, Shard
+from dtensor.sharding.placements import REPLICATE, Partial
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.spec import TensorSpec
 
 
-def take(x: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
-    """The given global indices of ``dim``, in order; a view where they are one interval."""
-    if len(intervals) == 1:
-        lo, hi = intervals[0]
-        return x.narrow(dim, lo, hi - lo)
-    if not intervals:
-        return x.narrow(dim, 0, 0)
-    return torch.cat([x.narrow(dim, lo, hi - lo) for lo, hi in intervals], dim)
-
-
 def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
     """The shard of global ``x`` that the rank at ``coordinates`` holds; contiguous, its own."""
-    local = x
-    for dim in sorted({p.dim for p in spec.placements if isinstance(p, Shard)}):
-        local = take(local, dim, spec.intervals(dim, coordinates))
+    local = block(x, tuple(spec.intervals(dim, coordinates) for dim in range(x.dim())))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and placement.op == "sum" and coordinates[axis] > 0:
             local = torch.zeros_like(local)
@@ -66,32 +55,11 @@ def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.T
             current = current.with_placements(**{axis: REPLICATE})
     result = next(iter(shards.values())).new_empty(spec.shape)
     for rank in sorted(shards):
-        write(result, pieces[rank], current, mesh.coordinates(rank))
+        here = mesh.coordinates(rank)
+        if pieces[rank].numel():
+            where = tuple(current.intervals(dim, here) for dim in range(len(current.shape)))
+            write(result, pieces[rank], where)
     return result
-
-
-def write(
-    result: torch.Tensor, shard: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]
-) -> None:
-    """Write one rank's shard to its place in the global ``result``."""
-    if shard.numel() == 0:
-        return
-    target = result
-    index: list[torch.Tensor | slice] = []
-    gathered = [
-        spec.intervals(dim, coordinates) if size else () for dim, size in enumerate(spec.shape)
-    ]
-    if all(len(intervals) == 1 for intervals in gathered):
-        for dim, intervals in enumerate(gathered):
-            lo, hi = intervals[0]
-            target = target.narrow(dim, lo, hi - lo)
-        target.copy_(shard)
-        return
-    rank = len(spec.shape)
-    for dim, intervals in enumerate(gathered):
-        positions = torch.cat([torch.arange(lo, hi) for lo, hi in intervals]).to(result.device)
-        index.append(positions.view([-1 if d == dim else 1 for d in range(rank)]))
-    result[tuple(index)] = shard
 
 
 def fold(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Mesh:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Mesh is a value and cannot be changed")
 
-    def __reduce__(self) -> object:
+    def __reduce__(self) -> tuple[object, ...]:
         return (mesh_of, (self._axes,))
 
     @property

@@ -17,6 +17,7 @@ Nothing here knows tensors or meshes; see spec.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -78,12 +79,12 @@ REPLICATE = Replicate()
 PARTIAL = Partial("sum")
 
 
-def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:  # noqa: N802
+def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(0)``: a matrix split into blocks of rows."""
     return Shard(0, _blocks(blocks), unit)
 
 
-def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:  # noqa: N802
+def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(-1)``: a matrix split into blocks of columns."""
     return Shard(-1, _blocks(blocks), unit)
 
@@ -180,7 +181,7 @@ def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
         for intervals in index_sets(shard, size, num):
             cuts.update(point for interval in intervals for point in interval)
     ordered = sorted(cuts)
-    return tuple(b - a for a, b in zip(ordered, ordered[1:], strict=False)) or (size,)
+    return tuple(b - a for a, b in itertools.pairwise(ordered)) or (size,)
 
 
 def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shard:

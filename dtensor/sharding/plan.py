@@ -116,7 +116,7 @@ class TieSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """The global norm of all gradients over all axes and stages; they are scaled to ``max_norm``."""
+    """The global norm of all gradients, over all axes and stages; they are scaled to it."""
 
     result: str
     operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)

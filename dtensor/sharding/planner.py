@@ -145,7 +145,8 @@ def _pins(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
     for value, placements in request.pins.items():
         meta = metas[value]
         spec = make_spec(meta.shape, meta.dtype, request.mesh, placements)
-        opens = value not in request.settled and not (kinds[value] in ("parameter", "buffer") and len(meta.shape) <= 1)
+        flat = kinds[value] in ("parameter", "buffer") and len(meta.shape) <= 1
+        opens = value not in request.settled and not flat
         by = request.pinned_by.get(value, value)
         for axis, stated in placements.items():
             placement = spec.placement(axis)
@@ -217,7 +218,7 @@ def _cones(flow: Dataflow) -> tuple[frozenset[str], frozenset[str]]:
         for name in op.results:
             if name is not None:
                 depends[name] = here
-    batch_only = frozenset(v for v, d in depends.items() if d == {"batch"})
+    batch_only = frozenset(v for v, d in depends.items() if d == frozenset({"batch"}))
     mixed = frozenset(v for v, d in depends.items() if len(d) == 2)
     return batch_only, mixed
 

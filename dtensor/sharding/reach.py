@@ -78,8 +78,12 @@ class _Closure:
     rules: Rules
     num: int
     free: bool
-    shardings: dict[str, dict[object, Shard]] = field(default_factory=dict)
-    strategies: dict[str, dict[Strategy, None]] = field(default_factory=dict)
+    shardings: dict[str, dict[object, Shard]] = field(
+        default_factory=dict[str, dict[object, Shard]]
+    )
+    strategies: dict[str, dict[Strategy, None]] = field(
+        default_factory=dict[str, dict[Strategy, None]]
+    )
 
     def key(self, value: str, shard: Shard) -> object:
         size = self.flow.metas[value].shape[shard.dim]

@@ -43,6 +43,15 @@ from dtensor.sharding.spec import TensorSpec
 MoveKind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "zero_fill", "relabel"
 ]
+_SUFFIXES: dict[MoveKind, str] = {
+    "all_reduce": "reduced",
+    "all_gather": "gathered",
+    "reduce_scatter": "scattered",
+    "all_to_all": "exchanged",
+    "slice": "sliced",
+    "zero_fill": "pending",
+    "relabel": "same",
+}
 FREE_KINDS: tuple[MoveKind, ...] = ("slice", "zero_fill", "relabel")
 
 
@@ -54,6 +63,11 @@ class Move:
     axis: str
     src: TensorSpec
     dst: TensorSpec
+
+    @property
+    def suffix(self) -> str:
+        """What the result's name says of the move: ``h_reduced``."""
+        return _SUFFIXES[self.kind]
 
     @property
     def bytes_sent(self) -> int:
@@ -160,8 +174,9 @@ def _covers(spec: TensorSpec) -> bool:
         if len(axes) == 1:
             continue
         ranges = [range(spec.mesh.axis_size(a)) for a in axes]
+        origin = dict.fromkeys(spec.mesh.axes, 0)
         total = sum(
-            length(spec.intervals(dim, {**dict.fromkeys(spec.mesh.axes, 0), **dict(zip(axes, at))}))  # noqa: B905
+            length(spec.intervals(dim, origin | dict(zip(axes, at, strict=True))))
             for at in itertools.product(*ranges)
         )
         if total != spec.shape[dim]:

@@ -13,12 +13,16 @@ Nodes that share a `group` (the same op of repeated layers) share one variable: 
 are solved once. `brute_force` enumerates all choices under the same prices; tests compare the two.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
+# (scipy has no types: the one call into it is checked by the tests)
+
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -100,11 +104,12 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
         constraints=rows.constraint(len(costs)),
         options={"mip_rel_gap": 0.0, "presolve": True},
     )
-    if outcome.x is None:
+    found = cast("np.ndarray[Any, np.dtype[np.float64]] | None", outcome.x)  # pyright: ignore[reportUnknownMemberType]
+    if found is None:
         raise Infeasible
     chosen: dict[str, int] = {}
     for key, members in groups.items():
-        weights = [outcome.x[index[key, k]] for k in range(len(members[0].options))]
+        weights = [float(found[index[key, k]]) for k in range(len(members[0].options))]
         best = int(np.argmax(weights))
         chosen.update({member.name: best for member in members})
     return Solution(chosen, evaluate(nodes, chosen, price), num_choices)
@@ -225,7 +230,7 @@ class _Rows:
     def constraint(self, num_columns: int) -> LinearConstraint:
         shape = (len(self.lower), num_columns)
         matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
-        return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))
+        return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))  # pyright: ignore[reportArgumentType]
 
 
 # -- the price of a given choice, and the exhaustive search ----------------------------------------

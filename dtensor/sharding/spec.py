@@ -45,6 +45,7 @@ from dtensor.sharding.placements import (
     intersect,
     length,
     refine,
+    same,
 )
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -180,6 +181,14 @@ class TensorSpec:
 
     def __repr__(self) -> str:
         return f"spec({str(self)!r}, {self.mesh!r})"
+
+
+def alike(a: TensorSpec, b: TensorSpec) -> bool:
+    """Whether two specs of one value hold the same indices on every rank."""
+    return all(
+        same(p, q, a.shape, a.mesh.axis_size(axis))
+        for axis, p, q in zip(a.mesh.axes, a.placements, b.placements, strict=True)
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

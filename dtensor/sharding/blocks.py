@@ -4,7 +4,8 @@
     join((a, b), (4, 4), (((0, 2),), ((0, 4),)), (((2, 4),), ((0, 4),)))   # rows of a, then of b
 
 A block is named by one tuple of half-open intervals per dim, in positions of the local tensor.
-These functions run on actors, inside generated code; they know nothing of specs.
+These functions run on actors, inside generated code, and where the controller cuts and assembles
+tensors (local.py). They know nothing of specs.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -
     result = pieces[0].new_empty(list(shape))
     for piece, where in zip(pieces, wheres, strict=True):
         if piece.numel():
-            _write(result, piece, where)
+            write(result, piece, where)
     return result
 
 
@@ -63,7 +64,8 @@ def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
     return partial[0]
 
 
-def _write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
+def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
+    """``result``'s block ``where`` becomes ``piece``."""
     if all(len(intervals) == 1 for intervals in where):
         for dim, intervals in enumerate(where):
             lo, hi = intervals[0]

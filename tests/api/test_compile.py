@@ -1,0 +1,255 @@
+"""`dt.compile`: functions of distributed tensors and modules give what plain torch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dtensor as dt
+from tests.api.training import SIX, make_model
+from tests.models import batch
+
+TP2 = dt.Mesh(tp=2)
+TP3 = dt.Mesh(tp=3)
+
+
+def close(found: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
+# -- functions of tensors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.relu(),
+        lambda x: x.softmax(-1),
+        lambda x: x.softmax(0),
+        lambda x: F.log_softmax(x, dim=0),
+        lambda x: x.sum(),
+        lambda x: x.sum(0),
+        lambda x: x.sum(-1, keepdim=True),
+        lambda x: x.mean(),
+        lambda x: x.mean(0),
+        lambda x: x.amax(0),
+        lambda x: x.amin(),
+        lambda x: x.argmax(-1),
+        lambda x: F.layer_norm(x, (x.shape[1],)),
+        lambda x: x @ x.t(),
+        lambda x: x.t() @ x,
+        lambda x: (x - x.mean(0)).square().sum(0).sqrt(),
+        lambda x: torch.where(x > 0, x, x.exp()),
+        lambda x: torch.cat([x, x], 0),
+        lambda x: x.reshape(-1),
+        lambda x: x[1:3],
+        lambda x: x.transpose(0, 1).contiguous().view(-1),
+    ],
+)
+@pytest.mark.parametrize("placement", [dt.Row(), dt.Column(), dt.Replicate()], ids=str)
+def test_one_argument(fn: Callable[[Tensor], Tensor], placement: dt.Placement) -> None:
+    """7 x 5 over 3 ranks: no shard is like another."""
+    x = torch.randn(7, 5)
+    close(dt.compile(fn, TP3)(dt.distribute(x, TP3, tp=placement)), fn(x))
+
+
+@pytest.mark.parametrize("left", [dt.Replicate(), dt.Row(), dt.Column(), dt.Partial("sum")], ids=str)
+@pytest.mark.parametrize("right", [dt.Replicate(), dt.Row(), dt.Column()], ids=str)
+def test_mm_under_all_placements(left: dt.Placement, right: dt.Placement) -> None:
+    x, w = torch.randn(5, 7), torch.randn(7, 4)
+    f = dt.compile(lambda a, b: (a @ b).relu(), TP3)
+    close(f(dt.distribute(x, TP3, tp=left), dt.distribute(w, TP3, tp=right)), (x @ w).relu())
+
+
+def test_two_axes() -> None:
+    mesh = dt.Mesh(dp=2, tp=2)
+    x, w = torch.randn(6, 8), torch.randn(8, 10)
+    f = dt.compile(lambda a, b: (a @ b).softmax(-1), mesh, out=dict(dp=dt.Row()))
+    y = f(dt.distribute(x, mesh, dp=dt.Row(), tp=dt.Column()), dt.distribute(w, mesh, tp=dt.Row()))
+    assert str(y.spec) == "f32[6@dp,10]"
+    close(y, (x @ w).softmax(-1))
+
+
+def test_plain_tensors_are_arguments_too() -> None:
+    x, w = torch.randn(4, 6), torch.randn(6, 3)
+    close(dt.compile(torch.matmul, TP2)(x, dt.distribute(w, TP2, tp=dt.Row())), x @ w)
+
+
+# -- results -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out", "spec"),
+    [
+        (None, "f32[8,12]"),
+        (dict(tp=dt.Replicate()), "f32[8,12]"),
+        (dict(tp=dt.Row()), "f32[8@tp,12]"),
+        (dict(tp=dt.Column(blocks=3)), "f32[8,3*4@tp]"),
+        (dict(tp=dt.Partial("sum")), "f32[8,12]{sum@tp}"),
+        ([dict(tp=dt.Column())], "f32[8,12@tp]"),
+    ],
+)
+def test_pins_of_results(out: Any, spec: str) -> None:
+    x, w = torch.randn(8, 16), torch.randn(16, 12)
+    f = dt.compile(lambda a, b: a @ b, TP2, out=out)
+    y = f(dt.distribute(x, TP2, tp=dt.Column()), dt.distribute(w, TP2, tp=dt.Row()))
+    assert str(y.spec) == spec
+    close(y, x @ w)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (dict(dp=dt.Row()), "has no axis 'dp'"),
+        (dict(tp=1), "tp=1, which is not a placement"),
+        ([dict(tp=dt.Row())] * 2, "of 2 results, the function returns 1"),
+        (dict(tp=dt.Shard(3)), "does not fit result 0"),
+    ],
+)
+def test_pins_that_do_not_fit(out: Any, message: str) -> None:
+    with pytest.raises(dt.PlanningError, match=message):
+        dt.compile(lambda a: a * 2, TP2, out=out)(torch.randn(4, 4))
+
+
+def test_pytrees_and_what_is_no_tensor() -> None:
+    def fn(parts: Mapping[str, Any], scale: float, *, name: str) -> dict[str, Any]:
+        total = parts["a"] + parts["b"][0] * scale
+        return {"total": total, "both": (total, parts["b"][1]), "name": name, "rows": len(total)}
+
+    x, y, z = torch.randn(3, 2), torch.randn(3, 2), torch.randn(2)
+    parts = {"a": dt.distribute(x, TP2, tp=dt.Row()), "b": [y, z]}
+    found = dt.compile(fn, TP2)(parts, 2.0, name="n")
+    assert (found["name"], found["rows"], set(found)) == ("n", 3, {"total", "both", "name", "rows"})
+    close(found["total"], x + 2 * y)
+    assert isinstance(found["both"], tuple)
+    close(found["both"][0], x + 2 * y)
+    close(found["both"][1], z)
+
+
+def test_an_argument_and_a_constant_as_results() -> None:
+    x = torch.randn(3)
+    same, ones = dt.compile(lambda a: (a, torch.ones(2)), TP2)(dt.distribute(x, TP2, tp=dt.Row()))
+    close(same, x)
+    close(ones, torch.ones(2))
+
+
+def test_results_are_arguments() -> None:
+    x = torch.randn(6, 4)
+    first = dt.compile(lambda a: a.exp(), TP2, out=dict(tp=dt.Row()))
+    second = dt.compile(lambda a: a.sum(0), TP2)
+    with dt.launch(TP2):
+        close(second(first(x)), x.exp().sum(0))
+
+
+# -- calls -----------------------------------------------------------------------------------------------
+
+
+def test_a_new_shape_is_captured_and_an_old_one_is_not() -> None:
+    count = 0
+
+    def fn(a: Tensor, n: int) -> Tensor:
+        nonlocal count
+        count += 1
+        return a * n
+
+    f = dt.compile(fn, TP2)
+    for shape, n, captures in (((2,), 1, 1), ((3,), 1, 2), ((2,), 1, 2), ((2,), 3, 3)):
+        x = torch.randn(shape)
+        close(f(x, n), x * n)
+        assert count == captures
+    f(dt.distribute(torch.randn(2), TP2, tp=dt.Row()), 1)
+    assert count == 4
+
+
+@pytest.mark.parametrize("placed", SIX)
+def test_the_forward_of_a_model(placed: str) -> None:
+    where = SIX[placed]
+    plain = make_model()
+    model = dt.parallelize(make_model(), where.mesh, where.pins, stages=where.stages)
+    tokens, _ = batch()
+    with dt.launch(where.mesh):
+        close(dt.compile(lambda m, t: m(t), where.mesh)(model, tokens), plain(tokens))
+        close(dt.compile(model, where.mesh)(tokens), plain(tokens))
+
+
+def test_training_and_evaluation_mode() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(3))
+            self.inner = torch.nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w * (2 if self.inner.training else 1)
+
+    model = dt.parallelize(Scaled(), TP2)
+    f = dt.compile(lambda m, x: m(x), TP2)
+    x = torch.randn(3)
+    close(f(model, x), 2 * x)
+    close(f(model.eval(), x), x)
+    close(f(model.train(), x), 2 * x)
+
+
+# -- planning without running -----------------------------------------------------------------------
+
+
+def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a session was made")
+
+    monkeypatch.setattr("dtensor.api.compiled.session_for", refuse)
+    monkeypatch.setattr("dtensor.api.training.session_for", refuse)
+    f = dt.compile(lambda a, b: a @ b, TP2)
+    specs = dt.spec("f32[8,16@tp]", TP2), dt.spec("f32[16@tp,4]", TP2)
+    assert [c.key for c in f.plan(*specs).collectives] == ["all_reduce@tp"]
+    huge = torch.empty(1 << 20, 1 << 20, device="meta")
+    assert f.plan(huge, huge).collectives == ()
+    where = SIX["tp2_pp2"]
+    model = dt.parallelize(make_model(), where.mesh, where.pins, stages=where.stages)
+    tokens = torch.empty(8, 16, dtype=torch.int64, device="meta")
+    plan = dt.compile(model, where.mesh).plan(tokens)
+    assert "transfer@pp" in {c.key for c in plan.collectives}
+    with pytest.raises(AssertionError, match="a session was made"):
+        f(torch.ones(2, 2), torch.ones(2, 2))
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    x = torch.randn(4, 4)
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: dt.compile(lambda a: a, TP2, search="x"), "search='x'"),
+        (lambda: dt.compile(lambda a: a + (1 if a.sum() > 0 else 0), TP2)(x), "truth of a tensor"),
+        (lambda: dt.compile(lambda m, t: m(t), TP2)(make_model(), batch()[0]), "not parallelized"),
+        (lambda: dt.compile(lambda a: a, TP3)(dt.distribute(x, TP2)), r"a is on mesh\(tp=2\)"),
+        (
+            lambda: dt.compile(lambda m, a: m(a), TP3)(dt.parallelize(make_model(), TP2), x),
+            r"parallelized on mesh\(tp=2\), the program is for mesh\(tp=3\)",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(dt.PlanningError, match=message):
+            call()
+
+
+@pytest.mark.ray
+def test_on_ray(ray_session: None) -> None:
+    x, w = torch.randn(7, 5), torch.randn(5, 4)
+    f = dt.compile(lambda a, b: (a @ b).softmax(0), TP2, out=dict(tp=dt.Row()))
+    with dt.launch(TP2):
+        expected = f(dt.distribute(x, TP2, tp=dt.Column()), w).local_tensors()
+    with dt.launch(TP2, backend="ray") as session:
+        argument = dt.distribute(x, TP2, tp=dt.Column())
+        y = f(argument, w)
+        before = session.cluster.calls
+        y = f(argument, w)
+        assert session.cluster.calls - before <= 4  # the program, and dropping the garbage y
+        for found, wanted in zip(y.local_tensors(), expected, strict=True):
+            assert torch.equal(found, wanted)
+        assert torch.equal(y.redistribute(tp=dt.Column()).full_tensor(), y.full_tensor())

@@ -1,0 +1,263 @@
+"""State goes out whole, in torch's own format, and comes in under any placement."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.api.training import (
+    Placed,
+    Run,
+    adamw,
+    assert_losses_close,
+    assert_same_bits,
+    batches,
+    make_model,
+    sgd,
+    train_torch,
+)
+from tests.models import MLP, batch
+
+DATA = batches(3) * 2
+
+
+def scrambled(**options: Any) -> nn.Module:
+    """A model whose values must all be replaced."""
+    model = make_model(**options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "when", "tied"),
+    [
+        ("tp2", "pp2", "outside", True),
+        ("tp2_pp2", "dp2_tp2", "outside", False),
+        ("dp2", "tp4", "inside", True),
+        ("pp2", "tp2", "after a step", True),
+        ("dp4", "single", "inside", False),
+    ],
+)
+def test_three_steps_here_and_three_there_are_six(
+    first: str, second: str, when: str, tied: bool
+) -> None:
+    make = adamw if tied else sgd
+    plain = make_model(tied=tied)
+    optimizer = make(plain)
+    expected = train_torch(plain, optimizer, DATA, clip=1.0)
+
+    schedule = dt.GPipe(1 if first == "dp4" else 2)
+    a = Run.of(first, module=make_model(tied=tied), make=make, schedule=schedule)
+    with dt.launch(a.mesh):
+        losses = a.losses(DATA[:3])
+        state = a.state()
+    kept = copy.deepcopy(state)
+
+    b = Run.of(second, module=scrambled(tied=tied), make=make)
+    if when == "outside":
+        dt.load_state_dict(b.model, b.optimizer, state)
+    with dt.launch(b.mesh):
+        if when != "outside":
+            if when == "after a step":
+                float(b.step(*DATA[0]))
+            dt.load_state_dict(b.model, b.optimizer, state)
+        losses += b.losses(DATA[3:])
+        final = b.state()
+    assert_losses_close(losses, expected)
+    assert_same_bits(state, kept)  # what was given is not changed
+    if make is sgd:  # AdamW turns rounding of the zero gradients of key biases into steps of lr
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(final["model"][name], value, rtol=0, atol=2e-6)
+    assert set(final["optimizer"]["state"]) == set(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("placed", ["tp2_pp2", "dp2"])
+def test_plain_torch_goes_on_from_it(placed: str) -> None:
+    run = Run.of(placed)
+    with dt.launch(run.mesh):
+        losses = run.losses(DATA[:3])
+        state = run.state()
+    model = scrambled()
+    optimizer = adamw(model)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    losses += train_torch(model, optimizer, DATA[3:], clip=1.0)
+    plain = make_model()
+    assert_losses_close(losses, train_torch(plain, adamw(plain), DATA, clip=1.0))
+
+
+def test_it_goes_on_from_plain_torch() -> None:
+    model = make_model()
+    optimizer = adamw(model)
+    losses = train_torch(model, optimizer, DATA[:3], clip=1.0)
+    run = Run.of("tp2_pp2", module=scrambled())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dt.load_state_dict(run.model, run.optimizer, state)
+    with dt.launch(run.mesh):
+        losses += run.losses(DATA[3:])
+        run.state()
+    plain = make_model()
+    assert_losses_close(losses, train_torch(plain, adamw(plain), DATA, clip=1.0))
+
+
+def test_tied_names_share_one_value() -> None:
+    run = Run.of("pp2")
+    with dt.launch(run.mesh):
+        run.losses(DATA[:2])
+        values = run.state()["model"]
+    assert set(values) == set(run.module.state_dict())
+    assert torch.equal(values["head.weight"], values["embed.weight"])
+    assert not torch.equal(values["head.weight"], run.module.state_dict()["head.weight"])
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("hidden", [7, 2])
+def test_uneven_and_empty_shards(hidden: int) -> None:
+    """7 over 3 ranks is 3, 3, 1; 2 over 3 ranks leaves one with nothing."""
+    where = Placed(
+        axes=dict(tp=3), pins={"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+    )
+    data = [(torch.randn(4, 16),) for _ in range(4)]
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return MLP(hidden=hidden)
+
+    plain = build()
+    expected = train_torch(plain, adamw(plain), data, loss=squares)
+    a, b = (Run.of(where, module=build(), loss=squares, clip=None) for _ in range(2))
+    with dt.launch(a.mesh):
+        losses = a.losses(data[:2])
+        state = a.state()
+    dt.load_state_dict(b.model, b.optimizer, state)
+    with dt.launch(b.mesh):
+        losses += b.losses(data[2:])
+        final = b.state()["model"]
+    assert_losses_close(losses, expected)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(final[name], value, rtol=0, atol=1e-6)
+
+
+# -- when values move ------------------------------------------------------------------------------
+
+
+def test_the_values_of_the_first_use_count() -> None:
+    """Changed before the first use: seen. Changed after it: not, until it is loaded."""
+    run = Run.of("tp2")
+    with dt.launch(run.mesh):
+        with torch.no_grad():
+            run.module.embed.weight.zero_()  # type: ignore[union-attr, operator]
+        first = run.step.gradients(*DATA[0])
+        with torch.no_grad():
+            run.module.embed.weight.fill_(0.3)  # type: ignore[union-attr, operator]
+        second = run.step.gradients(*DATA[0])
+        assert_same_bits(second, first)
+        dt.load_state_dict(run.model, None, {"model": run.module.state_dict()})
+        third = run.step.gradients(*DATA[0])
+    assert not torch.equal(third["positions.weight"], first["positions.weight"])
+
+
+def test_before_any_step_it_is_the_controllers_state() -> None:
+    run = Run.of("tp2")
+    train_torch(run.module, run.optimizer, DATA[:1])
+    expected = copy.deepcopy(run.module.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+    with dt.launch(run.mesh):
+        state = run.state()
+        assert_same_bits((state["model"], state["optimizer"]), expected)
+        run.step.gradients(*DATA[0])
+        state = run.state()
+        assert_same_bits((state["model"], state["optimizer"]), expected)
+    train_torch(run.module, run.optimizer, DATA[:1])
+    assert_same_bits((state["model"], state["optimizer"]), expected)  # a copy
+
+
+def test_each_launch_starts_from_the_controllers_values() -> None:
+    run = Run.of("tp2")
+    losses: list[float] = []
+    for _ in range(2):
+        with dt.launch(run.mesh):
+            losses.append(float(run.step(*DATA[0])))
+            run.state()
+    assert losses[0] == losses[1]
+
+
+# -- what is lost, and what is told -----------------------------------------------------------
+
+
+def test_lost_state_is_told_once_and_at_the_users_line() -> None:
+    run = Run.of("tp2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with dt.launch(run.mesh):
+            run.losses(DATA[:2])
+    assert len(caught) == 1
+    assert "changed state of 1 model" in str(caught[0].message)
+    assert "gather_state_dict" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_state_that_is_gathered_or_unchanged_is_not_lost() -> None:
+    run = Run.of("tp2")
+    with dt.launch(run.mesh):  # warnings are errors here
+        run.losses(DATA[:2])
+        run.state()
+    with dt.launch(run.mesh):
+        run.step.gradients(*DATA[0])
+        dt.compile(lambda model, x: model(x), run.mesh)(run.model, DATA[0][0])
+
+
+def test_state_that_changes_after_a_gather_is_lost() -> None:
+    run = Run.of("tp2")
+    with pytest.warns(UserWarning, match="not gathered"), dt.launch(run.mesh):
+        run.losses(DATA[:1])
+        run.state()
+        run.losses(DATA[1:2])
+
+
+def test_a_launch_does_not_see_what_was_trained_outside_it() -> None:
+    run = Run.of("tp2")
+    first = float(run.step(*DATA[0]))
+    with dt.launch(run.mesh):
+        with pytest.warns(UserWarning, match="changed outside this launch") as caught:
+            again = float(run.step(*DATA[0]))
+        run.state()
+    assert again == first
+    assert caught[0].filename == __file__
+    other = Run.of("tp2")
+    float(other.step(*DATA[0]))
+    dt.load_state_dict(other.model, other.optimizer, other.state())
+    with dt.launch(other.mesh):
+        assert float(other.step(*DATA[0])) < first
+        other.state()
+
+
+def test_a_state_that_is_none() -> None:
+    run = Run.of("tp2")
+    with pytest.raises(dt.PlanningError, match="no entry 'model'"):
+        dt.load_state_dict(run.model, run.optimizer, run.module.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        dt.load_state_dict(run.model, None, {"model": make_model(vocab=64).state_dict()})
+
+
+def test_batches_of_other_sizes_share_the_state() -> None:
+    data = [batch(0), batch(1, size=2), batch(2), batch(3, size=2), batch(4, length=5)]
+    run = Run.of("tp2_pp2")
+    with dt.launch(run.mesh) as session:
+        losses = run.losses(data)
+        loaded = len(session.loaded)
+        losses += run.losses(data[1:3])
+        assert len(session.loaded) == loaded  # nothing is captured or shipped again
+        run.state()
+    plain = make_model()
+    assert_losses_close(losses, train_torch(plain, adamw(plain), data + data[1:3], clip=1.0))

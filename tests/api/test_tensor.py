@@ -1,0 +1,194 @@
+"""A DTensor holds its shards on the ranks; every redistribution keeps the value."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+
+TP2 = dt.Mesh(tp=2)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def test_shards_in_rank_order() -> None:
+    x = dt.distribute(ints(5, 3), dt.Mesh(tp=3), tp=dt.Row())
+    assert str(x.spec) == "f32[5@tp,3]"
+    assert (x.shape, x.dtype, x.ndim, x.mesh) == ((5, 3), torch.float32, 2, dt.Mesh(tp=3))
+    assert (x.size(), x.size(1), x.dim(), x.numel(), len(x)) == ((5, 3), 3, 2, 15, 5)
+    assert [t.shape[0] for t in x.local_tensors()] == [2, 2, 1]
+    assert torch.equal(torch.cat(x.local_tensors()), ints(5, 3))
+    assert torch.equal(x.full_tensor(), ints(5, 3))
+
+
+def test_a_pending_sum_is_the_value_on_one_rank() -> None:
+    x = dt.distribute(ints(4), TP2, tp=dt.Partial("sum"))
+    assert str(x.spec) == "f32[4]{sum@tp}"
+    assert torch.equal(x.full_tensor(), ints(4))
+    assert torch.equal(x.redistribute(tp=dt.Row()).full_tensor(), ints(4))
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (5, 7), (2, 3), (1, 1)], ids=str)
+def test_all_pairs_of_placements(shape: tuple[int, int]) -> None:
+    """Over 3 ranks: sizes that divide, that do not, and that leave ranks empty."""
+    mesh = dt.Mesh(tp=3)
+    placements = [dt.Replicate(), dt.Row(), dt.Column(), dt.Partial("sum")]
+    if shape[0] > 2:
+        placements += [dt.Row(blocks=(shape[0] - 2, 2)), dt.Column(blocks=shape[1])]
+    x = ints(*shape)
+    for src, dst in itertools.product(placements, placements):
+        moved = dt.distribute(x, mesh, tp=src).redistribute(tp=dst)
+        assert str(moved.spec) == str(dt.distribute(x, mesh, tp=dst).spec)
+        assert torch.equal(moved.full_tensor(), x), f"{src} to {dst}"
+        if not isinstance(dst, dt.Partial):
+            direct = dt.distribute(x, mesh, tp=dst).local_tensors()
+            for got, wanted in zip(moved.local_tensors(), direct, strict=True):
+                assert torch.equal(got, wanted), f"{src} to {dst}"
+
+
+def test_two_axes_on_one_dim() -> None:
+    mesh = dt.Mesh(dp=2, tp=2)
+    x = ints(10, 3)
+    states: list[dict[str, dt.Placement]] = [
+        dict(dp=dt.Row(), tp=dt.Row()),
+        dict(tp=dt.Row(), dp=dt.Row()),
+        dict(dp=dt.Row()),
+        dict(tp=dt.Column()),
+        dict(),
+    ]
+    assert str(dt.distribute(x, mesh, **states[0]).spec) == "f32[10@(dp,tp),3]"
+    assert str(dt.distribute(x, mesh, **states[1]).spec) == "f32[10@(tp,dp),3]"
+    for src, dst in itertools.product(states, states):
+        full: dict[str, dt.Placement] = {"dp": dt.Replicate(), "tp": dt.Replicate()}
+        order = [*dst, *(axis for axis in full if axis not in dst)]
+        moved = dt.distribute(x, mesh, **src).redistribute(**{a: {**full, **dst}[a] for a in order})
+        assert torch.equal(moved.full_tensor(), x), f"{src} to {dst}"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.arange(6),
+        torch.tensor([True, False, True]),
+        torch.randn(4, dtype=torch.float64),
+        torch.randn(4).bfloat16(),
+        torch.empty(0, 3),
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}",
+)
+def test_dtypes_and_odd_shapes(tensor: torch.Tensor) -> None:
+    x = dt.distribute(tensor, TP2, **({"tp": dt.Row()} if tensor.dim() else {}))
+    assert torch.equal(x.full_tensor(), tensor) and x.full_tensor().dtype == tensor.dtype
+    assert torch.equal(x.redistribute(tp=dt.Replicate()).full_tensor(), tensor)
+
+
+def test_it_is_a_copy() -> None:
+    source = ints(4)
+    x = dt.distribute(source, TP2)
+    source.zero_()
+    x.full_tensor().zero_()
+    x.local_tensors()[0].zero_()
+    assert torch.equal(x.full_tensor(), ints(4))
+
+
+def test_scalars() -> None:
+    x = dt.distribute(torch.tensor(2.5), TP2)
+    assert float(x) == x.item() == 2.5
+    with pytest.raises(ValueError, match=r"only a scalar converts to a float, not f32\[4\]"):
+        float(dt.distribute(ints(4), TP2))
+
+
+def test_shards_of_garbage_are_dropped() -> None:
+    with dt.launch(TP2) as session:
+        kept = dt.distribute(ints(4), TP2)
+        for _ in range(5):
+            dt.distribute(ints(4), TP2)
+        gc.collect()
+        kept.redistribute(tp=dt.Row())
+        gc.collect()
+        session.put([{}, {}])
+        table = session.cluster._worker._table  # type: ignore[attr-defined]
+        assert [name for _, name in table if name.startswith("tensor ")] == [kept.name] * 2
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x + 1,
+        lambda x: 1 + x,
+        lambda x: torch.ones(4) * x,
+        lambda x: x @ torch.ones(4),
+        lambda x: torch.relu(x),
+        lambda x: x.relu(),
+        lambda x: x[0],
+        lambda x: list(x),
+        lambda x: x > 0,
+        lambda x: x == 0,
+        lambda x: bool(x),
+        lambda x: -x,
+        lambda x: torch.nn.functional.linear(torch.ones(2, 4), x),
+    ],
+)
+def test_an_op_outside_compile_says_where_it_runs(op: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"outside dt.compile(.|\n)*fix: .*x.full_tensor\(\)"):
+        op(dt.distribute(ints(4), TP2))
+
+
+def test_no_such_attribute() -> None:
+    x = dt.distribute(ints(4), TP2)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = x.nonsense
+    assert {x: 1}[x] == 1
+
+
+def test_a_tensor_of_a_closed_launch() -> None:
+    with dt.launch(TP2):
+        x = dt.distribute(ints(4), TP2)
+    for use in (x.full_tensor, x.local_tensors):
+        with pytest.raises(RuntimeError, match="the launch that this value belongs to has ended"):
+            use()
+    with pytest.raises(dt.PlanningError, match="belongs to another launch"):
+        x.redistribute(tp=dt.Row())
+
+
+def test_tensors_of_two_launches() -> None:
+    outside = dt.distribute(ints(4), TP2)
+    with dt.launch(TP2):
+        inside = dt.distribute(ints(4), TP2)
+        with pytest.raises(dt.PlanningError, match="belongs to another launch"):
+            dt.compile(lambda a, b: a + b, TP2)(inside, outside)
+        with pytest.raises(dt.PlanningError, match=r"running launch is on mesh\(tp=2\)"):
+            dt.distribute(ints(4), dt.Mesh(tp=3))
+        with pytest.raises(dt.PlanningError, match="a launch is running already"), dt.launch(TP2):
+            pass
+    assert torch.equal(outside.full_tensor(), ints(4))
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        (dict(dp=dt.Row()), "has no axis 'dp'; its axes are tp"),
+        (dict(tp=dt.Shard(5)), r"Shard\(5\) names dim 5 of a tensor of shape \[4, 2\]"),
+        (dict(tp=0), "tp=0 is not a placement"),
+        (dict(tp=dt.Row(blocks=3)), "3"),
+        (dict(tp=dt.Row(unit=3)), "3"),
+    ],
+)
+def test_placements_that_do_not_fit(placements: Any, message: str) -> None:
+    with pytest.raises(dt.PlanningError, match=message):
+        dt.distribute(ints(4, 2), TP2, **placements)
+    if "blocks" not in str(placements) and "unit" not in str(placements):
+        with pytest.raises(dt.PlanningError):
+            dt.distribute(ints(4, 2), TP2).redistribute(**placements)
