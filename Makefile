@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Worker processes for the tests; 0 runs them one after the other in this process.
 JOBS ?= 0
-DEMO ?= --placements tp2pp2 --backend ray --compare
+DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 

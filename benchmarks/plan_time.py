@@ -138,11 +138,12 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     seconds, full = measure(given.layers, given.microbatches, given.case, given.profile)
-    _, half = measure(max(2, given.layers // 2), given.microbatches, given.case)
+    fewer = max(2, given.layers // 2)
+    _, half = measure(fewer, given.microbatches, given.case)
     print(f"| phase | seconds, {given.layers} layers |\n|---|---|")
     for name, value in seconds.items():
         print(f"| {name} | {value:.2f} |")
-    print(f"\n| count | {given.layers} layers | {max(2, given.layers // 2)} layers |\n|---|---|---|")
+    print(f"\n| count | {given.layers} layers | {fewer} layers |\n|---|---|---|")
     for name, value in full.items():
         print(f"| {name} | {value} | {half[name]} |")
 

@@ -13,6 +13,7 @@ programs with search="free", where every factor of every op may be split.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import random
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dtensor.errors import PlanningError
 from dtensor.sharding import choose, planner
 from dtensor.sharding.choose import is_view
 from dtensor.sharding.cost import Topology
@@ -150,7 +152,7 @@ def _pair(p: Placement, q: Placement) -> Placement:
 
 
 def blocks() -> dict[str, Request]:
-    """Transformer blocks under Megatron's pins, sequence-major batch over dp."""
+    """Transformer blocks under Megatron's pins, the batch over dp."""
     from torch import nn
 
     from dtensor.api.placing import input_pins, planner_pins, resolve
@@ -173,8 +175,8 @@ def blocks() -> dict[str, Request]:
         graph = capture(_square_loss, (model, x), grads="loss")
         flow = dataflow(graph)
         arguments = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
-        pins = {g: p for g, p in MEGATRON.items() if any(
-            part in n for n, _ in model.named_parameters() for part in (g.strip("*"),))}
+        names = [n for n, _ in model.named_parameters()]
+        pins = {g: p for g, p in MEGATRON.items() if any(g.strip("*") in n for n in names)}
         named = planner_pins(
             flow, resolve(model, mesh, pins), input_pins(arguments, dict(dp=Shard(0)), mesh)
         )
@@ -215,15 +217,11 @@ def main() -> None:
             found = loss(replace(request, topology=topology))
             row = f"{found.planned * 1e6:.2f} | {found.joint * 1e6:.2f} | {found.relative:.2%}"
             print(f"| {name}, latency {latency * 1e6:.0f} us | {row} |")
-    from dtensor.errors import PlanningError
-
     losses: list[float] = []
     seed = 0
     while len(losses) < given.programs:
-        try:
+        with contextlib.suppress(PlanningError):  # random pins that do not fit the program
             losses.append(random_loss(seed).relative)
-        except PlanningError:  # the random pins do not fit the random program
-            pass
         seed += 1
     losses.sort()
     exact = sum(x < 1e-9 for x in losses)

@@ -221,6 +221,8 @@ def main() -> None:
     losses, state = train(args, args.placements, args.backend, steps, tokens, tokenizer, saved)
     if args.save:
         torch.save(state, args.save)
+        state = torch.load(args.save)
+        console.print(f"saved to {args.save} after {steps.stop} steps, and read back")
 
     # The same checkpoint under another placement: nothing in it tells where it came from.
     more = range(steps.stop, steps.stop + args.more_steps)

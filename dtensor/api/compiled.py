@@ -29,7 +29,7 @@ from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import REPLICATE, Placement, Replicate, Shard
 from dtensor.sharding.plan import Plan
-from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.spec import TensorSpec, make_spec
 
 Out = Mapping[str, Placement] | Sequence[Mapping[str, Placement]] | None
 
@@ -107,6 +107,7 @@ def pinned_results(out: Out, flow: Dataflow, mesh: Mesh) -> dict[int, Mapping[st
             f"{len(results)} tensors.\n"
             f"fix: one dict for each tensor in the order of the results, or one dict for all"
         )
+    pinned: dict[int, Mapping[str, Placement]] = {}
     for index, value in results.items():
         for axis, placement in stated[index].items():
             mesh.axis_size(axis)
@@ -115,8 +116,11 @@ def pinned_results(out: Out, flow: Dataflow, mesh: Mesh) -> dict[int, Mapping[st
                     f"out= states {axis}={placement!r}, which is not a placement; "
                     f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
                 )
-        check_fit(f"result {index}", flow.metas[value], stated[index], "out=", mesh)
-    return dict(enumerate(stated))
+        meta = flow.metas[value]
+        check_fit(f"result {index}", meta, stated[index], "out=", mesh)
+        spec = make_spec(meta.shape, meta.dtype, mesh, stated[index])
+        pinned[index] = {axis: spec.placement(axis) for axis in stated[index]}
+    return pinned
 
 
 def compile(
@@ -181,6 +185,12 @@ class LoadedProgram:
                 raise PlanningError(
                     f"{name} belongs to another launch than the one that runs now; "
                     f"fix: distribute it inside this launch"
+                )
+            if leaf.spec.on:
+                raise PlanningError(
+                    f"{name} is {leaf.spec}: only a part of the mesh holds it, and an argument is "
+                    f"read on all of it.\n"
+                    f"fix: pass {name}.full_tensor(), or compute further where it was made"
                 )
             return Stored(leaf.name)
         here = self.session.mesh.coordinates(rank)

@@ -15,6 +15,7 @@ Whether a placement lines up with what the program does is the planner's to say,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.call import Meta
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Shard
+from dtensor.sharding.placements import Placement, Replicate, Shard
+from dtensor.sharding.spec import TensorSpec, make_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,17 @@ def planner_pins(
         pinned_by=pinned_by,
         batch=tuple(i.name for i in flow.inputs if i.kind == "argument" and i.label in batch),
     )
+
+
+def restated(spec: TensorSpec) -> dict[str, Placement]:
+    """A spec's placements in an order that makes it again: on one dim the major axis first."""
+    found = {axis: p for axis, p in spec.sharding.items() if not isinstance(p, Replicate)}
+    for order in itertools.permutations(found):
+        stated = {axis: found[axis] for axis in order}
+        made = make_spec(spec.shape, spec.dtype, spec.mesh, stated)
+        if made.placements == spec.placements:
+            return stated
+    return found
 
 
 # -- the batch -------------------------------------------------------------------------------------

@@ -19,7 +19,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.placing import InputPins, ParameterPlacement, input_pins, planner_pins
+from dtensor.api.placing import (
+    InputPins,
+    ParameterPlacement,
+    input_pins,
+    planner_pins,
+    restated,
+)
 from dtensor.api.stages import NO_STAGES, StagePlan
 from dtensor.api.tensor import DTensor
 from dtensor.errors import PlanningError
@@ -30,7 +36,7 @@ from dtensor.sharding.call import Meta
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Partial, Placement, Shard
+from dtensor.sharding.placements import REPLICATE, Placement
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.planner import Request, Training, plan
 from dtensor.sharding.spec import TensorSpec
@@ -138,6 +144,11 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
     graph = call.graph(grads)
     stages = model.stages if model is not None else NO_STAGES
     flow = dataflow(graph, stages.held, stages.num_stages)
+    training = options.training(graph) if options.training else None
+    if training is not None:  # parameters outside the optimizer are frozen: no gradient is made
+        flow = flow.pruned(
+            tuple(o for o in flow.outputs if o.kind != "gradient" or o.of in training.trained)
+        )
     named = [
         (item, entry)
         for item, entry in zip(flow.inputs, graph.inputs, strict=True)
@@ -169,7 +180,7 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
             stage_axis=stages.axis,
             num_microbatches=options.num_microbatches,
             topology=options.topology or Topology(),
-            training=options.training(graph) if options.training else None,
+            training=training,
             free=options.free,
         )
     )
@@ -198,10 +209,7 @@ def _input_pins(
             spec = leaf.spec if isinstance(leaf, DTensor) else leaf
             if spec.mesh != mesh:
                 raise PlanningError(f"{name} is on {spec.mesh}, the program is for {mesh}")
-            own = {
-                axis: p for axis, p in spec.sharding.items() if isinstance(p, Shard | Partial)
-            }
-            merged[name] = {**own, **merged.get(name, {})}
+            merged[name] = {**restated(spec), **merged.get(name, {})}
     return InputPins(pins=merged, batch=pins.batch)
 
 
@@ -209,9 +217,9 @@ def _settle(model: ParallelModule, planned: Plan) -> None:
     """What the first plan of a model chose for its free parameters holds for all later ones."""
     for item in planned.inputs:
         if item.kind in ("parameter", "buffer") and item.label not in model.settled:
-            model.settled[item.label] = {
-                axis: p for axis, p in item.spec.sharding.items() if axis in planned.mesh.axes
-            }
+            split = restated(item.spec)
+            whole = [a for a in planned.mesh.axes if a in item.spec.mesh.axes and a not in split]
+            model.settled[item.label] = {**split, **dict.fromkeys(whole, REPLICATE)}
 
 
 def parameter_labels(graph: Graph) -> frozenset[str]:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -292,14 +292,20 @@ def launch(
 
     Args:
         backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank.
-        device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" with one
-            GPU has one actor host all ranks.
+        device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
+            each rank a GPU of its own where Ray has enough, else one actor hosts all on one GPU.
         address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
         deadline_s: seconds after which a rank that makes no progress counts as failed.
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
+    if backend not in get_args(Backend):
+        raise PlanningError(f'backend={backend!r}: it is "inprocess" or "ray"')
+    if mode not in get_args(Mode):
+        raise PlanningError(f'mode={mode!r}: it is "compiled" or "interpreted"')
+    if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
+        raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
     if _launched:
         raise PlanningError("a launch is running already; leave it before starting another")
     cluster = launch_cluster(
@@ -308,7 +314,6 @@ def launch(
         device=device,
         address=address,
         deadline_s=deadline_s,
-        ranks_per_actor=mesh.size if backend == "ray" and device.startswith("cuda") else 1,
     )
     session = Session(mesh, cluster, mode)
     _launched.append(session)

@@ -69,8 +69,12 @@ class DTensor:
     def redistribute(self, **placements: Placement) -> DTensor:
         """The same value under other placements; the collectives run on the actors."""
         from dtensor.api.compiled import compile
+        from dtensor.api.placing import restated
 
-        wanted = {**self.spec.sharding, **placements}
+        held = restated(self.spec)
+        wanted = {**held, **placements}
+        if set(placements) >= set(held):  # the user's order says which axis is major
+            wanted = dict(placements)
         return compile(_identity, self.mesh, out=wanted)(self)
 
     @classmethod

@@ -303,6 +303,16 @@ def train_step(
             f"fix: model = dt.parallelize(model, mesh, {{...}})"
         )
     check_optimizer(optimizer)
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise PlanningError(
+            f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
+            f"dt.GPipe(microbatches=4) or dt.Custom(...)"
+        )
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise PlanningError(
+            f"clip_grad_norm={clip_grad_norm!r}: a norm to scale down to is above 0; "
+            f"fix: leave it out for no clipping"
+        )
     return TrainStep(
         model,
         loss_fn,

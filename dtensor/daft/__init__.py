@@ -81,19 +81,21 @@ def launch_cluster(
     device: str = "cpu",
     address: str | None = None,
     deadline_s: float = 60.0,
-    ranks_per_actor: int = 1,
+    ranks_per_actor: int | None = None,
     seed: int = 0,
 ) -> Cluster:
     """Start `size` ranks.
 
     `address` joins a Ray cluster that runs already. `deadline_s`: how long a rank may wait for
     another, or make no progress, before it counts as lost (Ray only; nothing waits in-process).
+    `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
     `seed` picks one of the legal orders in which the ranks of a host run.
     """
     match backend:
         case "inprocess":
+            per_actor = 1 if ranks_per_actor is None else ranks_per_actor
             return InProcessCluster(
-                size, torch.device(device), ranks_per_actor=ranks_per_actor, seed=seed
+                size, torch.device(device), ranks_per_actor=per_actor, seed=seed
             )
         case "ray":
             # Not at the top: Ray is an extra, and takes a second to import.

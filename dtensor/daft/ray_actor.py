@@ -16,17 +16,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.errors import CommunicationError, DaftError, Failure
 from dtensor.daft.order import Site
 from dtensor.daft.program import Program
-from dtensor.daft.ray_gloo import GlooTransport, Key, Messenger
+from dtensor.daft.ray_exchange import ExchangeTransport
+from dtensor.daft.ray_gloo import join_gloo
+from dtensor.daft.ray_nccl import join_nccl
 from dtensor.daft.ray_progress import Counter
+from dtensor.daft.ray_routes import Key
 from dtensor.daft.ray_wire import pack, pack_all, unpack_all
 from dtensor.daft.worker import Names, Values, Worker
 
@@ -49,26 +50,22 @@ class Actor:
         self._ranks = ranks
         self._device = torch.device(device)
         self._counter = Counter(counter)
-        self._transport: GlooTransport | None = None
+        self._transport: ExchangeTransport | None = None
         self._worker: Worker | None = None
         self._failed: DaftError | None = None
 
     def connect(self, connection: Connection) -> None:
-        """Join the others; blocks until all have joined."""
+        """Join the others: over gloo at once, over NCCL as programs are loaded."""
         timeout = timedelta(seconds=connection.deadline_s)
         store = TCPStore(
             connection.host, connection.port, None, False, timeout, wait_for_workers=False
         )
-        options = dist.ProcessGroupGloo._Options()  # pyright: ignore
-        options._devices = [  # pyright: ignore
-            dist.ProcessGroupGloo.create_device(  # pyright: ignore
-                hostname=connection.own_address
-            )
-        ]
-        options._timeout = timeout  # pyright: ignore
-        size = max(connection.actor_of) + 1
-        group = dist.ProcessGroupGloo(store, self._index, size, options)  # pyright: ignore
-        self._transport = GlooTransport(cast(Messenger, group), connection.actor_of)
+        actor_of, deadline_s = connection.actor_of, connection.deadline_s
+        if self._device.type == "cuda":
+            wire = join_nccl(store, self._ranks, max(actor_of) + 1, deadline_s)
+        else:
+            wire = join_gloo(store, self._index, actor_of, connection.own_address, deadline_s)
+        self._transport = ExchangeTransport(wire, actor_of)
         self._worker = Worker(self._ranks, self._device, self._transport)
 
     def put(self, values: Values) -> None:
@@ -86,7 +83,7 @@ class Actor:
     ) -> None:
         worker = self._get_worker()
         assert self._transport is not None
-        self._transport.tags.update(tags)
+        self._transport.open(tags)
         worker.load(handle, program, sites)
 
     def unload(self, handle: int) -> None:

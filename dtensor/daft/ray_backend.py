@@ -1,10 +1,10 @@
-"""Ranks in Ray actors: one asynchronous call per actor and run, data between actors over gloo.
+"""Ranks in Ray actors: one asynchronous call per actor and run; data goes from actor to actor.
 
 Example: `RayCluster(4, torch.device("cpu"))` starts Ray on this machine, four actors and their
 connections, about 6 s; `close()` ends all of it. With `ranks_per_actor` an actor hosts several
-ranks, whose transfers stay inside. Device "cuda" needs `ranks_per_actor=size`: one actor with one
-GPU hosts all ranks, and collectives are plain device operations. One rank per GPU over NCCL is not
-there yet.
+ranks, whose transfers stay inside. On device "cuda" an actor has one GPU to itself: by default
+each rank where Ray has enough GPUs, over NCCL (written, and never run: see `ray_nccl.py`); else one
+actor hosts all ranks, and collectives are plain device operations.
 
 Invariants: Ray places actors, notices their death and carries calls; it carries no tensors
 between actors. The controller may run ahead, calls queue up at the actors in order. The first
@@ -43,9 +43,9 @@ from dtensor.daft.merge import merge_sites
 from dtensor.daft.program import Program
 from dtensor.daft.ray_actor import Connection
 from dtensor.daft.ray_failure import Outcome, diagnose
-from dtensor.daft.ray_gloo import Key, check_routes
-from dtensor.daft.ray_launch import ActorProcess, own_address, start_ray
+from dtensor.daft.ray_launch import ActorProcess, own_address, ranks_per_gpu, start_ray
 from dtensor.daft.ray_progress import CounterFile
+from dtensor.daft.ray_routes import Key, check_groups, check_routes
 from dtensor.daft.ray_wire import pack, unpack, unpack_all
 from dtensor.daft.verify import verify
 
@@ -54,7 +54,7 @@ SLICE_S = 0.25
 SETTLE_S = 2.0
 """How long after a first failure the controller looks for its root."""
 START_S = 60.0
-"""How long actors may take to start: an infeasible request would wait for ever."""
+"""How long actors may take to start, and to make connections."""
 
 
 Arrange: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -76,22 +76,21 @@ class RayCluster(Cluster):
         *,
         address: str | None = None,
         deadline_s: float = 60.0,
-        ranks_per_actor: int = 1,
+        ranks_per_actor: int | None = None,
         seed: int = 0,
     ) -> None:
         self.size = size
         self.device = device
         self.calls = 0
         self.failure: DaftError | None = None
-        self.hosts = hosts_of(size, ranks_per_actor)
-        if device.type != "cpu" and len(self.hosts) != 1:
+        self.hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
+        if device not in (torch.device("cpu"), torch.device("cuda")):
             raise ValueError(
-                f"On {device.type} all ranks share one actor: launch with ranks_per_actor={size}, "
-                f"got ranks_per_actor={ranks_per_actor}."
+                f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
+                f"which GPU an actor gets."
             )
         self.deadline_s = deadline_s
         self._seed = seed
-        self._actor_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
         self._tags: dict[Key, int] = {}
         self._handles: dict[int, Handle] = {}
         self._next_handle = 0
@@ -102,6 +101,9 @@ class RayCluster(Cluster):
         self._own_ray = False
         try:
             self._own_ray = start_ray(address)
+            if device.type == "cuda":
+                self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
+            self._actor_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
             self._start()
         except BaseException:
             self.close()
@@ -158,9 +160,12 @@ class RayCluster(Cluster):
         self._check()
         check_size(self.size, program.ranks, f"Program {program.name!r}")
         report = verify(program, self.hosts, self._seed)
-        for key in check_routes(program, self._actor_of):
-            # Two tags each: a large all_reduce is two exchanges.
-            self._tags.setdefault(key, 2 * len(self._tags))
+        keys = check_routes(program, self._actor_of)
+        new = [key for key in keys if key not in self._tags]
+        if self.device.type == "cuda":
+            check_groups([*self._tags, *new], self._actor_of)
+        for key in new:
+            self._tags[key] = len(self._tags)
         handle = Handle(self._next_handle, program, report)
         self._next_handle += 1
         self._handles[handle.id] = handle
@@ -169,7 +174,9 @@ class RayCluster(Cluster):
             [
                 self._call(a, a.actor.load, handle.id, shipped, report.lists[h], dict(self._tags))
                 for h, a in enumerate(self._actors)
-            ]
+            ],
+            # Over NCCL the actors connect here.
+            deadline_s=max(START_S, self.deadline_s) if self.device.type == "cuda" else None,
         )
         return handle
 

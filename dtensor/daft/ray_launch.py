@@ -2,7 +2,9 @@
 
 `start_ray` joins a Ray that runs, or starts one on this machine for the controller alone;
 `ActorProcess` is an actor with its counter file and, on this machine, a handle to its process
-that ends it even when it is stopped (Ray's kill needs the process to answer).
+that ends it even when it is stopped (Ray's kill needs the process to answer). `ranks_per_gpu`
+says how ranks share GPUs, and that there are enough: Ray would wait for ever for one that it does
+not have.
 
 Invariant: only what was started here is ended here.
 """
@@ -14,6 +16,7 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -22,6 +25,9 @@ import ray
 
 from dtensor.daft.ray_actor import Actor
 from dtensor.daft.ray_progress import CounterFile
+
+RELEASE_S = 10.0
+"""How long Ray may take to hand out the GPUs of actors that have just ended."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
@@ -46,6 +52,31 @@ def start_ray(address: str | None) -> bool:
         )
     _own_sessions.add(_session())
     return True
+
+
+def ranks_per_gpu(size: int, asked: int | None) -> int:
+    """As asked, else a GPU for each rank where there are enough, else all ranks on one.
+
+    `ValueError` unless Ray has a free GPU for each actor.
+    """
+    num_gpus = int(_ray.cluster_resources().get("GPU", 0))
+    chosen = (1 if num_gpus >= size else size) if asked is None else asked
+    num_actors = -(-size // chosen)
+    end = time.monotonic() + RELEASE_S
+    while (free := int(_ray.available_resources().get("GPU", 0))) < num_actors:
+        if num_gpus < num_actors or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    else:
+        return chosen
+    remedies = ["launch with device='cpu'"]
+    if num_actors > 1 and num_gpus >= 1:
+        remedies.insert(0, f"put all ranks on one GPU with ranks_per_actor={size}")
+    raise ValueError(
+        f"{size} ranks in {num_actors} actors on device 'cuda' need {num_actors} free GPUs, one "
+        f"for each actor; Ray has {num_gpus}, of which {free} are free.\n"
+        f"  Fix: {', or '.join(remedies)}."
+    )
 
 
 def _session() -> str:

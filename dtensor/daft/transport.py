@@ -2,7 +2,7 @@
 
 A transport starts transfers and collectives; each start gives a `Pending`, whose `wait` gives the
 values made (none for a send). `LocalTransport` (`local.py`) serves ranks of one process,
-`GlooTransport` (`ray_gloo.py`) ranks of several.
+`ExchangeTransport` (`ray_exchange.py`) ranks of several, over gloo or NCCL.
 
 Invariants: a start never blocks; the tensors handed to it stay unchanged until its `wait` (the
 verifier sees to that); what `wait` returns is contiguous and shares no storage with anything.

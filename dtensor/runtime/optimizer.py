@@ -37,6 +37,11 @@ ELEMENTWISE: dict[type[torch.optim.Optimizer], int] = {
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """PlanningError unless the exact class is known to be elementwise."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanningError(
+            f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
+            f"fix: torch.optim.AdamW(model.parameters())"
+        )
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise PlanningError(

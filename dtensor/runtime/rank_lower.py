@@ -21,7 +21,7 @@ from dtensor.sharding.blocks import block, join
 from dtensor.sharding.call import Local, OpCall
 from dtensor.sharding.local import local_call
 from dtensor.sharding.mesh import MICROBATCH_AXIS
-from dtensor.sharding.placements import Partial, ReduceOp, Replicate
+from dtensor.sharding.placements import Partial, ReduceOp, Replicate, Shard
 from dtensor.sharding.plan import (
     Accumulate,
     Bucket,
@@ -39,6 +39,9 @@ from dtensor.sharding.redistribute import FREE_KINDS, Move, overlap, positions
 from dtensor.sharding.spec import TensorSpec
 
 SEND_WAIT_LAG = 2
+MAX_LINES = 6
+"""Of one Call. What it is given lives until it ends, so a backward in one piece would hold all
+that its forward kept; a Call costs a few microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,16 +175,26 @@ class RankLowering:
     def action(self, action: Action, number: int) -> None:
         phase = "forward" if action.kind == "F" else "backward"
         self.label = f"{action.kind}{action.microbatch} stage {action.stage}"
-        chosen = [
-            s for s in self.plan.steps
-            if not _once(s) and not _last(s) and _phase(s) == phase
-            and (_stage(s) == action.stage or (
-                isinstance(s, Transfer) and s.to_stage == action.stage))
-        ]
         self.close()
-        self.steps(chosen, action.microbatch, number, action.stage)
+        self.steps(self._steps_of(phase, action.stage), action.microbatch, number, action.stage)
         self._accumulate(phase, action)
         self.close()
+
+    def _steps_of(self, phase: str, stage: int) -> tuple[Step, ...]:
+        """The steps of an action, the same for all ranks and microbatches."""
+        key = ("steps", phase, stage)
+        if key not in self.cache:
+            self.cache[key] = tuple(
+                s
+                for s in self.plan.steps
+                if not _once(s)
+                and not _last(s)
+                and _phase(s) == phase
+                and (_stage(s) == stage or (isinstance(s, Transfer) and s.to_stage == stage))
+            )
+        found = self.cache[key]
+        assert isinstance(found, tuple)
+        return found
 
     def steps(
         self,
@@ -269,12 +282,23 @@ class RankLowering:
 
     def record(self, name: str, spec: TensorSpec, microbatch: int | None) -> None:
         here = self.at(microbatch)
-        key = (id(spec), *(here[axis] for axis in self._splitting((spec,))))
+        axes = () if self._even(spec) else self._splitting((spec,))
+        key = (id(spec), *(here[axis] for axis in axes))
         if key not in self.cache:
             self.cache[key] = spec.local_nbytes(here)
         found = self.cache[key]
         assert isinstance(found, int)
         self.nbytes[self.value(name, microbatch)] = found
+
+    def _even(self, spec: TensorSpec) -> bool:
+        """Whether all shards have one size: no shard is larger than that of coordinate 0."""
+        key = ("even", id(spec))
+        if key not in self.cache:
+            parts = 1
+            for axis, placement in spec.sharding.items():
+                parts *= spec.mesh.axis_size(axis) if isinstance(placement, Shard) else 1
+            self.cache[key] = spec.max_local_nbytes * parts == spec.nbytes
+        return bool(self.cache[key])
 
     def _splitting(self, specs: Sequence[TensorSpec | None]) -> tuple[str, ...]:
         """The axes whose coordinate the local tensors of these specs depend on."""
@@ -295,6 +319,8 @@ class RankLowering:
     # -- steps -----------------------------------------------------------------------------------
 
     def _compute(self, step: Compute, microbatch: int | None) -> None:
+        if self.open is not None and len(self.open.code.lines) >= MAX_LINES:
+            self.close()
         segment = self.segment(microbatch)
         call = self._localized(step, microbatch)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None

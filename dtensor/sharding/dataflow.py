@@ -12,7 +12,7 @@ Invariants are checked by `Dataflow.verify`. It knows no mesh and no torch.fx.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -92,6 +92,16 @@ class Dataflow:
             for index, name in enumerate(op.operands):
                 found.setdefault(name, []).append((op, index))
         return {name: tuple(uses) for name, uses in found.items()}
+
+    def pruned(self, outputs: tuple[Output, ...]) -> Dataflow:
+        """The program with these outputs alone, without what only others needed."""
+        needed = {output.value for output in outputs}
+        ops: list[Op] = []
+        for op in reversed(self.ops):
+            if any(name in needed for name in op.results):
+                needed.update(op.operands)
+                ops.append(op)
+        return replace(self, ops=tuple(reversed(ops)), outputs=outputs)
 
     def verify(self) -> None:
         """AssertionError where a value is used before its definition or defined twice."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.dataflow import Dataflow, Op
-from dtensor.sharding.placements import Shard, block_sizes, index_sets
+from dtensor.sharding.placements import Shard, block_sizes, counted, index_sets
 from dtensor.sharding.rule import Dim, Rule
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _proposal(
         for unit in _units(rules):
             if any(b % unit for b in _sizes(block, size)):
                 continue
-            trial = Shard(at, block, unit)
+            trial = counted(Shard(at, block, unit), size)
             if all(index_sets(trial, size, num)) and lines_up(trial, num):
                 return Shard(at, 1, unit) if minor else trial
     return None

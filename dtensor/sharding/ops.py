@@ -68,6 +68,39 @@ def _efficient_on_cuda(q: Tensor) -> bool:
     return q.dtype != torch.float64 and (q.shape[-1] * q.element_size()) % 16 == 0
 
 
+def _rows(x: Tensor) -> Tensor:
+    """As the CUDA kernel reads it: elements of a row adjacent, rows on 16-byte boundaries."""
+    aligned = x.data_ptr() % 16 == 0 and all(
+        step * x.element_size() % 16 == 0 for step in x.stride()[:-1]
+    )
+    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _attention_math(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """For what CUDA's kernel does not take; k and v have one group for each head."""
+    scores = _scores(q, k, is_causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def _attention_math_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
+    inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
+    ds = (p * ((grad @ v.mT).to(p.dtype) - inner) * scale).to(q.dtype)
+    return ds @ k, ds.mT @ q, p.to(grad.dtype).mT @ grad
+
+
 def _attention_empty(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
 
@@ -76,9 +109,10 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = accumulation_dtype(q.dtype)
+    like = torch.empty_like(q)
     if _attention_empty(q, k):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
-        return torch.zeros_like(q), lse
+        return like.zero_(), lse
     k, v = _spread(k, q.shape[1]), _spread(v, q.shape[1])
     if q.device.type == "cpu":
         # The CPU kernel is right for strides of 1 in the last dim only.
@@ -88,17 +122,13 @@ def _attention(
         )
     elif _efficient_on_cuda(q):
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, is_causal, scale=scale
+            _rows(q), _rows(k), _rows(v), None, True, 0.0, is_causal, scale=scale
         )
         lse = lse[..., : q.shape[2]]  # the kernel pads the row dim
     else:
-        scores = _scores(q, k, is_causal, scale)
-        lse = scores.logsumexp(-1)
-        out = (scores - lse[..., None]).exp().to(v.dtype) @ v
-    like = torch.empty_like(q)
-    return (out if out.stride() == like.stride() else like.copy_(out)), lse.to(
-        lse_dtype
-    ).contiguous()
+        out, lse = _attention_math(q, k, v, is_causal, scale)
+    out = out if out.stride() == like.stride() else like.copy_(out)
+    return out, lse.to(lse_dtype).contiguous()
 
 
 def _attention_fake(
@@ -150,17 +180,14 @@ def _attention_backward(
         full = lse.new_full((*lse.shape[:2], padded), float("inf"))
         full[..., : lse.shape[2]] = lse
         none = torch.empty((), dtype=torch.int64, device=q.device)
+        # The kernel takes no stride for the rows of out: it must be (b t h d) in memory.
+        laid = out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, ks, vs, None, out, full, none, none, 0.0, (True, True, True, False),
-            is_causal, scale=scale,
+            _rows(grad), _rows(q), _rows(ks), _rows(vs), None, laid, full, none, none, 0.0,
+            (True, True, True, False), is_causal, scale=scale,
         )  # fmt: skip
     else:
-        scores = _scores(q, ks, is_causal, scale)
-        p = (scores - lse[..., None]).exp()
-        dv = p.to(grad.dtype).mT @ grad
-        inner = (grad * out).to(p.dtype).sum(-1, keepdim=True)
-        ds = (p * ((grad @ vs.mT).to(p.dtype) - inner) * scale).to(q.dtype)
-        dq, dk = ds @ ks, ds.mT @ q
+        dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
     dk, dv = _gather_groups(dk, groups), _gather_groups(dv, groups)
     return torch.empty_like(q).copy_(dq), dk.contiguous(), dv.contiguous()
 

@@ -71,6 +71,7 @@ def test_two_axes_on_one_dim() -> None:
         order = [*dst, *(axis for axis in full if axis not in dst)]
         moved = dt.distribute(x, mesh, **src).redistribute(**{a: {**full, **dst}[a] for a in order})
         assert torch.equal(moved.full_tensor(), x), f"{src} to {dst}"
+        assert str(moved.spec) == str(dt.distribute(x, mesh, **dst).spec)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.instructions import Buffer
-from dtensor.daft.ray_gloo import check_routes
+from dtensor.daft.ray_routes import check_routes
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
 pytest.importorskip("ray")

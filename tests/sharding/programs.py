@@ -193,7 +193,11 @@ class _Maker:
 
 
 def random_program(
-    rng: random.Random, *, loss: bool = False, batch: bool = False, num_ops: tuple[int, int] = (3, 7)
+    rng: random.Random,
+    *,
+    loss: bool = False,
+    batch: bool = False,
+    num_ops: tuple[int, int] = (3, 7),
 ) -> Program:
     maker = _Maker(rng, batch)
     rows = rng.choice((4, 8)) if batch else maker.size()

@@ -6,6 +6,7 @@ of choices to make does not grow with the chain.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -121,6 +122,10 @@ def layers(rng: random.Random, num: int) -> tuple[list[Node], Price]:
     return nodes, price
 
 
+def _uniform(num: int, first: int, second: int) -> dict[str, int]:
+    return {f"layer{i}.{part}": (first, second)[part] for i in range(num) for part in range(2)}
+
+
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_repeated_layers_make_one_choice(seed: int) -> None:
@@ -134,6 +139,36 @@ def test_repeated_layers_make_one_choice(seed: int) -> None:
         untied = solve([Node(n.name, n.options, n.name) for n in nodes], price)
         for part in range(2):
             assert len({tied.chosen[f"layer{i}.{part}"] for i in range(num)}) == 1
+        alike = min(
+            evaluate(nodes, {"start": start, **_uniform(num, first, second)}, price)
+            for start, first, second in itertools.product(range(len(PLACEMENTS)), repeat=3)
+        )
+        assert tied.seconds == pytest.approx(alike, abs=1e-11)
         assert tied.seconds >= untied.seconds - 1e-11
         sizes.add(tied.num_variables)
     assert len(sizes) == 1
+
+
+def test_layers_that_cannot_agree_choose_for_themselves() -> None:
+    """The first layer must read what is replicated, and the second what the first has split."""
+    split = Shard(0)
+
+    def price(value: str, src: Placement, dst: Placement) -> float:
+        return math.inf
+
+    nodes = [
+        Node("input", (Option((), (("h0", REPLICATE),), 0.0),), "input"),
+        *(
+            Node(
+                f"layer{i}",
+                (
+                    Option(((f"h{i}", REPLICATE),), ((f"h{i + 1}", split),), 1e-6),
+                    Option(((f"h{i}", split),), ((f"h{i + 1}", split),), 1e-6),
+                ),
+                "layer",
+            )
+            for i in range(3)
+        ),
+    ]
+    found = solve(nodes, price)
+    assert [found.chosen[f"layer{i}"] for i in range(3)] == [0, 1, 1]

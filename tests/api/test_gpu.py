@@ -1,0 +1,208 @@
+"""On a GPU: all ranks on one, in this process and in a Ray actor, against plain torch on it.
+
+Each body also runs on CPU tensors, so that it cannot rot where there is no GPU; selected there with
+`-m gpu`, the rest fail. Ray gives each rank a GPU of its own where it has enough of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.api.session import Backend
+from dtensor.daft import Call, launch_cluster
+from dtensor.sharding.ops import _attention_math, _attention_math_backward, _rows
+from tests.api.training import (
+    Run,
+    assert_gradients_close,
+    assert_losses_close,
+    batches,
+    gradients_of,
+    make_model,
+    sgd,
+    train_torch,
+)
+from tests.daft.programs import Collectives, function, program, same_bits
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PLACES = [
+    pytest.param("inprocess", "cpu", id="inprocess-cpu"),
+    pytest.param("inprocess", "cuda", marks=pytest.mark.gpu, id="inprocess-cuda"),
+    pytest.param("ray", "cuda", marks=[pytest.mark.gpu, pytest.mark.ray], id="ray-cuda"),
+]
+
+
+# -- placements ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_training(backend: Backend, device: str, placed: str) -> None:
+    """SGD: AdamW would turn the rounding of a gradient that is zero into a whole step."""
+    data = batches(3, ignored=True) * 2
+    run = Run.of(placed, make=sgd)
+    with dt.launch(run.mesh, backend=backend, device=device):
+        gradients = run.step.gradients(*data[0])
+        losses = run.losses(data)
+        state = run.state()
+    there = [tuple(tensor.to(device) for tensor in one) for one in data]
+    model = make_model().to(device)
+    assert_gradients_close(gradients, _cpu(gradients_of(model, there[0])), 1e-4)
+    model.zero_grad()
+    expected = train_torch(model, sgd(model), there, clip=1.0)
+    assert_losses_close(losses, expected, 1e-4)
+    assert expected[5] < expected[2]  # the same batch
+    plain = _cpu(model.state_dict())
+    assert set(state["model"]) == set(plain)
+    for name, value in plain.items():
+        assert state["model"][name].device.type == "cpu"
+        torch.testing.assert_close(state["model"][name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_compile(backend: Backend, device: str) -> None:
+    """Also an op that makes a tensor of its own: it must be on the rank's device."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        at = torch.arange(x.shape[0], dtype=torch.float32, device=x.device)
+        return (x @ w).relu().softmax(-1) * at[:, None]
+
+    x, w = torch.randn(6, 8), torch.randn(8, 4)
+    mesh = dt.Mesh(tp=2)
+    f = dt.compile(fn, mesh)
+    with dt.launch(mesh, backend=backend, device=device):
+        split = dt.distribute(x, mesh, tp=dt.Column())
+        for _ in range(2):
+            found = f(split, dt.distribute(w, mesh, tp=dt.Row())).full_tensor()
+    torch.testing.assert_close(found, fn(x.to(device), w.to(device)).cpu(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_collectives_and_where_values_are(backend: Backend, device: str) -> None:
+    case = Collectives(3, large=100)
+    where = function("where", "def forward(x):\n    return (str(x.device.type),)")
+    made = program(
+        *[[Call("where", ("x",), ("y",))]] * 3,
+        functions=[where],
+        inputs=[("x",)] * 3,
+        outputs=[("y",)] * 3,
+    )
+    with launch_cluster(3, backend=backend, device=device) as cluster:
+        results = cluster.run(cluster.load(case.program()), case.fed).get()
+        found = cluster.run(cluster.load(made), [{"x": torch.ones(1)}] * 3).get()
+    assert found == [{"y": device}] * 3
+    for rank in range(3):
+        for name, value in case.expected[rank].items():
+            assert results[rank][name].device.type == "cpu"
+            assert same_bits(results[rank][name], value), (rank, name)
+
+
+def _cpu(named: Any) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in named.items()}
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+SHAPES = [  # b h g t s d
+    (2, 4, 4, 8, 8, 16),
+    (2, 4, 2, 7, 13, 8),  # groups; odd lengths, and more keys than queries
+    (1, 6, 1, 33, 33, 4),
+    (1, 2, 2, 65, 40, 6),  # rows of 24 bytes: the fallback on CUDA
+    (3, 2, 2, 1, 5, 64),
+]
+
+
+def _inputs(shape: tuple[int, ...], layout: str, device: str) -> list[Tensor]:
+    """q, k, v, grad; "fused": as q, k and v lie in the result of one linear layer."""
+    b, h, g, t, s, d = shape
+    made: list[Tensor] = []
+    for heads, length in ((h, t), (g, s), (g, s), (h, t)):
+        x = torch.randn(b, heads, length, d)
+        if layout == "fused":
+            wide = torch.randn(b, length, heads * d + 5)
+            x = wide[..., 3 : 3 + heads * d].unflatten(-1, (heads, d)).transpose(1, 2)
+        elif layout == "transposed":
+            x = torch.randn(b, heads, d, length).mT
+        # copy_ keeps what .to() would lose: the strides of a slice.
+        base = torch.empty_strided(
+            (x.untyped_storage().nbytes() // 4,), (1,), device=device, dtype=x.dtype
+        )
+        there = base.as_strided(x.shape, x.stride(), x.storage_offset())
+        made.append(there.copy_(x))
+    return made
+
+
+def _expected(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """By the definition, in float64 on the CPU."""
+    q, k, v = (x.detach().cpu().double().requires_grad_() for x in (q, k, v))
+    ks, vs = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ ks.mT * scale
+    if is_causal:
+        keep = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~keep, float("-inf"))
+    out = scores.softmax(-1) @ vs
+    grads = torch.autograd.grad(out, (q, k, v), grad.cpu().double())
+    return out.detach(), scores.logsumexp(-1).detach(), *grads
+
+
+def _close(found: Tensor, expected: Tensor, limit: float = 2e-5) -> None:
+    assert found.shape == expected.shape
+    error = (found.cpu().double() - expected).abs().max().item()
+    assert error <= limit * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention(device: str, shape: tuple[int, ...], layout: str, is_causal: bool) -> None:
+    q, k, v, grad = _inputs(shape, layout, device)
+    expected = _expected(q, k, v, grad, is_causal, 0.3)
+    out, lse = torch.ops.dt.attention(q, k, v, is_causal, 0.3)
+    assert out.device.type == device and out.stride() == torch.empty_like(q).stride()
+    grads = torch.ops.dt.attention_backward(grad, q, k, v, out, lse, is_causal, 0.3)
+    for a, b in zip((out, lse, *grads), expected, strict=True):
+        _close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_in_half_precision_against_torch(device: str, dtype: torch.dtype) -> None:
+    q, k, v, grad = (x.to(dtype) for x in _inputs((2, 4, 2, 37, 37, 32), "contiguous", device))
+    mine = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, _ = torch.ops.dt.attention(*mine, True, 32**-0.5)
+    found = torch.autograd.grad(out, mine, grad)
+    theirs = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = F.scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=True)
+    expected = torch.autograd.grad(want, theirs, grad)
+    for a, b in zip((out, *found), (want, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[1] == s[2]], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fallback_of_attention(device: str, shape: tuple[int, ...], is_causal: bool) -> None:
+    """What CUDA uses for float64 and for rows that its kernel does not take."""
+    q, k, v, grad = _inputs(shape, "contiguous", device)
+    out, lse = _attention_math(q, k, v, is_causal, 0.3)
+    grads = _attention_math_backward(grad, q, k, v, out, lse, is_causal, 0.3)
+    expected = _expected(q, k, v, grad, is_causal, 0.3)
+    for a, b in zip((out, lse, *grads), expected, strict=True):
+        _close(a, b)
+
+
+def test_rows_are_copied_only_where_the_kernel_could_not_read_them() -> None:
+    x = torch.randn(2, 3, 5, 8)
+    assert _rows(x) is x
+    kept = x.transpose(1, 2)
+    assert _rows(kept) is kept
+    for odd in (x.mT, torch.randn(2, 3, 5, 13)[..., :8], torch.randn(2, 3, 5, 16)[..., 1:9]):
+        assert torch.equal(_rows(odd), odd) and _rows(odd).is_contiguous()

@@ -1,0 +1,271 @@
+"""What GPUs would do over NCCL, on CPU tensors: gloo carries the messages, NCCL's rules are held.
+
+Each actor is a thread with a `Worker`. `Strict` stands in for a `ProcessGroupNCCL`: no tags, and
+messages only inside a group call, never empty. Real NCCL has not been run here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store
+
+from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch_cluster, verify
+from dtensor.daft.cluster import hosts_of
+from dtensor.daft.ray_exchange import ExchangeTransport
+from dtensor.daft.ray_gloo import Messenger, gloo_group
+from dtensor.daft.ray_nccl import NcclWire, join_nccl
+from dtensor.daft.ray_routes import MAX_GROUPS, check_groups, check_routes
+from dtensor.daft.worker import Worker
+from tests.daft.programs import Collectives, pipeline, program, same_bits
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Strict:
+    """The group of one key, on one actor."""
+
+    gloo: Messenger
+    position: int
+    queued: list[Callable[[], Any]] | None = None
+    posted: int = 0
+    aborted: bool = False
+
+    def _start_coalescing(self) -> None:
+        assert self.queued is None and not self.aborted
+        self.queued = []
+
+    def _end_coalescing(self) -> All:
+        assert self.queued, "an empty group call"
+        works, self.queued = [post() for post in self.queued], None
+        self.posted += 1
+        return All(works)
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> None:
+        self._queue(tensors, rank, lambda: self.gloo.send(tensors, rank, 0))
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> None:
+        self._queue(tensors, rank, lambda: self.gloo.recv(tensors, rank, 0))
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def _queue(self, tensors: list[Tensor], rank: int, post: Callable[[], Any]) -> None:
+        assert self.queued is not None, "outside a group call"
+        (data,) = tensors
+        assert data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
+        assert data.numel() > 0 and rank != self.position
+        self.queued.append(post)
+
+
+@dataclass
+class All:
+    works: list[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass
+class Opened:
+    """What one actor opened, in order."""
+
+    store: Store
+    names: list[str] = field(default_factory=list)
+    groups: list[Strict] = field(default_factory=list)
+
+    def make(self, name: str, position: int, size: int) -> Strict:
+        self.names.append(name)
+        gloo = gloo_group(PrefixStore(name, self.store), position, size, "127.0.0.1", 20.0)
+        self.groups.append(Strict(gloo, position))
+        return self.groups[-1]
+
+
+class Actors:
+    """As the Ray backend does it, with threads for actors."""
+
+    def __init__(self, size: int, ranks_per_actor: int = 1) -> None:
+        self.hosts = hosts_of(size, ranks_per_actor)
+        self.actor_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
+        store = HashStore()
+        self.opened = [Opened(store) for _ in self.hosts]
+        self.wires = [NcclWire(r, CPU, o.make) for r, o in zip(self.hosts, self.opened)]
+        self.transports = [ExchangeTransport(wire, self.actor_of) for wire in self.wires]
+        self.workers = [Worker(r, CPU, t) for r, t in zip(self.hosts, self.transports)]
+        self.tags: dict[Any, int] = {}
+        self.loaded = 0
+
+    def run(self, made: Program, fed: Sequence[dict[str, Tensor]]) -> list[dict[str, Any]]:
+        report = verify(made, self.hosts)
+        for key in check_routes(made, self.actor_of):
+            self.tags.setdefault(key, len(self.tags))
+        handle, self.loaded = self.loaded, self.loaded + 1
+        start = threading.Barrier(len(self.hosts))
+
+        def act(host: int) -> dict[int, dict[str, object]]:
+            start.wait(10)
+            self.transports[host].open(self.tags)
+            self.workers[host].load(handle, made, report.lists[host])
+            return self.workers[host].run(handle, {r: dict(fed[r]) for r in self.hosts[host]})
+
+        with ThreadPoolExecutor(len(self.hosts)) as pool:
+            results = list(pool.map(act, range(len(self.hosts)), timeout=60))
+        merged = {rank: named for part in results for rank, named in part.items()}
+        return [merged[rank] for rank in range(len(self.actor_of))]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Workers set it for the process, and would race."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
+    case = Collectives(size)
+    with launch_cluster(size) as local:
+        expected = local.run(local.load(case.program()), case.fed).get()
+    actors = Actors(size)
+    found = actors.run(case.program(), case.fed)
+    for rank in range(size):
+        assert set(found[rank]) == set(expected[rank]) == set(case.expected[rank])
+        for name, value in expected[rank].items():
+            assert same_bits(found[rank][name], value), (rank, name)
+    assert all(len(opened.groups) == 2 for opened in actors.opened)  # one for each channel
+    assert all(group.posted > 10 for opened in actors.opened for group in opened.groups)
+
+
+def test_a_group_of_one_needs_no_communicator() -> None:
+    case = Collectives(1)
+    actors = Actors(1)
+    found = actors.run(case.program(), case.fed)
+    assert all(same_bits(found[0][name], value) for name, value in case.expected[0].items())
+    assert actors.opened[0].groups == []
+
+
+@pytest.mark.parametrize("ranks_per_actor", [1, 2])
+def test_transfers(ranks_per_actor: int) -> None:
+    actors = Actors(4, ranks_per_actor)
+    for host, worker in enumerate(actors.workers):
+        state = {"w": torch.ones(4), "n": torch.zeros(())}
+        worker.put({rank: state for rank in actors.hosts[host]})
+    for k in (0.0, 1.0):
+        found = actors.run(pipeline(4), [{"x": torch.full((4,), k)}, {}, {}, {}])
+        assert found[3]["y"].tolist() == [4.0 + k] * 4
+    opened = [len(opened.names) for opened in actors.opened]
+    assert opened == ([1, 2, 2, 1] if ranks_per_actor == 1 else [1, 1])
+
+
+def test_all_actors_open_communicators_in_one_order() -> None:
+    """Overlapping groups, and a second program whose first key sorts before those of the first."""
+    actors = Actors(3)
+    fed = [{"x": torch.ones(2)} for _ in range(3)]
+    actors.run(_sums(((0, 1), "b"), ((1, 2), "b"), ((0, 2), "c")), fed)
+    found = actors.run(_sums(((0, 1, 2), "a"), ((1, 2), "b"), ((0, 1), "c")), fed)
+    assert [r["y0"].tolist() for r in found] == [[3.0, 3.0]] * 3
+    first = ["b (0, 1)", "c (0, 2)", "b (1, 2)", "c (0, 1)", "a (0, 1, 2)"]
+    for rank, opened in enumerate(actors.opened):
+        names = [name.removeprefix("collective ").replace("'", "") for name in opened.names]
+        assert names == [name for name in first if str(rank) in name]
+
+
+def _sums(*groups: tuple[tuple[int, ...], str]) -> Program:
+    buffer = (Buffer((2,), torch.float32),)
+    lists: list[list[Any]] = [[], [], []]
+    outputs: list[tuple[str, ...]] = [(), (), ()]
+    for i, (members, channel) in enumerate(groups):
+        for rank in members:
+            lists[rank] += [
+                Collective(
+                    "all_reduce", members, ("x",), (f"y{i}",), buffer, buffer, "sum", channel
+                ),
+                Wait((f"y{i}",)),
+            ]
+            outputs[rank] += (f"y{i}",)
+    return program(*lists, inputs=[("x",)] * 3, outputs=outputs)
+
+
+def test_close_aborts_and_a_closed_wire_says_so() -> None:
+    actors = Actors(2)
+    case = Collectives(2, large=10)
+    actors.run(case.program(), case.fed)
+    groups = [group for opened in actors.opened for group in opened.groups]
+    assert groups and not any(group.aborted for group in groups)
+    for worker in actors.workers:
+        worker.close()
+    assert all(group.aborted for group in groups)
+    key = next(iter(actors.tags))
+    with pytest.raises(RuntimeError, match="closed"):
+        actors.wires[0].post(key, {1: torch.ones(1, dtype=torch.uint8)}, {}, 0)
+
+
+def test_more_communicators_than_can_run_at_once_are_refused() -> None:
+    keys = [((0, 1), f"c{i:02}", "collective") for i in range(MAX_GROUPS)]
+    check_groups(keys, (0, 1, 2))
+    check_groups([*keys, ((0, 2), "c", "collective")][1:], (0, 1, 2))
+    with pytest.raises(ProgramError, match=f"need {MAX_GROUPS + 1} NCCL communicators on actor 0"):
+        check_groups([*keys, ((2, 0), "c", "transfer")], (0, 1, 2))
+
+
+def test_what_is_used_of_torch_is_there() -> None:
+    """The class of NCCL's groups is in CUDA builds only; its methods are those of `Backend`."""
+    methods = {"_start_coalescing", "_end_coalescing", "send", "recv", "abort"}
+    assert methods | {"eager_connect_single_device"} <= set(dir(Backend))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_an_actor_without_a_gpu_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"ranks \(3,\) has no CUDA device"):
+        join_nccl(HashStore(), (3,), num_actors=1, deadline_s=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.ray
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs a GPU for each of two ranks")
+@pytest.mark.parametrize("size", [2, 3])
+def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
+    """The only test of the real thing; with three GPUs also of both halves of an all_reduce."""
+    if 2 <= torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    case = Collectives(size)
+    with launch_cluster(size, device="cuda") as local:
+        expected = local.run(local.load(case.program()), case.fed).get()
+    with launch_cluster(size, backend="ray", device="cuda", ranks_per_actor=1) as cluster:
+        found = cluster.run(cluster.load(case.program()), case.fed).get()
+    for rank in range(size):
+        assert all(same_bits(found[rank][n], v) for n, v in expected[rank].items())
+
+
+@pytest.mark.ray
+def test_too_few_gpus_are_an_error_at_launch() -> None:
+    ray = pytest.importorskip("ray")
+    from dtensor.daft.ray_launch import ranks_per_gpu
+
+    with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):
+        launch_cluster(1000, backend="ray", device="cuda", ranks_per_actor=1)
+    assert not ray.is_initialized()
+    with pytest.raises(ValueError, match="got 'cuda:1'"):
+        launch_cluster(2, backend="ray", device="cuda:1")
+    # Ray believes what it is told about GPUs.
+    ray.init(num_gpus=3, num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        assert [ranks_per_gpu(size, None) for size in (1, 3, 4)] == [1, 1, 4]
+        assert [ranks_per_gpu(6, asked) for asked in (2, 6)] == [2, 6]
+        with pytest.raises(
+            ValueError, match=r"Ray has 3, of which 3 are free.\n.*ranks_per_actor=4"
+        ):
+            ranks_per_gpu(4, 1)
+    finally:
+        ray.shutdown()

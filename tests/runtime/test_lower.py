@@ -1,0 +1,126 @@
+"""Lowering: what each rank's list holds, and that the code in it leads back to the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtensor.daft import Call, Collective, Free, Recv, Send
+from dtensor.daft.verify import verify
+from dtensor.runtime.lower import Lowered, lower
+from dtensor.runtime.rank_lower import MAX_LINES, Roles
+from dtensor.runtime.schedule import GPipe, OneFOneB
+from dtensor.sharding.mesh import Mesh
+from tests.api.training import TWO_STAGES
+from tests.models import GPT, batch, loss_fn
+from tests.plans import MEGATRON, plan_model
+
+TP2_PP2 = Mesh(pp=2, tp=2)
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Lowered:
+    plan = plan_model(
+        GPT(), loss_fn, batch(), TP2_PP2, MEGATRON, microbatches=4, stages=TWO_STAGES,
+        clip_grad_norm=1.0,
+    )
+    return lower(plan, OneFOneB(4).grid(2, 2), roles=Roles(optimizer="optimizer"))
+
+
+def labels(lowered: Lowered, rank: int) -> list[str]:
+    """Actions of a rank in order, each once."""
+    found = [i.label.split(":")[0] for i in lowered.program.ranks[rank].instructions
+             if isinstance(i, Call)]
+    return list(dict.fromkeys(label for label in found if label[0] in "FB"))
+
+
+def test_the_order_of_the_schedule(lowered: Lowered) -> None:
+    first = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    last = ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    for rank in range(4):
+        stage = rank // 2
+        wanted = [f"{action} stage {stage}" for action in (last if stage else first)]
+        assert labels(lowered, rank) == wanted
+
+
+def test_it_is_verified_in_any_order(lowered: Lowered) -> None:
+    for seed in range(3):
+        verify(lowered.program, ((0, 1, 2, 3),), seed)
+    verify(lowered.program, ((0,), (1,), (2,), (3,)))
+
+
+def test_what_is_communicated_is_what_is_planned(lowered: Lowered) -> None:
+    """Per rank: as many starts of each kind as the plan counts, of its stage."""
+    for rank, own in enumerate(lowered.program.ranks):
+        stage = rank // 2
+        counts = {"collective": 0, "send": 0, "receive": 0}
+        for instruction in own.instructions:
+            match instruction:
+                case Collective():
+                    counts["collective"] += 1
+                case Send():
+                    counts["send"] += 1
+                case Recv():
+                    counts["receive"] += 1
+                case _:
+                    pass
+        planned = [c for c in lowered.plan.collectives if c.kind != "transfer"]
+        transfers = [c for c in lowered.plan.collectives if c.kind == "transfer"]
+        assert counts == {
+            "collective": sum(c.times for c in planned if c.stage == stage),
+            "send": sum(c.times for c in transfers if c.stage == stage),
+            "receive": sum(c.times for c in transfers if c.stage != stage),
+        }, rank
+
+
+def test_all_but_state_is_freed_once(lowered: Lowered) -> None:
+    for own in lowered.program.ranks:
+        made: set[str] = set()
+        freed: list[str] = []
+        for instruction in own.instructions:
+            match instruction:
+                case Call(outputs=outputs) | Collective(outputs=outputs):
+                    made.update(outputs)
+                case Recv(value=value):
+                    made.add(value)
+                case Free(values=values):
+                    freed += values
+                case _:
+                    pass
+        assert len(freed) == len(set(freed))
+        assert made - set(freed) == set(own.outputs)
+
+
+def test_calls_are_short_and_lead_to_the_model(lowered: Lowered) -> None:
+    for name, function in lowered.program.functions:
+        lines = function.source.splitlines()
+        assert len(lines) <= 4 * MAX_LINES, name
+        assert len(function.lines) == len(lines)
+    calls = [i for own in lowered.program.ranks for i in own.instructions if isinstance(i, Call)]
+    forward = [call for call in calls if call.label.startswith("F") and call.source]
+    assert forward and all("models.py:" in str(call.source) for call in forward)
+
+
+def test_ranks_of_one_stage_share_their_code(lowered: Lowered) -> None:
+    """All microbatches and both tp ranks run the same functions."""
+    called = [
+        {i.fn for i in own.instructions if isinstance(i, Call)} for own in lowered.program.ranks
+    ]
+    shared = called[0] & called[1]
+    assert len(shared) >= 0.5 * len(called[0])
+    assert len(lowered.program.functions) < 0.5 * sum(
+        isinstance(i, Call) for own in lowered.program.ranks for i in own.instructions
+    )
+
+
+def test_only_a_rank_with_the_result_returns_it(lowered: Lowered) -> None:
+    assert [set(names) for names in lowered.outputs] == [
+        {"norm"}, {"norm"}, *[{"result 0", "result 1", "norm"}] * 2
+    ]
+
+
+def test_a_step_that_only_returns_gradients_writes_nothing() -> None:
+    plan = plan_model(GPT(), loss_fn, batch(), Mesh(tp=2), MEGATRON)
+    found = lower(plan, GPipe(1).grid(1, 1), roles=Roles(gradients=True))
+    for own in found.program.ranks:
+        assert not any(i.writes for i in own.instructions if isinstance(i, Call))
+        assert any(name.startswith("gradient ") for name in own.outputs)

@@ -1,0 +1,244 @@
+"""What pins open: the factors that an axis splits, and those that it must not.
+
+    reached(GPT layer, Megatron's pins)    the ffn factor, the heads; nothing of the residual stream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtensor.errors import PlanningError
+from dtensor.frontend import annotate
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.sharding.dataflow import Dataflow
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import REPLICATE, Placement, Shard
+from dtensor.sharding.plan import Compute
+from dtensor.sharding.planner import rules_of
+from dtensor.sharding.reach import Pin, Reach, reach
+from tests.models import MLP, Block, CausalSelfAttention, GroupedAttention, SwiGLU
+from tests.plans import MEGATRON, MLP_PINS, kinds, mean_square, plan_model
+
+B, T, D = 4, 8, 16
+
+
+def an_input() -> Tensor:
+    return torch.randn(B, T, D, requires_grad=True)
+
+
+def flow_of(model: nn.Module, *args: Tensor) -> Dataflow:
+    return dataflow(capture(model, args, grads="none"))
+
+
+def reached(
+    flow: Dataflow, stated: Mapping[str, Placement], num: int = 2, **options: bool
+) -> Reach:
+    """``stated``: by label of an input."""
+    names = {i.label: i.name for i in flow.inputs}
+    labels = {i.name: i.label for i in flow.inputs}
+    metas = flow.metas
+    pins = [
+        Pin(value=names[label], placement=p, by=label, opens=len(metas[names[label]].shape) > 1)
+        for label, p in stated.items()
+    ]
+    return reach(flow, rules_of(flow), pins, "tp", num, labels=labels, **options)
+
+
+def split_values(found: Reach) -> set[str]:
+    return {value for value, shardings in found.shardings.items() if shardings}
+
+
+# -- what opens ------------------------------------------------------------------------------------
+
+
+def test_megatron_mlp_opens_the_hidden_factor_alone() -> None:
+    flow = flow_of(MLP(D), an_input())
+    found = reached(flow, {"up.weight": Shard(0), "down.weight": Shard(1)})
+    (opened,) = found.opened  # the second pin lies in what the first opened
+    assert (opened.by, opened.dim, opened.size) == ("up.weight", 0, 4 * D)
+    assert set(opened.values) == {"up.bias", "down.weight"}
+    for value in split_values(found):
+        shape = flow.metas[value].shape
+        assert all(shape[s.dim] == 4 * D for s in found.shardings[value])
+
+
+def test_a_pin_reaches_both_halves_of_a_product() -> None:
+    found = reached(flow_of(SwiGLU(D), an_input()), {"up.weight": Shard(0)})
+    assert set(found.opened[0].values) == {"gate.weight", "down.weight"}
+
+
+def test_fused_qkv_opens_by_blocks() -> None:
+    """q, k and v are cut together, each into its own heads."""
+    flow = flow_of(CausalSelfAttention(D, 4, bias=True), an_input())
+    found = reached(flow, {"qkv.weight": Shard(0, blocks=3)})
+    (opened,) = found.opened
+    assert set(opened.values) == {"qkv.bias", "proj.weight"}
+    shardings = {i.label: found.shardings.get(i.name, ()) for i in flow.inputs}
+    assert shardings["qkv.bias"] == (Shard(0, blocks=3),)
+    assert shardings["proj.weight"] == (Shard(1),)
+    sizes = {flow.metas[v].shape[s.dim] for v, ss in found.shardings.items() for s in ss}
+    assert sizes == {3 * D, D, 4}  # qkv; one of them, or all heads; heads
+
+
+def test_kv_heads_open_the_q_heads_they_serve() -> None:
+    cos = sin = torch.ones(T, 4)
+    model = GroupedAttention(D, 4, 2, "enable_gqa")
+    found = reached(flow_of(model, an_input(), cos, sin), {"k.weight": Shard(0)})
+    assert {"q.weight", "v.weight", "o.weight"} <= set(found.opened[0].values)
+
+
+class Vocabulary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, D), nn.Linear(D, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.softmax(self.head(self.embed(tokens)), -1)
+
+
+def test_the_vocabulary_ends_at_the_embedding_and_at_a_softmax() -> None:
+    tokens = torch.zeros(B, T, dtype=torch.long)
+    flow = flow_of(Vocabulary(), tokens)
+    embedding = reached(flow, {"embed.weight": Shard(0)})
+    assert embedding.opened[0].reached == ("embed_weight",)
+    pending = [s.label for s in embedding.strategies["embedding"]]
+    assert len(pending) == 2  # replicate, and the rows split
+    head = reached(flow, {"head.weight": Shard(0)})
+    softmax = next(op for op in flow.ops if "softmax" in op.call.name)
+    assert [s.label for s in head.strategies[softmax.name]] == ["replicate"]
+
+
+def test_free_search_opens_everything() -> None:
+    flow = flow_of(MLP(D), an_input())
+    found = reached(flow, {}, free=True)
+    assert found.opened == ()
+    assert {"up_weight", "down_weight", "up_bias", "down_bias"} <= split_values(found)
+
+
+# -- what does not ------------------------------------------------------------------------------
+
+
+def test_a_pin_of_one_dim_opens_nothing_and_is_kept() -> None:
+    flow = flow_of(MLP(D), an_input())
+    found = reached(flow, {"up.bias": Shard(0)})
+    assert found.opened == () and split_values(found) == set()
+    pins = {"up.bias": dict(tp=Shard(0))}
+    plan = plan_model(MLP(D), mean_square, (an_input(),), Mesh(tp=2), pins)
+    assert dict(plan.opened)["tp"] == ()
+    specs = {i.label: str(i.spec) for i in plan.inputs}
+    assert specs["up.bias"] == "f32[64@tp]" and specs["up.weight"] == "f32[64,16]"
+
+
+def test_no_pin_splits_nothing() -> None:
+    plan = plan_model(Block(D, 4, True), mean_square, (an_input(),), Mesh(tp=2), {})
+    assert not plan.collectives
+    assert all(i.spec.placement("tp") == REPLICATE for i in plan.inputs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_value_of_the_residual_stream_is_split(ranks: int) -> None:
+    plan = plan_model(Block(D, 4, True), mean_square, (an_input(),), Mesh(tp=ranks), MEGATRON)
+    stream = [
+        step
+        for step in plan.steps
+        if isinstance(step, Compute) and ("layer_norm" in step.op.call.name or _adds(step))
+    ]
+    assert len(stream) > 4
+    for step in stream:
+        for spec in step.result_specs:
+            assert spec is None or spec.placement("tp") == REPLICATE, step.op.name
+
+
+def _adds(step: Compute) -> bool:
+    """Whether it is one of the two sums of the residual stream, or of its gradients."""
+    call = step.op.call
+    return call.name == "aten.add.Tensor" and call.operands[0].shape == (B, T, D)
+
+
+# -- annotations ---------------------------------------------------------------------------------
+
+
+class Sequence(Block):
+    """Korthikanti et al. 2022: norms and the residual stream work on parts of the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = annotate(x, "b t@tp d")
+        x = annotate(x + self.attn(self.norm1(x)), "b t@tp d")
+        return annotate(x + self.mlp(self.norm2(x)), "b t@tp d")
+
+
+class Norms(Block):
+    """The same, with the results of the norms annotated alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(annotate(self.norm1(x), "b t@tp d"))
+        return x + self.mlp(annotate(self.norm2(x), "b t@tp d"))
+
+
+@pytest.mark.parametrize("block", [Sequence, Norms])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_sequence_parallel_is_megatrons(block: type[Block], layers: int) -> None:
+    """Two gathers and two scatters a layer, forward and backward; no reduction of activations."""
+    model = nn.Sequential(*(block(D, 4, True) for _ in range(layers)))
+    plan = plan_model(model, mean_square, (an_input(),), Mesh(tp=2), MEGATRON)
+    expected = {"all_gather@tp": 2 * layers, "reduce_scatter@tp": 2 * layers}
+    assert kinds(plan, "forward") == expected
+    assert kinds(plan, "backward") == expected
+
+
+def test_an_annotation_opens_up_to_the_next_contraction() -> None:
+    """The sequence is split around the first layer, and not beyond the matmuls on both sides."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = annotate(self.first(x).relu(), "b t@tp d")
+            return self.second(h.exp())
+
+    x = torch.randn(B, T, D)
+    plan = plan_model(Around(), mean_square, (x,), Mesh(tp=2), {}, train=False)
+    placed = {
+        step.op.call.name: spec.placement("tp")
+        for step in plan.steps
+        if isinstance(step, Compute) and step.phase == "forward"
+        for spec in step.result_specs
+        if spec is not None
+    }
+    assert isinstance(placed["aten.relu.default"], Shard)
+    assert isinstance(placed["aten.exp.default"], Shard)
+    assert placed["aten.mm.default"] == REPLICATE
+
+
+# -- pins that do not line up ------------------------------------------------------------------
+
+
+def test_a_pin_across_q_k_and_v_is_refused_with_the_blocks() -> None:
+    flow = flow_of(CausalSelfAttention(D, 4, bias=True), an_input())
+    with pytest.raises(PlanningError, match="fix: tp=Shard.0, blocks=3.") as caught:
+        reached(flow, {"qkv.weight": Shard(0)})
+    assert "does not line up" in str(caught.value)
+    reached(flow, {"qkv.weight": Shard(0, blocks=3)})  # what was proposed is accepted
+
+
+def test_more_ranks_than_kv_heads_are_refused_with_a_smaller_axis() -> None:
+    cos = sin = torch.ones(T, 4)
+    flow = flow_of(GroupedAttention(D, 4, 2, "enable_gqa"), an_input(), cos, sin)
+    with pytest.raises(PlanningError, match=r"Mesh\(tp=2, tp_rep=2\)"):
+        reached(flow, {"k.weight": Shard(0)}, num=4)
+    reached(flow, {"k.weight": Shard(0)}, num=2)
+
+
+def test_an_argument_that_does_not_line_up_ends_there() -> None:
+    """What is not a parameter may be split as it comes: it is redistributed where it must be."""
+    plan = plan_model(
+        MLP(D), mean_square, (torch.randn(3, 2, D),), Mesh(tp=2), MLP_PINS, inputs=dict(tp=Shard(0))
+    )
+    assert kinds(plan, "forward")["all_gather@tp"] == 1
