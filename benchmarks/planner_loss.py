@@ -24,11 +24,11 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.sharding import choose, planner
-from dtensor.sharding.choose import is_view
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Op
 from dtensor.sharding.placements import REPLICATE, Placement, Shard
 from dtensor.sharding.planner import Request
+from dtensor.sharding.prices import is_view
 from dtensor.sharding.redistribute import seconds
 from dtensor.sharding.solve import Node, Option, Price, Solution, evaluate, solve
 from dtensor.sharding.spec import TensorSpec

@@ -180,7 +180,9 @@ def planner_pins(
 
 def restated(spec: TensorSpec) -> dict[str, Placement]:
     """A spec's placements in an order that makes it again: on one dim the major axis first."""
-    found = {axis: p for axis, p in spec.sharding.items() if not isinstance(p, Replicate)}
+    found: dict[str, Placement] = {
+        axis: p for axis, p in spec.sharding.items() if not isinstance(p, Replicate)
+    }
     for order in itertools.permutations(found):
         stated = {axis: found[axis] for axis in order}
         made = make_spec(spec.shape, spec.dtype, spec.mesh, stated)

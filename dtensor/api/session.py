@@ -130,7 +130,9 @@ class Session:
             found.changed = False
         return found
 
-    def place(self, model: ParallelModule, inputs: Sequence[PlannedInput], lowered: Lowered) -> None:
+    def place(
+        self, model: ParallelModule, inputs: Sequence[PlannedInput], lowered: Lowered
+    ) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
         resident = self.resident(model)
         tensors = tensors_of(model)
@@ -199,7 +201,7 @@ class Session:
             for wait in self.settling:
                 wait()
 
-    # -- the end ------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self, *, quiet: bool) -> None:
         if self.closed:

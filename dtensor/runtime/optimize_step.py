@@ -17,8 +17,8 @@ from dtensor.daft import Buffer, Collective, Wait
 from dtensor.runtime.optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Partial, Replicate
-from dtensor.sharding.plan import Bucket, Norm, TieSum, Update
 from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.steps import Bucket, Norm, TieSum, Update
 
 if TYPE_CHECKING:
     from dtensor.runtime.rank_lower import RankLowering

@@ -22,21 +22,21 @@ from dtensor.sharding.call import Local, OpCall
 from dtensor.sharding.local import local_call
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Partial, ReduceOp, Replicate, Shard
-from dtensor.sharding.plan import (
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.redistribute import FREE_KINDS, Move, overlap, positions
+from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
     Norm,
-    Plan,
     Step,
     TieSum,
     Transfer,
     Update,
     results_of,
 )
-from dtensor.sharding.redistribute import FREE_KINDS, Move, overlap, positions
-from dtensor.sharding.spec import TensorSpec
 
 SEND_WAIT_LAG = 2
 MAX_LINES = 6

@@ -47,9 +47,7 @@ def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -
 def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
     """The one dim along which the blocks follow each other, each whole on the other dims."""
     partial = [
-        dim
-        for dim, size in enumerate(shape)
-        if any(where[dim] != ((0, size),) for where in wheres)
+        dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
     ]
     if len(partial) != 1:
         return None

@@ -13,82 +13,32 @@ targets that are not ignored) may be computed whole, once. Nothing runs here.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import torch
-from torch._ops import OpOverload
 
 from dtensor.sharding.annotation import annotation_placements
 from dtensor.sharding.blame import infeasible
 from dtensor.sharding.call import Meta
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow, Input, Op
+from dtensor.sharding.dataflow import Input, Op
 from dtensor.sharding.layers import group, without_numbers
-from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import (
     PARTIAL,
     REPLICATE,
     Partial,
     Placement,
     Shard,
-    index_sets,
     same,
-    simplest,
 )
-from dtensor.sharding.reach import Opened, Pin, Reach, Rules, reach
-from dtensor.sharding.redistribute import move_kind, seconds
+from dtensor.sharding.prices import ANNOTATIONS, AxisChoice, Canonical, Prices, Question, is_view
+from dtensor.sharding.reach import Pin, Reach, reach
 from dtensor.sharding.rule import Strategy
-from dtensor.sharding.solve import At, Infeasible, Node, Option, Solution, solve
-from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.solve import Infeasible, Node, Option, Solution, solve
 
 # Seconds charged for each op that a sum passes while pending: at equal cost, reduce at once.
 _LATE = 20e-9
 
-_ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
 
-
-@dataclass(frozen=True, kw_only=True)
-class AxisChoice:
-    """What one axis does: a strategy for each op, a placement for each input."""
-
-    axis: str
-    strategies: Mapping[str, Strategy]
-    inputs: Mapping[str, Placement]
-    opened: tuple[Opened, ...]
-
-    def result(self, op: Op, index: int) -> Placement:
-        return self.strategies[op.name].results[index]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """All that is known when an axis is chosen. ``mesh`` is the inner mesh."""
-
-    flow: Dataflow
-    rules: Rules
-    mesh: Mesh
-    pins: Mapping[str, Mapping[str, Pin]]  # axis -> value -> pin
-    wanted: Mapping[str, Mapping[str, Placement]]  # axis -> value of a result -> placement
-    gradients: Mapping[str, tuple[str, ...]]  # input -> the values of its gradients
-    mutations: Mapping[str, str]  # buffer input -> the value of its new contents
-    topology: Topology
-    free: bool
-    batch_only: frozenset[str]  # values that depend on the batch and on no parameter
-    mixed: frozenset[str]  # values that depend on both
-    bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
-    split_results: bool = False  # a result on which nothing is stated may stay split
-
-    def labels(self) -> dict[str, str]:
-        return {
-            i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")
-        }
-
-
-def choose_axis(
-    question: Question, axis: str, done: Sequence[AxisChoice]
-) -> AxisChoice:
+def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> AxisChoice:
     """The cheapest choice on ``axis`` given the axes already ``done``."""
     num = question.mesh.axis_size(axis)
     flow = question.flow
@@ -102,12 +52,10 @@ def choose_axis(
         free=question.free and axis != MICROBATCH_AXIS,
         labels=question.labels(),
     )
-    canonical = _Canonical(flow, num)
+    canonical = Canonical(flow, num)
     strategies = _restrict(question, reached, pins, axis, num)
-    priced = _Prices(question, axis, done)
-    nodes = [
-        _op_node(op, strategies[op.name], canonical, priced) for op in flow.ops
-    ]
+    priced = Prices(question, axis, done)
+    nodes = [_op_node(op, strategies[op.name], canonical, priced) for op in flow.ops]
     choices = {i.name: _input_choices(question, i, reached, pins, axis) for i in flow.inputs}
     for item in flow.inputs:
         nodes.append(_input_node(question, item, choices[item.name], canonical, priced))
@@ -122,9 +70,7 @@ def choose_axis(
                     for placed in _written_at(nodes, output.value)
                     if isinstance(placed, Shard)
                 ]
-            nodes.append(
-                Node(name, tuple(Option((read,), (), cost) for read, cost in ends), name)
-            )
+            nodes.append(Node(name, tuple(Option((read,), (), cost) for read, cost in ends), name))
     try:
         solution = solve(nodes, priced.convert)
     except Infeasible:
@@ -132,126 +78,13 @@ def choose_axis(
     nodes_by_name = {node.name: node for node in nodes}
     return AxisChoice(
         axis=axis,
-        strategies={
-            op.name: strategies[op.name][solution.chosen[op.name]] for op in flow.ops
-        },
+        strategies={op.name: strategies[op.name][solution.chosen[op.name]] for op in flow.ops},
         inputs={
             i.name: _written(nodes_by_name[f"input {i.name}"], solution, choices[i.name])
             for i in flow.inputs
         },
         opened=reached.opened,
     )
-
-
-class _Canonical:
-    """One representative for all placements that hold the same indices of a value."""
-
-    def __init__(self, flow: Dataflow, num: int) -> None:
-        self.flow, self.num = flow, num
-        self.found: dict[object, Placement] = {}
-
-    def __call__(self, value: str, placement: Placement) -> Placement:
-        if not isinstance(placement, Shard):
-            return placement
-        shape = self.flow.metas[value].shape
-        key = (placement.dim, index_sets(placement, shape[placement.dim], self.num))
-        return self.found.setdefault(key, simplest(placement, shape, self.num))
-
-
-class _Prices:
-    """Seconds of conversions and ops on one axis, given the placements on the axes done."""
-
-    def __init__(self, question: Question, axis: str, done: Sequence[AxisChoice]) -> None:
-        self.question, self.axis, self.done = question, axis, tuple(done)
-        self.cache: dict[tuple[object, ...], float] = {}
-
-    def native(self, value: str) -> dict[str, Placement]:
-        """The placements on the axes done, as the producer leaves them."""
-        producer = self.question.flow.producers.get(value)
-        if producer is None:
-            return {c.axis: c.inputs[value] for c in self.done}
-        index = producer.results.index(value)
-        return {c.axis: c.result(producer, index) for c in self.done}
-
-    def convert(self, value: str, src: Placement, dst: Placement) -> float:
-        if self.axis == MICROBATCH_AXIS and not isinstance(src, type(REPLICATE)):
-            return math.inf
-        if move_kind(src, dst) is None:
-            return math.inf
-        meta = self.question.flow.metas[value]
-        others = self.native(value)
-        key = (meta, tuple(others.items()), src, dst)
-        if key not in self.cache:
-            self.cache[key] = self._seconds(meta.shape, meta.dtype, others, src, dst)
-        return self.cache[key]
-
-    def _seconds(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        others: Mapping[str, Placement],
-        src: Placement,
-        dst: Placement,
-    ) -> float:
-        mesh = self.question.mesh
-
-        def spec(placement: Placement) -> TensorSpec:
-            placed = {**others, self.axis: placement}
-            return TensorSpec(
-                shape, dtype, mesh, tuple(placed.get(a, REPLICATE) for a in mesh.axes)
-            )
-
-        if isinstance(src, Partial) and any(
-            isinstance(p, Partial) and p.op != src.op for p in others.values()
-        ):
-            return math.inf
-        return seconds(spec(src), spec(dst), self.question.topology)
-
-    def ends(self, value: str, wanted: Placement) -> list[tuple[At, float]]:
-        """Ways to deliver an output: as wanted, or pending and reduced after the last microbatch.
-
-        Reductions that share buckets cost bytes but no latency of their own.
-        """
-        found: list[tuple[At, float]] = [((value, wanted), 0.0)]
-        if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
-            return found
-        topology = self.question.topology
-        if self.question.bucketed:
-            topology = replace(topology, latency=0.0)
-        patient = _Prices(replace(self.question, topology=topology), self.axis, self.done)
-        times = self.question.mesh.shape.get(MICROBATCH_AXIS, 1)
-        found.append(((value, PARTIAL), patient.convert(value, PARTIAL, wanted) / times))
-        return found
-
-    def op(self, op: Op, strategy: Strategy) -> float:
-        """The roofline of one rank's part of the op; nothing for views."""
-        rule = self.question.rules[op.name]
-        if is_view(op) or op.call.name in _ANNOTATIONS:
-            return 0.0
-        mesh = self.question.mesh
-        chosen = [(c.axis, c.strategies[op.name]) for c in self.done]
-        chosen.append((self.axis, strategy))
-        work = 1.0
-        for axis, s in chosen:
-            work /= mesh.axis_size(axis) if s.shards_work else 1
-        moved = 0.0
-        for index, meta in enumerate((*op.call.operands, *op.call.results)):
-            if meta is None:
-                continue
-            part = 1.0
-            for axis, s in chosen:
-                placed = (*s.operands, *s.results)[index]
-                part /= mesh.axis_size(axis) if isinstance(placed, Shard) else 1
-            moved += math.prod(meta.shape) * meta.dtype.itemsize * part
-        return self.question.topology.compute_seconds(flops=rule.flops * work, bytes_moved=moved)
-
-
-def is_view(op: Op) -> bool:
-    """Whether the op moves no data."""
-    target = op.call.target
-    if isinstance(target, OpOverload):
-        return target.is_view or op.call.name == "aten._unsafe_view.default"
-    return False
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -261,7 +94,7 @@ def _with_annotations(question: Question, axis: str) -> dict[str, Pin]:
     """The pins on the axis, those of annotations in the program included."""
     pins = dict(question.pins.get(axis, {}))
     for op in question.flow.ops:
-        if op.call.name in _ANNOTATIONS:
+        if op.call.name in ANNOTATIONS:
             stated = annotation_placements(op, question.mesh)
             if axis in stated:
                 assert op.results[0] is not None
@@ -293,7 +126,7 @@ def _restrict(
         if in_time and any(name in question.mixed for name in op.results):
             found = tuple(s for s in found if s.label != "replicate")
         pin = pins.get(op.results[0] or "")
-        if op.call.name in _ANNOTATIONS and pin is not None:
+        if op.call.name in ANNOTATIONS and pin is not None:
             stated = pin.placement
             found = tuple(
                 s for s in found if same(s.results[0], stated, op.call.operands[0].shape, num)
@@ -337,9 +170,7 @@ def _agreement(
     return split, whole
 
 
-def _op_node(
-    op: Op, strategies: Sequence[Strategy], canonical: _Canonical, priced: _Prices
-) -> Node:
+def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, priced: Prices) -> Node:
     options: list[Option] = []
     for strategy in strategies:
         reads = tuple(
@@ -376,17 +207,15 @@ def _input_node(
     question: Question,
     item: Input,
     choices: Sequence[Placement],
-    canonical: _Canonical,
-    priced: _Prices,
+    canonical: Canonical,
+    priced: Prices,
 ) -> Node:
     """An input is written at one of its placements; its gradients end at the same one."""
     options: list[Option] = []
     for placement in choices:
         placed = canonical(item.name, placement)
         wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else placed
-        ends = [
-            priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())
-        ]
+        ends = [priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())]
         if item.name in question.mutations:
             ends.append([((question.mutations[item.name], placed), 0.0)])
         for combination in itertools.product(*ends):

@@ -13,26 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dtensor.sharding.choose import AxisChoice
 from dtensor.sharding.dataflow import Op
 from dtensor.sharding.emit_outputs import Outputs
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.placements import REPLICATE, Placement
-from dtensor.sharding.plan import (
-    Compute,
-    Convert,
-    Plan,
-    PlannedInput,
-    Step,
-    StepPhase,
-    Transfer,
-)
+from dtensor.sharding.plan import Plan, PlannedInput
+from dtensor.sharding.prices import AxisChoice
 from dtensor.sharding.redistribute import Move, moves, seconds
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.spec import TensorSpec, alike
+from dtensor.sharding.steps import Compute, Convert, Step, StepPhase, Transfer
 
 if TYPE_CHECKING:
     from dtensor.sharding.planner import Request
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:

@@ -15,19 +15,10 @@ from typing import TYPE_CHECKING
 from dtensor.sharding.dataflow import Output
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
-from dtensor.sharding.plan import (
-    Accumulate,
-    Bucket,
-    Convert,
-    Norm,
-    PlannedInput,
-    PlannedOutput,
-    StepPhase,
-    TieSum,
-    Update,
-)
+from dtensor.sharding.plan import PlannedInput, PlannedOutput
 from dtensor.sharding.redistribute import Move, moves
 from dtensor.sharding.spec import TensorSpec, alike
+from dtensor.sharding.steps import Accumulate, Bucket, Convert, Norm, StepPhase, TieSum, Update
 
 if TYPE_CHECKING:
     from dtensor.sharding.emit import Emitter
@@ -96,8 +87,11 @@ class Outputs:
             name, spec = result, dst
         wanted = self._wanted(output, spec)
         exact = next(
-            (c for c in e.copies[output.value]
-             if c.stage == output.stage and name == copy.name and alike(c.spec, wanted)),
+            (
+                c
+                for c in e.copies[output.value]
+                if c.stage == output.stage and name == copy.name and alike(c.spec, wanted)
+            ),
             None,
         )
         if exact is not None:
@@ -221,9 +215,7 @@ class Outputs:
                         spec=output.spec,
                         stage=stage,
                         optimizer=training.optimizer,
-                        state_bytes=elements
-                        * output.spec.dtype.itemsize
-                        * training.state_tensors,
+                        state_bytes=elements * output.spec.dtype.itemsize * training.state_tensors,
                     )
                 )
 

@@ -21,15 +21,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from dtensor.sharding.choose import is_view
-from dtensor.sharding.plan import (
+from dtensor.sharding.plan import Memory, Plan
+from dtensor.sharding.prices import is_view
+from dtensor.sharding.redistribute import FREE_KINDS
+from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
-    Memory,
     Norm,
-    Plan,
     Step,
     TieSum,
     Transfer,
@@ -37,8 +38,6 @@ from dtensor.sharding.plan import (
     operands_of,
     results_of,
 )
-from dtensor.sharding.redistribute import FREE_KINDS
-from dtensor.sharding.spec import TensorSpec
 
 _STATE = ("parameter", "buffer")
 
@@ -89,8 +88,9 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> str:
         match producers.get(value):
             case Convert(phase="optimizer", operand=operand):
                 value = operand
-            case Bucket(results=results, operands=operands) | TieSum(
-                results=results, operands=operands
+            case (
+                Bucket(results=results, operands=operands)
+                | TieSum(results=results, operands=operands)
             ):
                 value = operands[results.index(value)]
             case _:

@@ -116,9 +116,7 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
     start = 0
     for block in block_sizes(shard.blocks, size):
         if block % shard.unit:
-            raise PlanningError(
-                f"a block of size {block} is not a multiple of unit={shard.unit}"
-            )
+            raise PlanningError(f"a block of size {block} is not a multiple of unit={shard.unit}")
         step = -(-(block // shard.unit) // num) * shard.unit
         for i in range(num):
             lo, hi = min(i * step, block), min((i + 1) * step, block)

@@ -17,25 +17,23 @@ from collections.abc import Sequence
 from dtensor.sharding.dataflow import Op
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Partial, Placement, Replicate, Shard
-from dtensor.sharding.plan import (
+from dtensor.sharding.plan import Plan, PlannedInput, require_value
+from dtensor.sharding.plan_words import call_text, op_text, size_text
+from dtensor.sharding.reach import Opened
+from dtensor.sharding.redistribute import FREE_KINDS
+from dtensor.sharding.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
     Norm,
-    Plan,
-    PlannedInput,
     Step,
     TieSum,
     Transfer,
     Update,
     operands_of,
-    require_value,
     results_of,
 )
-from dtensor.sharding.plan_words import call_text, op_text, size_text
-from dtensor.sharding.reach import Opened
-from dtensor.sharding.redistribute import FREE_KINDS
 
 
 def explain(plan: Plan, name: str) -> str:

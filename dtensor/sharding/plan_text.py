@@ -24,23 +24,23 @@ from typing import assert_never
 
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Shard, index_sets, length
-from dtensor.sharding.plan import (
-    Accumulate,
-    Bucket,
-    Compute,
-    Convert,
-    Norm,
-    Plan,
-    Step,
-    TieSum,
-    Transfer,
-    Update,
-)
+from dtensor.sharding.plan import Plan
 from dtensor.sharding.plan_explain import explain
 from dtensor.sharding.plan_totals import totals
 from dtensor.sharding.plan_words import call_text, collapse, flop_text, size_text, wrapped
 from dtensor.sharding.redistribute import FREE_KINDS
 from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    Step,
+    TieSum,
+    Transfer,
+    Update,
+)
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
 

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.choose import AxisChoice, Question, choose_axis
+from dtensor.sharding.choose import choose_axis
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.emit import emit
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.placements import REPLICATE, Placement, Shard, refine
 from dtensor.sharding.plan import Plan
+from dtensor.sharding.prices import AxisChoice, Question
 from dtensor.sharding.reach import Pin
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules.registry import NoRule, rule_for
@@ -191,8 +192,9 @@ def _check_batch(request: Request, inner: Mesh) -> None:
             parts *= num
         if size % parts:
             over = "".join(f" x {axis}={n}" for axis, n in split.items())
-            near = [n for n in range(1, size + 1) if size % (n * parts // request.num_microbatches)
-                    == 0]
+            near = [
+                n for n in range(1, size + 1) if size % (n * parts // request.num_microbatches) == 0
+            ]
             best = min(near, key=lambda n: (abs(n - request.num_microbatches), n), default=1)
             raise PlanningError(
                 f"the batch does not divide into microbatches.\n"

@@ -175,16 +175,12 @@ def reach(
         size = flow.metas[pin.value].shape[pin.placement.dim]
         label = labels.get(pin.value, pin.value)
         opened.append(
-            Opened(
-                pin.by, pin.placement.dim, size, others, label, tuple(dict.fromkeys(reached))
-            )
+            Opened(pin.by, pin.placement.dim, size, others, label, tuple(dict.fromkeys(reached)))
         )
     if free:
         _open_everything(closure)
     return Reach(
-        _with_pending(
-            flow, rules, closure.strategies, anywhere=free or axis == MICROBATCH_AXIS
-        ),
+        _with_pending(flow, rules, closure.strategies, anywhere=free or axis == MICROBATCH_AXIS),
         {v: tuple(found.values()) for v, found in closure.shardings.items()},
         tuple(opened),
     )

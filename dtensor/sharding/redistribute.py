@@ -122,9 +122,7 @@ def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
 def _path(src: TensorSpec, dst: TensorSpec, topology: Topology) -> tuple[Move, ...] | None:
     if src.shape != dst.shape or src.dtype != dst.dtype or src.mesh != dst.mesh:
         raise PlanningError(f"{src} and {dst} are not two shardings of one value")
-    choices = [
-        _choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes
-    ]
+    choices = [_choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes]
     tie = itertools.count()
     queue: list[tuple[float, int, TensorSpec, tuple[Move, ...]]] = [(0.0, next(tie), src, ())]
     done: set[tuple[Placement, ...]] = set()

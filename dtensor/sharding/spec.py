@@ -153,9 +153,7 @@ class TensorSpec:
     def _dim_text(self, dim: int) -> str:
         size = self.shape[dim]
         splits = [
-            (axis, p)
-            for axis, p in self.sharding.items()
-            if isinstance(p, Shard) and p.dim == dim
+            (axis, p) for axis, p in self.sharding.items() if isinstance(p, Shard) and p.dim == dim
         ]
         if not splits:
             return str(size)
@@ -220,9 +218,7 @@ def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placeme
                     if shape
                     else f"{placement!r} cannot split a scalar; use Replicate()"
                 )
-            placement = counted(
-                replace(placement, dim=dim % len(shape)), shape[dim % len(shape)]
-            )
+            placement = counted(replace(placement, dim=dim % len(shape)), shape[dim % len(shape)])
             for block in block_sizes(placement.blocks, shape[placement.dim]):
                 if block % placement.unit:
                     raise PlanningError(

@@ -1,6 +1,6 @@
 """The parser of the text form of specs; the grammar stands in spec.py.
 
-    parse("f32[8@tp,16]", Mesh(tp=2))
+parse("f32[8@tp,16]", Mesh(tp=2))
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def close(found: Any, expected: Tensor) -> None:
     torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-5, atol=1e-6)
 
 
-# -- functions of tensors ----------------------------------------------------------------------------
+# -- functions of tensors --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,9 @@ def test_one_argument(fn: Callable[[Tensor], Tensor], placement: dt.Placement) -
     close(dt.compile(fn, TP3)(dt.distribute(x, TP3, tp=placement)), fn(x))
 
 
-@pytest.mark.parametrize("left", [dt.Replicate(), dt.Row(), dt.Column(), dt.Partial("sum")], ids=str)
+@pytest.mark.parametrize(
+    "left", [dt.Replicate(), dt.Row(), dt.Column(), dt.Partial("sum")], ids=str
+)
 @pytest.mark.parametrize("right", [dt.Replicate(), dt.Row(), dt.Column()], ids=str)
 def test_mm_under_all_placements(left: dt.Placement, right: dt.Placement) -> None:
     x, w = torch.randn(5, 7), torch.randn(7, 4)
@@ -80,7 +82,7 @@ def test_plain_tensors_are_arguments_too() -> None:
     close(dt.compile(torch.matmul, TP2)(x, dt.distribute(w, TP2, tp=dt.Row())), x @ w)
 
 
-# -- results -------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_results_are_arguments() -> None:
         close(second(first(x)), x.exp().sum(0))
 
 
-# -- calls -----------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def test_a_new_shape_is_captured_and_an_old_one_is_not() -> None:
@@ -195,7 +197,7 @@ def test_training_and_evaluation_mode() -> None:
     close(f(model.train(), x), 2 * x)
 
 
-# -- planning without running -----------------------------------------------------------------------
+# -- planning without running ----------------------------------------------------------------------
 
 
 def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +220,7 @@ def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -
         f(torch.ones(2, 2), torch.ones(2, 2))
 
 
-# -- what is refused -----------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_what_is_refused() -> None:

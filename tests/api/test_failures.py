@@ -139,7 +139,11 @@ def pids_of(session: object) -> list[int]:
         lines=(None, None),
     )
     rank = RankProgram(
-        instructions=(Call("getpid", (), ("pid",)),), inputs=(), outputs=("pid",), state=(), nbytes=()
+        instructions=(Call("getpid", (), ("pid",)),),
+        inputs=(),
+        outputs=("pid",),
+        state=(),
+        nbytes=(),
     )
     cluster = session.cluster  # type: ignore[attr-defined]
     program = Program(

@@ -121,7 +121,7 @@ def test_shards_of_garbage_are_dropped() -> None:
         assert [name for _, name in table if name.startswith("tensor ")] == [kept.name] * 2
 
 
-# -- what is refused ---------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,14 @@ def test_ignored_targets_are_counted_over_the_whole_batch(
 
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """No weight decay on what has one dim; the head learns faster; every group on every stage."""
+    """Weight decay on matrices only, own options for norms and biases; all groups on all stages."""
     named = list(model.named_parameters())
+    biases = [p for n, p in named if p.dim() == 1 and "norm" not in n]
     return torch.optim.AdamW(
         [
             dict(params=[p for _, p in named if p.dim() > 1], weight_decay=0.1),
             dict(params=[p for n, p in named if p.dim() == 1 and "norm" in n], lr=3e-2),
-            dict(params=[p for n, p in named if p.dim() == 1 and "norm" not in n], betas=(0.8, 0.9)),
+            dict(params=biases, betas=(0.8, 0.9)),
         ],
         lr=1e-2,
         weight_decay=0.0,
@@ -198,7 +199,7 @@ def test_without_clipping_there_is_no_norm() -> None:
     assert_losses_close(losses, expected_losses(data, adamw, clip=None))
 
 
-# -- what is trained ---------------------------------------------------------------------------------
+# -- what is trained -------------------------------------------------------------------------------
 
 
 class Skip(nn.Module):

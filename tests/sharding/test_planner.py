@@ -21,9 +21,9 @@ from dtensor.runtime.lower import fed_spec
 from dtensor.sharding import choose
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import PARTIAL, Placement, Shard
-from dtensor.sharding.plan import Convert
 from dtensor.sharding.solve import Node, Price, Solution, brute_force, solve
 from dtensor.sharding.spec import make_spec
+from dtensor.sharding.steps import Convert
 from tests.sharding.programs import (
     Program,
     execute,

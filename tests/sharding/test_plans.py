@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dtensor.frontend import annotate
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Shard
-from dtensor.sharding.plan import Accumulate, Bucket, Compute, Plan, TieSum, Transfer
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.steps import Accumulate, Bucket, Compute, TieSum, Transfer
 from tests.models import GPT, MLP, Block, CausalSelfAttention, Llama, SwiGLU, batch, loss_fn
 from tests.plans import (
     ATTENTION_PINS,

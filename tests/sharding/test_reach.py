@@ -18,9 +18,9 @@ from dtensor.frontend.flow import dataflow
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import REPLICATE, Placement, Shard
-from dtensor.sharding.plan import Compute
 from dtensor.sharding.planner import rules_of
 from dtensor.sharding.reach import Pin, Reach, reach
+from dtensor.sharding.steps import Compute
 from tests.models import MLP, Block, CausalSelfAttention, GroupedAttention, SwiGLU
 from tests.plans import MEGATRON, MLP_PINS, kinds, mean_square, plan_model
 

@@ -22,10 +22,10 @@ from dtensor.sharding.dataflow import Dataflow, Input, Output
 from dtensor.sharding.local import assemble, shard_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
-from dtensor.sharding.plan import Convert
 from dtensor.sharding.planner import Request, plan
 from dtensor.sharding.redistribute import Move, covers, moves, seconds
 from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.steps import Convert
 
 TOPOLOGY = Topology()
 SHAPE = (12, 5)

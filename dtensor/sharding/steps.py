@@ -1,0 +1,162 @@
+"""The steps of a plan: a closed sum, taken apart by ``match``.
+
+    Compute, Convert, Transfer      the program: local ops, moves of one value, ways between stages
+    Accumulate                      a sum over microbatches
+    Bucket, TieSum, Norm, Update    the end of a training step
+
+Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `results_of`).
+What a step costs stands in plan.py and memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dtensor.sharding.dataflow import Op
+from dtensor.sharding.redistribute import Move
+from dtensor.sharding.rule import Rule
+from dtensor.sharding.spec import TensorSpec
+
+StepPhase = Literal["forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """One local op on every rank of its stage."""
+
+    op: Op
+    rule: Rule
+    operands: tuple[str, ...]
+    operand_specs: tuple[TensorSpec, ...]
+    results: tuple[str | None, ...]
+    result_specs: tuple[TensorSpec | None, ...]
+    phase: StepPhase
+    stage: int
+    once: bool
+    why: tuple[str, ...]  # per axis: "tp: f", the strategy's label
+    flops: int  # of one rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """One move of one value on one axis."""
+
+    result: str
+    operand: str
+    move: Move
+    phase: StepPhase
+    stage: int
+    once: bool
+    source: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A value goes to another stage, shard by shard; ``spec`` holds on both sides."""
+
+    result: str
+    operand: str
+    spec: TensorSpec
+    stage: int  # the sender's
+    to_stage: int
+    phase: StepPhase
+    once: bool
+    source: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate:
+    """The sum over microbatches: what a reduction over the axis ``mb`` is, in time."""
+
+    result: str
+    operand: str
+    src: TensorSpec
+    dst: TensorSpec
+    stage: int
+    of: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Several values reduced as one message: one all_reduce of a flat buffer."""
+
+    name: str
+    results: tuple[str, ...]
+    operands: tuple[str, ...]
+    moves: tuple[Move, ...]
+    axis: str
+    stage: int
+    of: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieSum:
+    """The gradients of one parameter that several stages use, summed over those stages."""
+
+    results: tuple[str, ...]  # one per stage
+    operands: tuple[str, ...]
+    stages: tuple[int, ...]
+    spec: TensorSpec
+    of: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """The global norm of all gradients, over all axes and stages; they are scaled to it."""
+
+    result: str
+    operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
+    specs: tuple[TensorSpec, ...]
+    max_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """The optimizer's step on one parameter's shard, on every stage that holds it."""
+
+    parameter: str  # label
+    gradient: str
+    spec: TensorSpec
+    stage: int
+    optimizer: str
+    state_bytes: int  # per rank
+
+
+Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
+
+
+def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
+    match step:
+        case Compute():
+            return [
+                (name, spec)
+                for name, spec in zip(step.results, step.result_specs, strict=True)
+                if name is not None and spec is not None
+            ]
+        case Convert():
+            return [(step.result, step.move.dst)]
+        case Transfer():
+            return [(step.result, step.spec)]
+        case Accumulate():
+            return [(step.result, step.dst)]
+        case Bucket():
+            return [(name, move.dst) for name, move in zip(step.results, step.moves, strict=True)]
+        case TieSum():
+            return [(name, step.spec) for name in step.results]
+        case Norm() | Update():
+            return []
+
+
+def operands_of(step: Step) -> tuple[str, ...]:
+    match step:
+        case Compute() | Bucket() | TieSum():
+            return step.operands
+        case Convert() | Transfer() | Accumulate():
+            return (step.operand,)
+        case Norm():
+            return tuple(value for _, value, _ in step.operands)
+        case Update():
+            return (step.gradient,)
