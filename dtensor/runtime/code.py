@@ -108,8 +108,10 @@ class CodeBuilder:
                 items = [self.literal(v, operands) for v in value]  # pyright: ignore
                 return f"[{', '.join(items)}]"
             case float():
-                return repr(value) if value == value and abs(value) != float("inf") else (
-                    f'float("{value}")'
+                return (
+                    repr(value)
+                    if value == value and abs(value) != float("inf")
+                    else (f'float("{value}")')
                 )
             case torch.device():
                 return self.bind("device", self.device)

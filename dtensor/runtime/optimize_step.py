@@ -98,9 +98,7 @@ def norm(rank: RankLowering, step: Norm) -> None:
     rank.names(segment, counted, None)
     name = f"{step.result}_squares"
     segment.table[name] = name
-    segment.code.apply(
-        sum_of_squares, "sum_of_squares", counted, name, rank.device, packed=True
-    )
+    segment.code.apply(sum_of_squares, "sum_of_squares", counted, name, rank.device, packed=True)
     rank.nbytes[name] = 4
     buffer = (Buffer((), torch.float32),)
     for axis, num in rank.plan.mesh.shape.items():
@@ -110,8 +108,9 @@ def norm(rank: RankLowering, step: Norm) -> None:
         label = f"optimizer: all_reduce the norm over {axis}"
         group = rank.plan.mesh.group(rank.rank, axis)
         rank.start(
-            Collective("all_reduce", group, (name,), (reduced,), buffer, buffer, "sum",
-                       axis, label=label)
+            Collective(
+                "all_reduce", group, (name,), (reduced,), buffer, buffer, "sum", axis, label=label
+            )
         )
         rank.start(Wait((reduced,), label=label))
         name = reduced
@@ -173,9 +172,7 @@ def update(rank: RankLowering) -> None:
     """One call that steps the rank's optimizer with all its gradients."""
     if rank.roles.optimizer is None:
         return
-    updates = [
-        s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages
-    ]
+    updates = [s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages]
     inputs = {i.label: i.name for i in rank.plan.inputs}
     clip = next((f"{s.result}_clip" for s in rank.plan.steps if isinstance(s, Norm)), None)
     rank.close()
@@ -195,7 +192,9 @@ def update(rank: RankLowering) -> None:
     segment.code.line(
         f"{function}(optimizer, options, {labels}, ({''.join(f'{n}, ' for n in names)}), "
         f"({''.join(f'{g}, ' for g in gradients)}), {clip})",
-        reads, (), None,
+        reads,
+        (),
+        None,
     )
     rank.close()
     rank.label = "optimizer"

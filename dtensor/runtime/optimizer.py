@@ -105,6 +105,10 @@ class ShardOptimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to."""
+        return ShardOptimizer, (self.kind, self.groups, self.export())
+
     def export(self) -> dict[str, dict[str, Any]]:
         """Parameter name to its state entries; tensors on the CPU."""
         return {

@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor.daft import Buffer as WireBuffer
-from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
-from dtensor.runtime import optimize_step
+from dtensor.daft import Instruction, RankProgram, Wait
+from dtensor.runtime import communicate, lifetimes, optimize_step
 from dtensor.runtime.code import CodeBuilder, Functions
 from dtensor.runtime.schedule import Action, Grid
-from dtensor.sharding.blocks import block, join
+from dtensor.runtime.segment import Segment
 from dtensor.sharding.call import Local, OpCall
 from dtensor.sharding.local import local_call
 from dtensor.sharding.mesh import MICROBATCH_AXIS
-from dtensor.sharding.placements import Partial, ReduceOp, Replicate, Shard
+from dtensor.sharding.placements import Replicate, Shard
 from dtensor.sharding.plan import Plan
-from dtensor.sharding.redistribute import FREE_KINDS, Move, overlap, positions
 from dtensor.sharding.spec import TensorSpec
 from dtensor.sharding.steps import (
     Accumulate,
@@ -35,7 +33,11 @@ from dtensor.sharding.steps import (
     TieSum,
     Transfer,
     Update,
+    comes_last,
+    phase_of,
     results_of,
+    runs_once,
+    stage_of,
 )
 
 SEND_WAIT_LAG = 2
@@ -55,17 +57,6 @@ class Roles:
     gradients: bool = False
     optimizer: str | None = None
     state: Mapping[str, str] = field(default_factory=dict[str, str])
-
-
-@dataclass(slots=True)
-class Segment:
-    """Local code under construction; ``rename`` maps names in the code to names in the table."""
-
-    code: CodeBuilder
-    label: str
-    microbatch: int | None
-    table: dict[str, str] = field(default_factory=dict)
-    writes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +128,8 @@ class RankLowering:
         plan = self.plan
         mine = set(self.stages)
         state = [
-            i for i in plan.inputs
+            i
+            for i in plan.inputs
             if i.kind in ("parameter", "buffer", "constant") and mine & set(i.stages)
         ]
         arguments = [
@@ -148,15 +140,15 @@ class RankLowering:
         for item in (*state, *arguments):
             self.record(item.name, item.spec, None)
         self.label = "once"
-        self.steps([s for s in plan.steps if _once(s) and self._concerns(s)], None, None)
+        self.steps([s for s in plan.steps if runs_once(s) and self._concerns(s)], None, None)
         for number, action in enumerate(self._order()):
             self._wait_sends(number)
             self.action(action, number)
         self.label = "optimizer"
         self._wait_sends(None)
-        self.steps([s for s in plan.steps if _last(s) and self._concerns(s)], None, None)
-        outputs = self._outputs()
-        return self._finish(outputs, state=[self.value(i.name, None) for i in state])
+        self.steps([s for s in plan.steps if comes_last(s) and self._concerns(s)], None, None)
+        outputs = lifetimes.outputs_of(self)
+        return lifetimes.finish(self, outputs, state=[self.value(i.name, None) for i in state])
 
     def _order(self) -> Sequence[Action]:
         m = self.plan.num_microbatches
@@ -187,10 +179,10 @@ class RankLowering:
             self.cache[key] = tuple(
                 s
                 for s in self.plan.steps
-                if not _once(s)
-                and not _last(s)
-                and _phase(s) == phase
-                and (_stage(s) == stage or (isinstance(s, Transfer) and s.to_stage == stage))
+                if not runs_once(s)
+                and not comes_last(s)
+                and phase_of(s) == phase
+                and (stage_of(s) == stage or (isinstance(s, Transfer) and s.to_stage == stage))
             )
         found = self.cache[key]
         assert isinstance(found, tuple)
@@ -208,9 +200,9 @@ class RankLowering:
                 case Compute():
                     self._compute(step, microbatch)
                 case Convert():
-                    self._convert(step, microbatch)
+                    communicate.convert(self, step, microbatch)
                 case Transfer():
-                    self._transfer(step, microbatch, number, stage)
+                    communicate.transfer(self, step, microbatch, number, stage)
                 case Bucket():
                     optimize_step.bucket(self, step)
                 case TieSum():
@@ -234,7 +226,7 @@ class RankLowering:
             case Transfer():
                 return step.stage in self.stages or step.to_stage in self.stages
             case _:
-                return _stage(step) in self.stages
+                return stage_of(step) in self.stages
 
     # -- values and code -----------------------------------------------------------------------
 
@@ -254,7 +246,7 @@ class RankLowering:
         if key not in self.cache:
             names = {i.name for i in self.plan.inputs}
             for step in self.plan.steps:
-                if _once(step) or _last(step):
+                if runs_once(step) or comes_last(step):
                     names.update(name for name, _ in results_of(step))
             self.cache[key] = frozenset(names)
         found = self.cache[key]
@@ -344,177 +336,6 @@ class RankLowering:
         assert isinstance(found, OpCall)
         return found
 
-    def _convert(self, step: Convert, microbatch: int | None) -> None:
-        move = step.move
-        if move.kind in FREE_KINDS:
-            self._free_move(step, microbatch)
-        else:
-            self.communicate(
-                move, step.operand, step.result, microbatch, step.source or None
-            )
-        self.record(step.result, move.dst, microbatch)
-
-    def _free_move(self, step: Convert, microbatch: int | None) -> None:
-        segment = self.segment(microbatch)
-        move, here = step.move, self.at(microbatch)
-        source = step.source or None
-        self.names(segment, (step.operand, step.result), microbatch)
-        match move.kind:
-            case "slice":
-                where = _within(move.src, move.dst, here, here)
-                segment.code.apply(
-                    block, "block", [step.operand], step.result, where, source=source
-                )
-            case "zero_fill" if here[move.axis] > 0:
-                segment.code.apply(
-                    torch.zeros_like, "zeros_like", [step.operand], step.result, source=source
-                )
-            case _:
-                segment.code.line(
-                    f"{step.result} = {step.operand}", [step.operand], [step.result], source
-                )
-
-    def communicate(
-        self,
-        move: Move,
-        operand: str,
-        result: str,
-        microbatch: int | None,
-        source: str | None,
-    ) -> None:
-        """The collective of one move: pack, start, wait, put together."""
-        group = self.plan.mesh.group(self.rank, move.axis)
-        here = self.at(microbatch)
-        peers = [{**here, move.axis: i} for i in range(len(group))]
-        dtype = move.src.dtype
-        value_in, value_out = self.value(operand, microbatch), self.value(result, microbatch)
-        pieces_in: list[str] = [value_in]
-        shapes_in: list[tuple[int, ...]] = [move.src.local_shape(here)]
-        pieces_out: list[str] = [value_out]
-        shapes_out: list[tuple[int, ...]] = [move.dst.local_shape(here)]
-        op: ReduceOp | None = None
-        match move.kind:
-            case "all_reduce":
-                op = _op_of(move)
-            case "reduce_scatter":
-                op = _op_of(move)
-                pieces_in, shapes_in = self._pack(move, operand, result, microbatch, peers)
-            case "all_gather":
-                pieces_out = [f"{value_out}.{i}" for i in range(len(group))]
-                shapes_out = [move.src.local_shape(peer) for peer in peers]
-            case "all_to_all":
-                pieces_in, shapes_in = self._pack(move, operand, result, microbatch, peers)
-                pieces_out = [f"{value_out}.{i}" for i in range(len(group))]
-                shapes_out = [_shape(overlap(move.src, move.dst, peer, here)) for peer in peers]
-            case _:
-                raise AssertionError(f"{move.kind} does not communicate")
-        label = f"{self.label}: {move.kind} {operand} over {move.axis}"
-        self.start(
-            Collective(
-                move.kind,
-                group,
-                tuple(pieces_in),
-                tuple(pieces_out),
-                tuple(WireBuffer(s, dtype) for s in shapes_in),
-                tuple(WireBuffer(s, dtype) for s in shapes_out),
-                op,
-                move.axis,
-                label=label,
-                source=source,
-            )
-        )
-        self.start(Wait(tuple(pieces_out[:1]), label=label, source=source))
-        if move.kind in ("all_gather", "all_to_all"):
-            self._unpack(move, result, pieces_out, microbatch, peers, source)
-
-    def _pack(
-        self,
-        move: Move,
-        operand: str,
-        result: str,
-        microbatch: int | None,
-        peers: Sequence[Mapping[str, int]],
-    ) -> tuple[list[str], list[tuple[int, ...]]]:
-        """A block for each peer: what it is to hold of what I hold."""
-        segment = self.segment(microbatch)
-        here = self.at(microbatch)
-        self.names(segment, (operand,), microbatch)
-        names: list[str] = []
-        shapes: list[tuple[int, ...]] = []
-        for i, peer in enumerate(peers):
-            name = f"{result}_to{i}"
-            where = _within(move.src, move.dst, here, peer)
-            segment.code.apply(block, "block", [operand], name, where)
-            segment.table[name] = f"{self.value(result, microbatch)}.to{i}"
-            names.append(segment.table[name])
-            shapes.append(_shape(where))
-            self.nbytes[names[-1]] = WireBuffer(shapes[-1], move.src.dtype).nbytes
-        return names, shapes
-
-    def _unpack(
-        self,
-        move: Move,
-        result: str,
-        pieces: Sequence[str],
-        microbatch: int | None,
-        peers: Sequence[Mapping[str, int]],
-        source: str | None,
-    ) -> None:
-        segment = self.segment(microbatch)
-        here = self.at(microbatch)
-        local = [f"{result}_from{i}" for i in range(len(pieces))]
-        segment.table.update(zip(local, pieces, strict=True))
-        self.names(segment, (result,), microbatch)
-        held = [move.dst.intervals(d, here) for d in range(len(move.dst.shape))]
-        wheres = [positions(held, overlap(move.src, move.dst, peer, here)) for peer in peers]
-        segment.code.apply(
-            join, "join", local, result, move.dst.local_shape(here), *wheres,
-            source=source, packed=True,
-        )
-
-    def _transfer(
-        self, step: Transfer, microbatch: int | None, number: int | None, stage: int | None
-    ) -> None:
-        """Sent by the stage that has it, received by the one that needs it."""
-        here = self.at(microbatch)
-        buffer = WireBuffer(step.spec.local_shape(here), step.spec.dtype)
-        channel = f"{step.phase} {step.stage}->{step.to_stage}"
-        if _once(step):
-            channel += " once"
-        sends = step.stage in self.stages and (stage is None or stage == step.stage)
-        receives = step.to_stage in self.stages and (stage is None or stage == step.to_stage)
-        source = step.source or None
-        what = f"{step.operand} from stage {step.stage} to {step.to_stage}"
-        if sends and receives:  # both stages live on this rank
-            segment = self.segment(microbatch)
-            self.names(segment, (step.operand, step.result), microbatch)
-            segment.code.line(
-                f"{step.result} = {step.operand}", [step.operand], [step.result], source
-            )
-        elif self.peer(step.stage) == self.peer(step.to_stage):
-            if sends:  # the value is here already when the other stage's action comes
-                segment = self.segment(microbatch)
-                self.names(segment, (step.operand, step.result), microbatch)
-                segment.code.line(
-                    f"{step.result} = {step.operand}", [step.operand], [step.result], source
-                )
-        elif sends:
-            value = self.value(step.operand, microbatch)
-            label = f"{self.label}: send {what}"
-            self.start(
-                Send(value, self.peer(step.to_stage), channel, buffer, label=label, source=source)
-            )
-            self.sends.append((number if number is not None else -1, value))
-        elif receives:
-            value = self.value(step.result, microbatch)
-            label = f"{self.label}: receive {what}"
-            self.start(
-                Recv(value, self.peer(step.stage), channel, buffer, label=label, source=source)
-            )
-            self.start(Wait((value,), label=label, source=source))
-        if receives or self.peer(step.stage) == self.peer(step.to_stage):
-            self.record(step.result, step.spec, microbatch)
-
     def _wait_sends(self, number: int | None) -> None:
         """Complete the sends of two actions ago; all of them for None."""
         due = [v for n, v in self.sends if number is None or n <= number - SEND_WAIT_LAG]
@@ -544,7 +365,9 @@ class RankLowering:
                 segment.table[before] = previous
                 segment.code.line(
                     f"{step.result} = {before} + {step.operand}",
-                    [before, step.operand], [step.result], None,
+                    [before, step.operand],
+                    [step.result],
+                    None,
                 )
             self.accumulated[step.result] = total
             self.nbytes[total] = step.dst.local_nbytes(self.at(None))
@@ -555,179 +378,9 @@ class RankLowering:
             self.cache[phase] = frozenset(
                 name
                 for s in self.plan.steps
-                if not _once(s) and not _last(s) and _phase(s) == phase
+                if not runs_once(s) and not comes_last(s) and phase_of(s) == phase
                 for name, _ in results_of(s)
             )
         found = self.cache[phase]
         assert isinstance(found, frozenset)
         return found
-
-    # -- outputs and lifetimes -------------------------------------------------------------------
-
-    def _outputs(self) -> dict[str, str]:
-        """Program output name to table name, for what this rank returns."""
-        found: dict[str, str] = {}
-        for output in self.plan.outputs:
-            wanted = output.kind == "result" or (
-                output.kind == "gradient" and self.roles.gradients
-            )
-            if not wanted:
-                continue
-            for stage, value in output.values[:1]:
-                if stage in self.stages:
-                    name = f"{output.kind} {output.of}"
-                    found[name] = self.snapshots.get(name) or self.value(value, None)
-        if self.roles.optimizer is not None and any(isinstance(s, Norm) for s in self.plan.steps):
-            norm = next(s for s in self.plan.steps if isinstance(s, Norm))
-            found["norm"] = norm.result
-        return found
-
-    def _finish(self, outputs: Mapping[str, str], state: Sequence[str]) -> RankProgram:
-        """Close all segments: each returns what later instructions read; then free and finish."""
-        self.close()
-        if outputs:
-            optimize_step.publish(self, outputs)
-        self.returned = tuple(outputs)
-        state_names = list(state)
-        fed = list(self.fed)
-        if self.roles.optimizer is not None:
-            state_names.append(self.roles.optimizer)
-            fed.append("options")
-        permanent = {*state_names, *fed, *outputs}
-        reads = _all_reads(self.instructions)
-        last: dict[str, int] = {}
-        for number, names in enumerate(reads):
-            last.update(dict.fromkeys(names, number))
-        final: list[Instruction] = []
-        for number, item in enumerate(self.instructions):
-            unread: tuple[str, ...] = ()
-            if isinstance(item, Segment):
-                made = [n for n in item.code.defined if last.get(item.table[n], -1) > number
-                        or item.table[n] in permanent]
-                inputs = tuple(item.table[n] for n in item.code.inputs)
-                name = self.functions.add(item.code, self._function_name(item), made)
-                final.append(
-                    Call(name, inputs, tuple(item.table[n] for n in made),
-                         item.writes,
-                         label=item.label, source=item.code.user_lines())
-                )
-            else:
-                final.append(item)
-                if isinstance(item, Collective | Recv):
-                    outs = item.outputs if isinstance(item, Collective) else (item.value,)
-                    unread = tuple(v for v in outs if v not in last and v not in permanent)
-            dead = tuple(
-                dict.fromkeys(
-                    v for v in (*reads[number], *unread)
-                    if last.get(v, number) == number and v not in permanent
-                )
-            )
-            if dead:
-                final.append(Free(dead, label=self.label))
-        return RankProgram(
-            instructions=_wait_before_free(final),
-            inputs=tuple(fed),
-            outputs=tuple(outputs),
-            state=tuple(state_names),
-            nbytes=tuple(sorted(self.nbytes.items())),
-        )
-
-    def _function_name(self, segment: Segment) -> str:
-        kind = segment.label.split(":")[0].replace(" ", "_")
-        return f"{self.plan.name}_{kind}".replace("@", "_")
-
-
-def _all_reads(items: Sequence[Instruction | Segment]) -> list[tuple[str, ...]]:
-    """What each item reads; a collective reads its inputs until it is waited for."""
-    started: dict[str, tuple[str, ...]] = {}
-    reads: list[tuple[str, ...]] = []
-    for item in items:
-        names = _reads(item)
-        if isinstance(item, Collective):
-            started.update(dict.fromkeys(item.outputs, item.inputs))
-        if isinstance(item, Wait):
-            names += tuple(v for done in item.values for v in started.get(done, ()))
-        reads.append(names)
-    return reads
-
-
-def _reads(item: Instruction | Segment) -> tuple[str, ...]:
-    match item:
-        case Segment():
-            return tuple(item.table[name] for name in item.code.inputs)
-        case Collective():
-            return item.inputs
-        case Send():
-            return (item.value,)
-        case Wait():
-            return item.values
-        case _:
-            return ()
-
-
-def _wait_before_free(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A value that is being sent may be freed only once its send is complete."""
-    sending: set[str] = set()
-    result: list[Instruction] = []
-    for item in instructions:
-        match item:
-            case Send(value):
-                sending.add(value)
-            case Wait(values):
-                sending.difference_update(values)
-            case Free(values):
-                held = tuple(v for v in values if v in sending)
-                if held:
-                    result.append(Wait(held, label=item.label))
-                    sending.difference_update(held)
-            case _:
-                pass
-        result.append(item)
-    return tuple(result)
-
-
-def _within(
-    src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The block of ``sender``'s shard that ``receiver`` is to hold, in local positions."""
-    held = [src.intervals(d, sender) for d in range(len(src.shape))]
-    return positions(held, overlap(src, dst, sender, receiver))
-
-
-def _shape(where: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, ...]:
-    return tuple(sum(hi - lo for lo, hi in intervals) for intervals in where)
-
-
-def _op_of(move: Move) -> ReduceOp:
-    placement = move.src.placement(move.axis)
-    assert isinstance(placement, Partial)
-    return placement.op
-
-
-def _stage(step: Step) -> int:
-    match step:
-        case TieSum():
-            return step.stages[0]
-        case Norm():
-            return 0
-        case _:
-            return step.stage
-
-
-def _once(step: Step) -> bool:
-    return isinstance(step, Compute | Convert | Transfer) and step.once
-
-
-def _last(step: Step) -> bool:
-    match step:
-        case Accumulate() | Bucket() | TieSum() | Norm() | Update():
-            return True
-        case _:
-            return step.phase == "optimizer"
-
-
-def _phase(step: Step) -> str:
-    return step.phase if isinstance(step, Compute | Convert | Transfer) else "optimizer"
-
-
-__all__ = ["RankLowering", "Roles", "Segment"]

@@ -160,3 +160,33 @@ def operands_of(step: Step) -> tuple[str, ...]:
             return tuple(value for _, value, _ in step.operands)
         case Update():
             return (step.gradient,)
+
+
+def stage_of(step: Step) -> int:
+    """The stage at which a step stands; of those that concern several, the first."""
+    match step:
+        case TieSum():
+            return step.stages[0]
+        case Norm():
+            return 0
+        case _:
+            return step.stage
+
+
+def runs_once(step: Step) -> bool:
+    """Whether a step runs once a training step rather than once a microbatch."""
+    return isinstance(step, Compute | Convert | Transfer) and step.once
+
+
+def comes_last(step: Step) -> bool:
+    """Whether a step comes after the last microbatch."""
+    match step:
+        case Accumulate() | Bucket() | TieSum() | Norm() | Update():
+            return True
+        case _:
+            return step.phase == "optimizer"
+
+
+def phase_of(step: Step) -> str:
+    """The phase of a step."""
+    return step.phase if isinstance(step, Compute | Convert | Transfer) else "optimizer"

@@ -6,16 +6,21 @@ Each body also runs on CPU tensors, so that it cannot rot where there is no GPU;
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor.api.session import Backend
-from dtensor.daft import Call, launch_cluster
+from dtensor.daft import Call, launch_cluster, worker
+from dtensor.daft.engine import Engine
+from dtensor.runtime.optimizer import ShardOptimizer
 from dtensor.sharding.ops import _attention_math, _attention_math_backward, _rows
 from tests.api.training import (
     Run,
@@ -100,6 +105,57 @@ def test_collectives_and_where_values_are(backend: Backend, device: str) -> None
         for name, value in case.expected[rank].items():
             assert results[rank][name].device.type == "cpu"
             assert same_bits(results[rank][name], value), (rank, name)
+
+
+class Made(TorchDispatchMode):
+    """The ops that made a tensor on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += 1
+        if any(isinstance(x, Tensor) and x.device.type == "cpu" for x in tree_leaves(out)):
+            self.ops.add(str(func))
+        return out
+
+
+@pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
+def test_a_step_makes_tensors_on_the_device_of_its_ranks(
+    placed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: on torch's meta device, whose tensors have no numbers to be copied out."""
+    copy_to, run_engine, made = worker.copy_to, Engine.run, Made()
+
+    def copy(value: object, device: torch.device) -> object:
+        out = isinstance(value, Tensor) and value.is_meta and device.type == "cpu"
+        return torch.zeros(value.shape, dtype=value.dtype) if out else copy_to(value, device)  # type: ignore[attr-defined]
+
+    def traced(self: Engine, *given: Any) -> Any:
+        with made:
+            return run_engine(self, *given)
+
+    monkeypatch.setattr(worker, "copy_to", copy)
+    monkeypatch.setattr(Engine, "run", traced)
+    run = Run.of(placed, make=sgd)
+    with pytest.warns(UserWarning, match="not gathered"), dt.launch(run.mesh, device="meta"):
+        run.losses(batches(2, ignored=True))
+        run.step.gradients(*batches(1)[0])
+    assert made.count > 1000 and made.ops == set()
+
+
+def test_an_optimizer_leaves_an_actor_as_its_state() -> None:
+    optimizer = ShardOptimizer(torch.optim.AdamW, (("w",),))
+    shards = {"w": torch.ones(3)}
+    optimizer.step(shards, ({"lr": 0.1},), {"w": torch.arange(3.0)})
+    arrived = pickle.loads(pickle.dumps(optimizer))
+    assert arrived.parameters == {} and arrived.optimizer is None
+    assert set(arrived.export()["w"]) == {"step", "exp_avg", "exp_avg_sq"}
+    for key, value in optimizer.export()["w"].items():
+        assert torch.equal(arrived.export()["w"][key], value)
 
 
 def _cpu(named: Any) -> dict[str, Tensor]:
