@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Worker processes for the tests; 0 runs them one after the other in this process.
-JOBS ?= 0
+JOBS ?= 2
 DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1

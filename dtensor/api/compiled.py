@@ -21,7 +21,7 @@ from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import DTensor, fresh_name
 from dtensor.daft import Stored
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import Lowered, fed_spec, lower, on_mesh
+from dtensor.runtime.lower import Lowered, fed_spec, holders, lower, on_mesh
 from dtensor.runtime.rank_lower import Roles
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
@@ -211,23 +211,23 @@ def load(session: Session, planned: Planned, roles: Roles, grid: Any = None) -> 
             device=session.cluster.device,
             roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
         )
-        constants = {
-            i.name: i.constant for i in planned.plan.flow.inputs if i.constant is not None
-        }
-        if constants:
-            session.put(
-                [
-                    {state[n]: t for n, t in constants.items() if n in lowered.states[rank]}
-                    for rank in range(session.mesh.size)
-                ]
-            )
-        if planned.model is not None:
-            session.place(planned.model, planned.plan.inputs, lowered)
+        _put_constants(session, planned.plan, state)
         session.loaded[key] = (planned, LoadedProgram(session, planned, lowered))
     program: LoadedProgram = session.loaded[key][1]
     if planned.model is not None:
-        session.place(planned.model, planned.plan.inputs, program.lowered)
+        session.place(planned.model, planned.plan)
     return program
+
+
+def _put_constants(session: Session, plan: Plan, state: Mapping[str, str]) -> None:
+    tensors = {i.name: i.constant for i in plan.flow.inputs if i.constant is not None}
+    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
+    for item in plan.inputs:
+        if item.name in tensors:
+            for rank in holders(plan, item):
+                values[rank][state[item.name]] = tensors[item.name]
+    if any(values):
+        session.put(values)
 
 
 def state_names(session: Session, planned: Planned) -> dict[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -23,11 +23,11 @@ import torch
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster, Future, Mode, launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import Lowered, on_mesh
+from dtensor.runtime.lower import holders, on_mesh
 from dtensor.runtime.optimizer import ShardOptimizer
 from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.plan import PlannedInput
+from dtensor.sharding.plan import Plan
 from dtensor.sharding.spec import TensorSpec
 
 Backend = Literal["inprocess", "ray"]
@@ -51,12 +51,10 @@ class Resident:
 
 @dataclass(slots=True)
 class OptimizerHome:
-    """One torch optimizer's state on the cluster: parameter labels per group."""
+    """One torch optimizer, and the table's name of its shards."""
 
     optimizer: torch.optim.Optimizer
     name: str
-    groups: tuple[tuple[str, ...], ...]
-    held: tuple[frozenset[str], ...]  # per rank
 
 
 class Session:
@@ -130,18 +128,16 @@ class Session:
             found.changed = False
         return found
 
-    def place(
-        self, model: ParallelModule, inputs: Sequence[PlannedInput], lowered: Lowered
-    ) -> None:
+    def place(self, model: ParallelModule, plan: Plan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
         resident = self.resident(model)
         tensors = tensors_of(model)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        for item in inputs:
+        for item in plan.inputs:
             if item.kind not in ("parameter", "buffer"):
                 continue
-            spec = on_mesh(lowered.plan, item.spec)
-            ranks = tuple(r for r in range(self.mesh.size) if item.name in lowered.states[r])
+            spec = on_mesh(plan, item.spec)
+            ranks = holders(plan, item)
             known = resident.specs.get(item.label)
             if known is not None and known != spec:
                 raise PlanningError(
@@ -163,7 +159,7 @@ class Session:
         model: ParallelModule,
         optimizer: torch.optim.Optimizer,
         groups: tuple[tuple[str, ...], ...],
-        held: Sequence[frozenset[str]],
+        held: Sequence[Collection[str]],
     ) -> OptimizerHome:
         """Put the shards of an optimizer's state where they are missing."""
         resident = self.resident(model)
@@ -171,7 +167,7 @@ class Session:
         if home is not None:
             return home
         name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
-        home = OptimizerHome(optimizer, name, groups, tuple(held))
+        home = OptimizerHome(optimizer, name)
         resident.optimizers[id(optimizer)] = home
         state = optimizer_state(model, optimizer)
         values: list[dict[str, object]] = []

@@ -28,6 +28,7 @@ from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_tensors
+from dtensor.runtime.lower import holders
 from dtensor.runtime.rank_lower import Roles
 from dtensor.runtime.schedule import GPipe, Grid, Schedule, bubble, in_flight
 from dtensor.sharding.cost import Topology
@@ -243,15 +244,13 @@ class TrainStep:
         if home is not None:
             return home.name
         # the parameters first: their specs say how the state is cut
-        load(session, planned, Roles(gradients=True), self.grid)
-        plan = planned.plan
-        labels = {i.name: i.label for i in plan.inputs if i.kind == "parameter"}
+        session.place(self.model, planned.plan)
         trained = {name for group in self.groups for name in group}
-        lowered = load(session, planned, Roles(gradients=True), self.grid).lowered
-        held = [
-            frozenset(labels[n] for n in names if n in labels and labels[n] in trained)
-            for names in lowered.states
-        ]
+        held: list[set[str]] = [set() for _ in range(session.mesh.size)]
+        for item in planned.plan.inputs:
+            if item.kind == "parameter" and item.label in trained:
+                for rank in holders(planned.plan, item):
+                    held[rank].add(item.label)
         return session.place_optimizer(self.model, self.optimizer, self.groups, held).name
 
     def _raise_unread(self) -> None:

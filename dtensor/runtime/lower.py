@@ -15,7 +15,6 @@ their last use. Invariants are daft's: `daft.verify` proves that the program can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,22 +23,19 @@ from dtensor.daft import Program, RankProgram
 from dtensor.runtime.code import Functions
 from dtensor.runtime.rank_lower import RankLowering, Roles
 from dtensor.runtime.schedule import Grid
-from dtensor.sharding.plan import Plan
+from dtensor.sharding.placements import REPLICATE
+from dtensor.sharding.plan import Plan, PlannedInput
 from dtensor.sharding.spec import TensorSpec
-
-SEND_WAIT_LAG = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """``inputs``: per rank, the argument values it is fed; ``outputs``: program output name to
-    the plan output's index, per rank that returns it; ``states``: per rank, parameter labels."""
+    """``inputs``: per rank, the argument values it is fed; ``outputs``: what it returns."""
 
     plan: Plan
     program: Program
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
-    states: tuple[tuple[str, ...], ...]
 
 
 def lower(
@@ -78,7 +74,19 @@ def lower(
         program=program,
         inputs=tuple(one.fed for one in ranks),
         outputs=tuple(one.returned for one in ranks),
-        states=tuple(one.held for one in ranks),
+    )
+
+
+def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:
+    """The ranks that host a stage which reads an input."""
+    if plan.stage_axis is None:
+        return tuple(range(plan.mesh.size))
+    num = plan.mesh.axis_size(plan.stage_axis)
+    parts = {stage % num for stage in item.stages}
+    return tuple(
+        rank
+        for rank in range(plan.mesh.size)
+        if plan.mesh.coordinates(rank)[plan.stage_axis] in parts
     )
 
 
@@ -90,8 +98,6 @@ def fed_spec(plan: Plan, name: str) -> TensorSpec:
 
 def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
     """A spec of the inner mesh restated on the user's mesh; replicated along the stage axis."""
-    from dtensor.sharding.placements import REPLICATE
-
-    sharding: Mapping[str, object] = spec.sharding
+    sharding = spec.sharding
     placements = tuple(sharding.get(axis, REPLICATE) for axis in plan.mesh.axes)
-    return TensorSpec(spec.shape, spec.dtype, plan.mesh, placements)  # pyright: ignore
+    return TensorSpec(spec.shape, spec.dtype, plan.mesh, placements)

@@ -76,7 +76,6 @@ class RankLowering:
     snapshots: dict[str, str] = field(default_factory=dict)  # results copied before state changes
     fed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
     label: str = ""
     places: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
@@ -135,7 +134,6 @@ class RankLowering:
         arguments = [
             i for i in plan.inputs if i.kind in ("argument", "tangent") and mine & set(i.stages)
         ]
-        self.held = tuple(i.name for i in state)
         self.fed = tuple(i.name for i in arguments)
         for item in (*state, *arguments):
             self.record(item.name, item.spec, None)

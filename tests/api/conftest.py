@@ -1,4 +1,4 @@
-"""One Ray per test module: launches inside it join it, and must not end it."""
+"""One Ray per test module, and captured graphs shared between tests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.captures import shared_capture
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that train the same model share its graph; tests/frontend tests the capture itself."""
+    monkeypatch.setattr("dtensor.api.program.capture", shared_capture)
+
 
 @pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
+    """Launches inside a module join this Ray, and must not end it."""
     ray = pytest.importorskip("ray")
     from dtensor.daft.ray_launch import start_ray
 

@@ -338,7 +338,8 @@ def execute(found: Plan, program: Program) -> dict[str, Tensor]:
         return cut
 
     with launch_cluster(mesh.size) as cluster:
-        cluster.put([shards(names, rank) for rank, names in enumerate(lowered.states)])
+        state = [list(rank.state) for rank in lowered.program.ranks]
+        cluster.put([shards(names, rank) for rank, names in enumerate(state)])
         handle = cluster.load(lowered.program)
         fed = [shards(names, rank) for rank, names in enumerate(lowered.inputs)]
         results = cluster.run(handle, fed).get()

@@ -63,7 +63,7 @@ def random_nodes(rng: random.Random) -> list[Node]:
     return nodes
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_as_cheap_as_enumeration(seed: int) -> None:
     rng = random.Random(seed)
@@ -78,7 +78,7 @@ def test_as_cheap_as_enumeration(seed: int) -> None:
     assert found.seconds == evaluate(nodes, found.chosen, price)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_conversions_are_the_cheapest_tree(seed: int) -> None:
     """Each reader is served from the value as written, or from one replicated copy."""

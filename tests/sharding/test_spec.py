@@ -113,13 +113,13 @@ def _shards(draw: st.DrawFn, shape: tuple[int, ...]) -> Shard:
 
 
 @given(_specs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_text_reads_back(spec: TensorSpec) -> None:
     assert parse(str(spec), spec.mesh) == spec
 
 
 @given(_specs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_assembling_the_shards_gives_the_tensor(spec: TensorSpec) -> None:
     x = torch.arange(math.prod(spec.shape), dtype=spec.dtype).view(spec.shape) - 3
     shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
@@ -129,7 +129,7 @@ def test_assembling_the_shards_gives_the_tensor(spec: TensorSpec) -> None:
 
 
 @given(_specs(partial=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_each_rank_holds_its_own_elements_once(spec: TensorSpec) -> None:
     """With every axis splitting, no element is lost; on one axis, none is held twice."""
     x = torch.arange(math.prod(spec.shape)).view(spec.shape)

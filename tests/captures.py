@@ -1,0 +1,61 @@
+"""Captured graphs shared between tests: most of a small test's time is torch's export.
+
+A graph depends on the function, on the structure of the modules and on shapes alone, so tests that
+train the same small model may share it. What a function closes over is not looked into: such
+functions, and methods, are captured anew each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dtensor.frontend.capture import capture
+from dtensor.frontend.graph import Graph
+
+_found: dict[object, Graph] = {}
+
+
+@functools.wraps(capture)
+def shared_capture(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, grads: Any
+) -> Graph:
+    if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__:
+        return capture(fn, args, kwargs, grads=grads)
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    key = (fn.__code__, fn.__module__, grads, str(tree), *map(_key, leaves))
+    if key not in _found:
+        _found[key] = capture(fn, args, kwargs, grads=grads)
+    return _found[key]
+
+
+def _key(leaf: Any) -> object:
+    match leaf:
+        case nn.Module():
+            tensors = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers()]
+            first: dict[int, str] = {}
+            return (
+                *((type(m), name, _settings(m)) for name, m in leaf.named_modules()),
+                *((n, _key(t), first.setdefault(id(t), n)) for n, t in tensors),
+            )
+        case torch.Tensor():
+            return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        case int() | float() | str() | bool() | None:
+            return (type(leaf), leaf)
+        case _:
+            return object()  # never equal: not shared
+
+
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    """The plain attributes: widths, numbers of heads, training or not."""
+    return tuple(
+        (name, value if isinstance(value, (int, float, str, bool, tuple)) else repr(value))
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_")
+    )
