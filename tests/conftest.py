@@ -1,15 +1,26 @@
-"""What all tests share: fixed seeds, and one worker for the tests that start Ray."""
+"""What all tests share: seeds, captured graphs, and one worker for the tests that start Ray."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import tests.plans  # noqa: F401 - so that its capture can be replaced
+from tests.captures import shared_capture
+
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers, whichever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that plan the same model share its graph; tests/frontend tests the capture itself."""
+    if "frontend" not in request.path.parts:
+        for user in ("dtensor.api.program", "dtensor.testing.collectives", "tests.plans"):
+            monkeypatch.setattr(f"{user}.capture", shared_capture)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -54,27 +54,45 @@ def tie_sum(rank: RankLowering, step: TieSum) -> None:
     """The sum over the stages that share a parameter, in order of stages."""
     mine = [i for i, stage in enumerate(step.stages) if stage in rank.stages]
     hosts = tuple(dict.fromkeys(rank.peer(stage) for stage in step.stages))
-    if len(hosts) < len(step.stages):
-        raise NotImplementedError("a parameter tied between two stages of one rank")
-    shape = step.spec.local_shape(rank.at(None))
-    buffer = Buffer(shape, step.spec.dtype)
-    label = f"optimizer: all_reduce the gradients of {step.of} over stages {step.stages}"
+    first, *others = mine
+    total = step.operands[first]
+    if others:  # several of the stages are this rank's: their sum is local
+        segment = rank.segment(None)
+        operands = [step.operands[i] for i in mine]
+        total = f"{step.results[first]}_here"
+        rank.names(segment, (*operands, total), None)
+        segment.code.line(f"{total} = {' + '.join(operands)}", operands, [total], None)
+        rank.record(total, step.spec, None)
+    if len(hosts) > 1:
+        _sum_over(rank, step, hosts, total, step.results[first])
+        total = step.results[first]
     for i in mine:
-        rank.start(
-            Collective(
-                "all_reduce",
-                hosts,
-                (rank.value(step.operands[i], None),),
-                (step.results[i],),
-                (buffer,),
-                (buffer,),
-                "sum",
-                f"tied {step.of}",
-                label=label,
-            )
-        )
-        rank.start(Wait((step.results[i],), label=label))
+        if step.results[i] != total:
+            segment = rank.segment(None)
+            rank.names(segment, (total, step.results[i]), None)
+            segment.code.line(f"{step.results[i]} = {total}", [total], [step.results[i]], None)
         rank.record(step.results[i], step.spec, None)
+
+
+def _sum_over(
+    rank: RankLowering, step: TieSum, hosts: tuple[int, ...], operand: str, result: str
+) -> None:
+    buffer = Buffer(step.spec.local_shape(rank.at(None)), step.spec.dtype)
+    label = f"optimizer: all_reduce the gradients of {step.of} over stages {step.stages}"
+    rank.start(
+        Collective(
+            "all_reduce",
+            hosts,
+            (rank.value(operand, None),),
+            (result,),
+            (buffer,),
+            (buffer,),
+            "sum",
+            f"tied {step.of}",
+            label=label,
+        )
+    )
+    rank.start(Wait((result,), label=label))
 
 
 def counts(rank: RankLowering, spec: TensorSpec) -> bool:
@@ -172,7 +190,8 @@ def update(rank: RankLowering) -> None:
     """One call that steps the rank's optimizer with all its gradients."""
     if rank.roles.optimizer is None:
         return
-    updates = [s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages]
+    every = [s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages]
+    updates = list({s.parameter: s for s in reversed(every)}.values())[::-1]  # once a rank
     inputs = {i.label: i.name for i in rank.plan.inputs}
     clip = next((f"{s.result}_clip" for s in rank.plan.steps if isinstance(s, Norm)), None)
     rank.close()

@@ -1,18 +1,10 @@
-"""One Ray per test module, and captured graphs shared between tests."""
+"""One Ray per test module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
-from tests.captures import shared_capture
-
-
-@pytest.fixture(autouse=True)
-def captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that train the same model share its graph; tests/frontend tests the capture itself."""
-    monkeypatch.setattr("dtensor.api.program.capture", shared_capture)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import Llama, batch, loss_fn
+from tests.models import GPT, Llama, batch, loss_fn
 from tests.plans import LLAMA
 
 Data = list[tuple[Tensor, Tensor]]
@@ -335,3 +335,34 @@ def test_stages_and_the_tied_table_of_the_megatron_pins() -> None:
     run = Run.of(Placed(axes=dict(pp=2, tp=2), pins=MEGATRON, stages=TWO_STAGES))
     ties = [c for c in run.step.plan(*batch()).collectives if "tied" in c.name]
     assert sorted((c.kind, c.stage) for c in ties) == [("all_reduce", 0), ("all_reduce", 1)]
+
+
+class Scaled(GPT):
+    """A GPT whose head shares the embedding, with a fourth stage behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.last = nn.Parameter(torch.ones(32))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.last
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_tied_between_stages_of_one_rank(ranks: int) -> None:
+    data = batches(3)
+    torch.manual_seed(0)
+    model = Scaled()
+    expected = train_torch(model, torch.optim.SGD(model.parameters(), lr=1e-2), data, clip=1.0)
+    torch.manual_seed(0)
+    mesh = dt.Mesh(pp=ranks)
+    model = Scaled()
+    stages = {"pp": [["embed*", "positions*"], ["blocks*"], ["norm*", "head*"], ["last"]]}
+    placed = dt.parallelize(model, mesh, {}, stages=stages)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = dt.train_step(
+        placed, loss_fn, opt, schedule=dt.GPipe(microbatches=2), clip_grad_norm=1.0
+    )
+    with dt.launch(mesh):
+        assert_losses_close([float(step(*one)) for one in data], expected)
+        dt.gather_state_dict(placed, opt)
