@@ -129,9 +129,7 @@ class _Model:
             return 0.0
         sizes = [self.request.mesh.axis_size(axis) for axis in self.axes]
         pairs = [p if isinstance(p, Pair) else Pair(REPLICATE, REPLICATE) for _, p in placed]
-        splits = [
-            [isinstance(q, Shard) for q in (pair.first, pair.second)] for pair in pairs
-        ]
+        splits = [[isinstance(q, Shard) for q in (pair.first, pair.second)] for pair in pairs]
         share = math.prod(
             1 / size if any(split[i] for split in splits) else 1.0 for i, size in enumerate(sizes)
         )
@@ -226,8 +224,12 @@ def main() -> None:
     losses.sort()
     exact = sum(x < 1e-9 for x in losses)
     print(f"\n{len(losses)} random programs: {exact} without loss; ", end="")
-    print(", ".join(f"{q:.0%} lose at most {losses[int(q * (len(losses) - 1))]:.1%}"
-                    for q in (0.5, 0.75, 0.9, 1.0)))
+    print(
+        ", ".join(
+            f"{q:.0%} lose at most {losses[int(q * (len(losses) - 1))]:.1%}"
+            for q in (0.5, 0.75, 0.9, 1.0)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,11 @@ _found: dict[object, Graph] = {}
 
 @functools.wraps(capture)
 def shared_capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, grads: Any
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    grads: Any,
 ) -> Graph:
     if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__:
         return capture(fn, args, kwargs, grads=grads)

@@ -76,9 +76,7 @@ def plan_model(
     flow.verify()
     arguments = {i.label: i.meta for i in flow.inputs if i.kind == "argument"}
     resolved = resolve(model, mesh, pins, stage_axis=held.axis)
-    named = planner_pins(
-        flow, resolved, input_pins(arguments, inputs, mesh, stage_axis=held.axis)
-    )
+    named = planner_pins(flow, resolved, input_pins(arguments, inputs, mesh, stage_axis=held.axis))
     training = None
     if train:
         trained = frozenset(i.label for i in flow.inputs if i.kind == "parameter")
@@ -100,9 +98,7 @@ def plan_model(
     if held.axis is not None:
         ranks = mesh.axis_size(held.axis)
         grid = OneFOneB(microbatches).grid(held.num_stages, ranks)
-        found = replace(
-            found, schedule=str(grid), bubble=bubble(grid), in_flight=in_flight(grid)
-        )
+        found = replace(found, schedule=str(grid), bubble=bubble(grid), in_flight=in_flight(grid))
     found.verify()
     return found
 
@@ -110,7 +106,5 @@ def plan_model(
 def kinds(found: Plan, phase: str | None = None, stage: int | None = None) -> Counter[str]:
     """How many collectives of each kind and axis: ``{"all_reduce@tp": 4}``."""
     return Counter(
-        c.key
-        for c in found.collectives
-        if phase in (None, c.phase) and stage in (None, c.stage)
+        c.key for c in found.collectives if phase in (None, c.phase) and stage in (None, c.stage)
     )

@@ -61,9 +61,7 @@ class CompiledFunction:
         planned = self._planned(call)
         session = session_for(self.mesh)
         program = load(session, planned, Roles())
-        names = {
-            f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"
-        }
+        names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         future = session.run(program.handle, program.feed(call), names)
         if planned.model is not None and any(o.kind == "mutation" for o in planned.plan.outputs):
             session.resident(planned.model).changed = True

@@ -250,9 +250,7 @@ def optimizer_state(
 ) -> dict[str, dict[str, Any]]:
     """Parameter name to the controller's optimizer state for it."""
     names = {id(p): name for name, p in model.module.named_parameters()}
-    return {
-        names[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in names
-    }
+    return {names[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in names}
 
 
 # -- which session ---------------------------------------------------------------------------------
@@ -325,4 +323,3 @@ def launch(
     finally:
         _launched.remove(session)
         session.close(quiet=failed or cluster.failure is not None)
-

@@ -191,7 +191,5 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     session = session_for(mesh)
     name = fresh_name()
     data = tensor.detach()
-    session.put(
-        [{name: shard_of(data, placed, mesh.coordinates(r))} for r in range(mesh.size)]
-    )
+    session.put([{name: shard_of(data, placed, mesh.coordinates(r))} for r in range(mesh.size)])
     return DTensor(placed, session, name)

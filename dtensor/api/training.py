@@ -20,21 +20,23 @@ from typing import Any
 
 import torch
 
-from dtensor.api.compiled import load
+from dtensor.api.compiled import load, on_stage
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
 from dtensor.api.session import Session, session_for
+from dtensor.api.tensor import held_by
 from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
-from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_tensors
 from dtensor.runtime.lower import holders
+from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_tensors
 from dtensor.runtime.rank_lower import Roles
 from dtensor.runtime.schedule import GPipe, Grid, Schedule, bubble, in_flight
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.local import assemble_at
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.planner import Training
+from dtensor.sharding.spec import TensorSpec
 
 RUN_AHEAD = 2
 
@@ -118,6 +120,7 @@ class TrainStep:
         clip_grad_norm: float | None,
         topology: Topology | None,
         search: str,
+        keep_gradients: bool,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -129,6 +132,8 @@ class TrainStep:
         self.search = search
         self.grid = self._grid()
         self.groups = self._groups()
+        self.keep_gradients = keep_gradients
+        self._last: Planned | None = None
         self._planned: dict[object, Planned] = {}
         self._running: deque[Loss] = deque()
         self._session: Session | None = None  # of the last step
@@ -205,11 +210,14 @@ class TrainStep:
         planned = self._plan(call)
         session = session_for(self.model.mesh)
         name = self._place_optimizer(session, planned)
-        program = load(session, planned, Roles(optimizer=name), self.grid)
+        roles = Roles(optimizer=name, gradients=self.keep_gradients)
+        program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
         options = {"options": hyperparameters(self.optimizer)}
-        future = session.run(program.handle, program.feed(call, options), {})
+        kept = self._kept(session, planned) if self.keep_gradients else {}
+        future = session.run(program.handle, program.feed(call, options), kept)
+        self._last = planned
         session.resident(self.model).changed = True
         loss = Loss(future, planned, session)
         self._running.append(loss)
@@ -220,22 +228,39 @@ class TrainStep:
         return loss
 
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Every parameter's gradient on a batch at the present values, whole; nothing changes."""
+        """Parameter name to its gradient, whole, before clipping.
+
+        With a batch: at the present values; nothing is changed. Without: of the last step, which
+        ``keep_gradients`` of `train_step` keeps.
+        """
+        session = session_for(self.model.mesh)
+        if not batch and not kwargs:
+            if not self.keep_gradients or self._last is None or self._session is not session:
+                raise PlanningError(
+                    "no gradients of a last step are kept.\n"
+                    "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
+                    "pass a batch: step.gradients(*batch)"
+                )
+            kept = self._kept(session, self._last)
+            whole: dict[str, torch.Tensor] = {}
+            for label, spec in _gradient_specs(self._last).items():
+                ranks = held_by(spec)
+                shards = session.fetch(kept[f"gradient {label}"], ranks)
+                whole[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
+            return whole
         call = self._call(batch, kwargs)
         planned = self._plan(call)
-        session = session_for(self.model.mesh)
         program = load(session, planned, Roles(gradients=True), self.grid)
         found = session.run(program.handle, program.feed(call), {}).get()
-        gradients: dict[str, torch.Tensor] = {}
-        from dtensor.api.compiled import on_stage
-        from dtensor.api.tensor import held_by
+        return {
+            label: assemble_at({r: found[r][f"gradient {label}"] for r in held_by(spec)}, spec)
+            for label, spec in _gradient_specs(planned).items()
+        }
 
-        for output in planned.plan.outputs:
-            if output.kind == "gradient":
-                spec = on_stage(planned.plan, output.spec, output.values[0][0])
-                shards = {r: found[r][f"gradient {output.of}"] for r in held_by(spec)}
-                gradients[str(output.of)] = assemble_at(shards, spec)
-        return gradients
+    def _kept(self, session: Session, planned: Planned) -> dict[str, str]:
+        """Program output to the table's name of a gradient that stays on the actors."""
+        prefix = session.resident(self.model).prefix
+        return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
 
     def _place_optimizer(self, session: Session, planned: Planned) -> str:
         """The optimizer's state goes to the cluster with the first step."""
@@ -284,6 +309,7 @@ def train_step(
     clip_grad_norm: float | None = None,
     topology: Topology | None = None,
     search: str = "predictable",
+    keep_gradients: bool = False,
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -293,6 +319,7 @@ def train_step(
         inputs: placements of every argument with the batch dim, or argument name to placements.
         schedule: GPipe or OneFOneB with its number of microbatches; default one microbatch.
         clip_grad_norm: the global norm that gradients are scaled down to.
+        keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -321,4 +348,14 @@ def train_step(
         clip_grad_norm,
         topology,
         search,
+        keep_gradients,
     )
+
+
+def _gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
+    """Parameter name to the spec under which its gradient ends, on the user's mesh."""
+    return {
+        str(o.of): on_stage(planned.plan, o.spec, o.values[0][0])
+        for o in planned.plan.outputs
+        if o.kind == "gradient"
+    }

@@ -82,36 +82,45 @@ class Heads(nn.Module):
 
 def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
     x = spec("f32[2,4,16]", TP4)
-    assert_expected_inline(refused(plan_of, Heads(22), TP4, {"q.weight": dict(tp=Row())}, x), """\
+    assert_expected_inline(
+        refused(plan_of, Heads(22), TP4, {"q.weight": dict(tp=Row())}, x),
+        """\
 the pin tp=Shard(0) on q.weight does not line up with what the program does to that dim.
   q.weight: f32[352,16], dim 0: 4 ranks hold 88, 88, 88, 88 of 352
   aten.reshape.default sees it as 22 x 16 in mm: f32[8,352]
   test_errors.py:N: return self.q(x).view(b, t, self.heads, 16).softmax(-1)
-fix: tp=Shard(0, unit=16), which lines up""")
+fix: tp=Shard(0, unit=16), which lines up""",
+    )
     plan_of(Heads(22), TP4, {"q.weight": dict(tp=Shard(0, unit=16))}, x)  # the fix
 
 
 def test_a_pin_across_fused_qkv_proposes_the_blocks() -> None:
     model, x = CausalSelfAttention(16, 4, bias=False), spec("f32[2,4,16]", TP2)
-    assert_expected_inline(refused(plan_of, model, TP2, {"qkv.weight": dict(tp=Row())}, x), """\
+    assert_expected_inline(
+        refused(plan_of, model, TP2, {"qkv.weight": dict(tp=Row())}, x),
+        """\
 the pin tp=Shard(0) on qkv.weight does not line up with what the program does to that dim.
   qkv.weight: f32[48,16], dim 0: 2 ranks hold 24, 24 of 48
   aten.split.Tensor sees it as 3 parts of 16, 16, 16 in reshape_1: f32[2,4,48]
   models.py:N: q, k, v = self.qkv(x).chunk(3, dim=-1)
-fix: tp=Shard(0, blocks=3), which lines up""")
+fix: tp=Shard(0, blocks=3), which lines up""",
+    )
     plan_of(model, TP2, {"qkv.weight": dict(tp=Shard(0, blocks=3))}, x)  # the fix
 
 
 def test_too_few_kv_heads_propose_splitting_the_axis() -> None:
     model = Llama(width=32, heads=4, groups=2, layers=1)
     pins = {"*.attn.k.weight": dict(tp=Row())}
-    assert_expected_inline(refused(plan_of, model, TP4, pins, spec("i64[4,8]", TP4)), """\
+    assert_expected_inline(
+        refused(plan_of, model, TP4, pins, spec("i64[4,8]", TP4)),
+        """\
 the pin tp=Shard(0) on blocks.0.attn.k.weight (*.attn.k.weight) does not line up with what the program does to that dim.
   blocks.0.attn.k.weight: f32[16,32], dim 0: 4 ranks hold 4, 4, 4, 4 of 16
   aten.reshape.default sees it as 2 x 8 in mm_1: f32[32,16]
   models.py:N: k = self.k(x).view(b, t, self.groups, self.size).transpose(1, 2)
   2 parts over 4 ranks: 1, 1, 0, 0
-fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up""")
+fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up""",
+    )
     split = Mesh(tp=2, tp_rep=2)
     plan_of(model, split, pins, spec("i64[4,8]", split))  # the fix
 
@@ -120,13 +129,16 @@ def test_too_few_heads_for_an_axis_that_cannot_be_split() -> None:
     mesh = Mesh(tp=3)
     model, x = CausalSelfAttention(24, 4, bias=False), spec("f32[2,4,24]", mesh)
     pins = {"qkv.weight": dict(tp=Row(blocks=3))}
-    assert_expected_inline(refused(plan_of, model, mesh, pins, x), """\
+    assert_expected_inline(
+        refused(plan_of, model, mesh, pins, x),
+        """\
 the pin tp=Shard(0, blocks=3) on qkv.weight does not line up with what the program does to that dim.
   qkv.weight: f32[72,24], dim 0: 3 ranks hold 24, 24, 24 of 72
   aten.reshape.default sees it as 4 x 6 in v: f32[2,4,24]
   models.py:N: v = v.view(b, t, self.heads, d // self.heads).transpose(1, 2)
   4 parts over 3 ranks: 2, 2, 0
-fix: an axis of 2 ranks, Mesh(tp=2), and tp=Shard(0, blocks=3), which lines up""")
+fix: an axis of 2 ranks, Mesh(tp=2), and tp=Shard(0, blocks=3), which lines up""",
+    )
     plan_of(model, TP2, pins, spec("f32[2,4,24]", TP2))  # the fix
 
 
@@ -134,12 +146,15 @@ def test_a_minor_axis_is_told_the_unit_alone() -> None:
     mesh = Mesh(dp=2, tp=4)
     x = spec("f32[2,4,16]", mesh)
     pins = {"q.weight": dict(dp=Row(), tp=Row())}
-    assert_expected_inline(refused(plan_of, Heads(20), mesh, pins, x), """\
+    assert_expected_inline(
+        refused(plan_of, Heads(20), mesh, pins, x),
+        """\
 the pin tp=Shard(0) on q.weight does not line up with what the program does to that dim.
   q.weight: f32[320,16], dim 0: 4 ranks hold 80, 80, 80, 80 of 320
   aten.reshape.default sees it as 20 x 16 in mm: f32[8,320]
   test_errors.py:N: return self.q(x).view(b, t, self.heads, 16).softmax(-1)
-fix: tp=Shard(0, unit=16), which lines up""")
+fix: tp=Shard(0, unit=16), which lines up""",
+    )
     plan_of(Heads(20), mesh, {"q.weight": dict(dp=Row(), tp=Shard(0, unit=16))}, x)  # the fix
 
 
@@ -160,23 +175,29 @@ def test_an_op_without_a_rule() -> None:
     def fn(x: Tensor) -> Tensor:
         return torch.linalg.matrix_exp(x)
 
-    assert_expected_inline(refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2)), """\
+    assert_expected_inline(
+        refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2)),
+        """\
 no rule says how aten.linalg_matrix_exp.default(f32[4,4]) may be split: it is not in the tables of dtensor.sharding.rules.
   test_errors.py:N: return torch.linalg.matrix_exp(x)
 If it works element by element, add one with
     register("aten.linalg_matrix_exp.default", pattern("... -> ..."))
-(from dtensor.sharding.rules import pattern, register); dims that must be whole on each rank are written with "!", as in "... k! -> ... k!".""")
+(from dtensor.sharding.rules import pattern, register); dims that must be whole on each rank are written with "!", as in "... k! -> ... k!".""",
+    )
 
 
 def test_item() -> None:
     def fn(x: Tensor) -> Tensor:
         return x * x.sum().item()
 
-    assert_expected_inline(refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2)), """\
+    assert_expected_inline(
+        refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2)),
+        """\
 The program depends on a tensor's value, which is not known when it is planned.
   .item() of f32[]
   test_errors.py:N: return x * x.sum().item()
-fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""")
+fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
+    )
 
 
 def test_a_custom_autograd_function() -> None:
@@ -184,11 +205,14 @@ def test_a_custom_autograd_function() -> None:
         return Doubled.apply(x)
 
     text = refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2, requires_grad=True))
-    assert_expected_inline(re.sub(r"class \S+\.", "class ", text), """\
+    assert_expected_inline(
+        re.sub(r"class \S+\.", "class ", text),
+        """\
 A custom torch.autograd.Function cannot be captured: its backward would be lost.
   class Doubled
   test_errors.py:N: return Doubled.apply(x)
-fix: define it with torch.library.custom_op and register_autograd, which capture keeps""")
+fix: define it with torch.library.custom_op and register_autograd, which capture keeps""",
+    )
 
 
 def test_checkpoint() -> None:
@@ -196,10 +220,13 @@ def test_checkpoint() -> None:
         return checkpoint(torch.sin, x, use_reentrant=False)
 
     text = refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2, requires_grad=True))
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 torch.utils.checkpoint cannot be captured: its recompute would be lost.
   test_errors.py:N: return checkpoint(torch.sin, x, use_reentrant=False)
-fix: remove the call; a recompute= option to state it at planning does not exist yet""")
+fix: remove the call; a recompute= option to state it at planning does not exist yet""",
+    )
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -212,11 +239,14 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_a_batch_that_does_not_divide_into_microbatches() -> None:
     batch = torch.randn(10, 16), torch.randn(10, 16)
     text = refused(train, squared_error, *batch, microbatches=4, inputs=dict(dp=Row()))
-    assert_expected_inline(text, """\
+    assert_expected_inline(
+        text,
+        """\
 the batch does not divide into microbatches.
   x: f32[10,16], dim 0 of 10
   microbatches=4 x dp=2: 8 parts
-fix: microbatches=5, or a batch that is a multiple of 8""")
+fix: microbatches=5, or a batch that is a multiple of 8""",
+    )
     train(squared_error, *batch, microbatches=5, inputs=dict(dp=Row()))  # the fix
 
 
@@ -227,12 +257,15 @@ def test_a_loss_that_mixes_rows() -> None:
         return F.cross_entropy(scores, torch.arange(scores.shape[0]))
 
     x = torch.randn(8, 16)
-    assert_expected_inline(refused(train, contrastive, x), """\
+    assert_expected_inline(
+        refused(train, contrastive, x),
+        """\
 aten.mm.default mixes rows of the batch, so microbatches would change the result.
   z: f32[8,16], dim 0 split into microbatches
   permute_2: f32[16,8], dim 1 split into microbatches
   test_errors.py:N: scores = z @ z.T
-fix: use microbatches=1, or write the loss as a mean or sum over rows""")
+fix: use microbatches=1, or write the loss as a mean or sum over rows""",
+    )
     train(contrastive, x, microbatches=1)  # the fix
 
 
@@ -247,22 +280,31 @@ def test_a_loss_that_is_no_sum_over_rows() -> None:
         return (model(x) - y)[0].pow(2).mean()
 
     batch = torch.randn(8, 16), torch.randn(8, 16)
-    assert_expected_inline(refused(train, root, *batch), """\
+    assert_expected_inline(
+        refused(train, root, *batch),
+        """\
 aten.sqrt.default needs the sum over all rows of the batch, so microbatches would change the result.
   mean: f32[], a sum over microbatches
   test_errors.py:N: return (model(x) - y).pow(2).mean().sqrt()
-fix: use microbatches=1, or write the loss as a mean or sum over rows""")
-    assert_expected_inline(refused(train, largest, *batch), """\
+fix: use microbatches=1, or write the loss as a mean or sum over rows""",
+    )
+    assert_expected_inline(
+        refused(train, largest, *batch),
+        """\
 aten.eq.Tensor needs the max over all rows of the batch, so microbatches would change the result.
   amax: f32[], a max over microbatches
   abs_1: f32[8,16], dim 0 split into microbatches
   test_errors.py:N: return (model(x) - y).abs().amax()
-fix: use microbatches=1, or write the loss as a mean or sum over rows""")
-    assert_expected_inline(refused(train, first, *batch), """\
+fix: use microbatches=1, or write the loss as a mean or sum over rows""",
+    )
+    assert_expected_inline(
+        refused(train, first, *batch),
+        """\
 aten.select.int mixes rows of the batch, so microbatches would change the result.
   sub: f32[8,16], dim 0 split into microbatches
   test_errors.py:N: return (model(x) - y)[0].pow(2).mean()
-fix: use microbatches=1, or write the loss as a mean or sum over rows""")
+fix: use microbatches=1, or write the loss as a mean or sum over rows""",
+    )
 
 
 def test_a_loss_that_is_no_scalar() -> None:
@@ -273,13 +315,19 @@ def test_a_loss_that_is_no_scalar() -> None:
         return squared_error(model, x, y), {"outputs": model(x)}
 
     batch = torch.randn(8, 16), torch.randn(8, 16)
-    assert_expected_inline(refused(train, unreduced, *batch), """\
+    assert_expected_inline(
+        refused(train, unreduced, *batch),
+        """\
 A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).
   it returned f32[8,16]
   test_errors.py:N: def unreduced(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-fix: reduce the loss inside loss_fn, as in loss.mean() or loss.sum()""")
-    assert_expected_inline(refused(train, with_metric, *batch), """\
+fix: reduce the loss inside loss_fn, as in loss.mean() or loss.sum()""",
+    )
+    assert_expected_inline(
+        refused(train, with_metric, *batch),
+        """\
 What loss_fn returns beside the loss is a dict of scalar tensors by name.
   it returned {'outputs': f32[8,16]}
   test_errors.py:N: def with_metric(model: nn.Module, x: Tensor, y: Tensor) -> Any:
-fix: return (loss, {'accuracy': accuracy}), each value reduced to a scalar""")
+fix: return (loss, {'accuracy': accuracy}), each value reduced to a scalar""",
+    )

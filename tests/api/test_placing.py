@@ -155,8 +155,11 @@ def test_stages_hold_parameters_and_ties_are_held_by_both() -> None:
 
 
 def test_a_tied_parameter_needs_only_one_of_its_names() -> None:
-    plan = stage_of(GPT(tied=True), PP, {"pp": [["embed*", "positions*", "blocks.0.*"],
-                                                ["blocks.1.*", "norm*"]]})
+    plan = stage_of(
+        GPT(tied=True),
+        PP,
+        {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*"]]},
+    )
     assert plan.held["embed.weight"] == (0,)
 
 

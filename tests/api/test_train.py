@@ -366,3 +366,17 @@ def test_a_parameter_tied_between_stages_of_one_rank(ranks: int) -> None:
     with dt.launch(mesh):
         assert_losses_close([float(step(*one)) for one in data], expected)
         dt.gather_state_dict(placed, opt)
+
+
+def test_the_gradients_of_the_last_step_on_request() -> None:
+    run = Run.of("tp2_pp2", keep_gradients=True)
+    one = batch(0)
+    with dt.launch(run.mesh):
+        with pytest.raises(dt.PlanningError, match="no gradients of a last step are kept"):
+            run.step.gradients()
+        asked = run.step.gradients(*one)
+        float(run.step(*one))
+        kept = run.step.gradients()
+        dt.gather_state_dict(run.model, run.optimizer)
+    assert asked.keys() == kept.keys()
+    assert all(torch.equal(asked[name], kept[name]) for name in asked)

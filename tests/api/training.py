@@ -28,9 +28,7 @@ MEGATRON: dict[str, Stated] = {
     "*.up.weight": dict(tp=dt.Row()),
     "*.down.weight": dict(tp=dt.Column()),
 }
-TWO_STAGES = {
-    "pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]
-}
+TWO_STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +136,7 @@ class Run:
         loss: Callable[..., Any] = loss_fn,
         schedule: dt.Schedule | None = None,
         clip: float | None = 1.0,
+        keep_gradients: bool = False,
     ) -> Run:
         where = {**SIX, **FOUR}[placed] if isinstance(placed, str) else placed
         module = make_model() if module is None else module
@@ -150,6 +149,7 @@ class Run:
             inputs=where.inputs,
             schedule=schedule or dt.OneFOneB(microbatches=2),
             clip_grad_norm=clip,
+            keep_gradients=keep_gradients,
         )
         return Run(mesh=where.mesh, module=module, model=model, optimizer=optimizer, step=step)
 

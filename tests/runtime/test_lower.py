@@ -20,7 +20,13 @@ TP2_PP2 = Mesh(pp=2, tp=2)
 @pytest.fixture(scope="module")
 def lowered() -> Lowered:
     plan = plan_model(
-        GPT(), loss_fn, batch(), TP2_PP2, MEGATRON, microbatches=4, stages=TWO_STAGES,
+        GPT(),
+        loss_fn,
+        batch(),
+        TP2_PP2,
+        MEGATRON,
+        microbatches=4,
+        stages=TWO_STAGES,
         clip_grad_norm=1.0,
     )
     return lower(plan, OneFOneB(4).grid(2, 2), roles=Roles(optimizer="optimizer"))
@@ -28,8 +34,11 @@ def lowered() -> Lowered:
 
 def labels(lowered: Lowered, rank: int) -> list[str]:
     """Actions of a rank in order, each once."""
-    found = [i.label.split(":")[0] for i in lowered.program.ranks[rank].instructions
-             if isinstance(i, Call)]
+    found = [
+        i.label.split(":")[0]
+        for i in lowered.program.ranks[rank].instructions
+        if isinstance(i, Call)
+    ]
     return list(dict.fromkeys(label for label in found if label[0] in "FB"))
 
 
@@ -114,7 +123,9 @@ def test_ranks_of_one_stage_share_their_code(lowered: Lowered) -> None:
 
 def test_only_a_rank_with_the_result_returns_it(lowered: Lowered) -> None:
     assert [set(names) for names in lowered.outputs] == [
-        {"norm"}, {"norm"}, *[{"result 0", "result 1", "norm"}] * 2
+        {"norm"},
+        {"norm"},
+        *[{"result 0", "result 1", "norm"}] * 2,
     ]
 
 

@@ -33,9 +33,7 @@ class Meter(TorchDispatchMode):
         self.rank: int | None = None  # whose code runs
         self.peak = [0] * num_ranks
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and self.rank is not None:

@@ -142,19 +142,30 @@ class _Maker:
         )
         match op:
             case "mm" if len(shape) == 2:
-                fit = [n for n, s in self.shapes.items() if len(s) == 2 and s[0] == shape[1]
-                       and n not in self.rows]
+                fit = [
+                    n
+                    for n, s in self.shapes.items()
+                    if len(s) == 2 and s[0] == shape[1] and n not in self.rows
+                ]
                 b = self.rng.choice([*fit, ""]) or self.input((shape[1], self.size()))
                 self.emit(op, (a, b), (shape[0], self.shapes[b][1]))
             case "add" | "mul":
-                fit = [n for n, s in self.shapes.items() if s == shape and (
-                    not self.batch or n in self.rows)]
+                fit = [
+                    n
+                    for n, s in self.shapes.items()
+                    if s == shape and (not self.batch or n in self.rows)
+                ]
                 b = self.rng.choice([*fit, "", "vector", "ones"])
                 if b == "vector":
                     b = self.input((shape[-1],), "w") if len(shape) > first else a
                 elif b == "ones":
-                    b = self.input(tuple(s if self.rng.random() < 0.5 and i >= first else 1
-                                         for i, s in enumerate(shape)), "w")
+                    b = self.input(
+                        tuple(
+                            s if self.rng.random() < 0.5 and i >= first else 1
+                            for i, s in enumerate(shape)
+                        ),
+                        "w",
+                    )
                 elif not b:
                     b = a if self.batch else self.input(shape)
                 self.emit(op, (a, b), shape)
@@ -164,15 +175,15 @@ class _Maker:
                 self.emit(op, (a, self.rng.randrange(first, len(shape))), shape)
             case "sum" if len(shape) > max(1, first):
                 dim, keep = self.rng.randrange(first, len(shape)), self.rng.random() < 0.5
-                rest = tuple(
-                    1 if i == dim else s for i, s in enumerate(shape) if keep or i != dim
-                )
+                rest = tuple(1 if i == dim else s for i, s in enumerate(shape) if keep or i != dim)
                 self.emit(op, (a, dim, keep), rest)
             case "reshape":
                 self._reshape(a, shape, first)
             case "permute" if len(shape) > first + 1:
-                order = [*range(first), *self.rng.sample(range(first, len(shape)),
-                                                         len(shape) - first)]
+                order = [
+                    *range(first),
+                    *self.rng.sample(range(first, len(shape)), len(shape) - first),
+                ]
                 self.emit(op, (a, *order), tuple(shape[d] for d in order))
             case _:
                 pass
@@ -182,8 +193,12 @@ class _Maker:
             i = self.rng.randrange(first, len(shape) - 1)
             new = (*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :])
         else:
-            splits = [(i, f) for i, s in enumerate(shape) for f in (2, 3)
-                      if i >= first and s % f == 0 and s > f]
+            splits = [
+                (i, f)
+                for i, s in enumerate(shape)
+                for f in (2, 3)
+                if i >= first and s % f == 0 and s > f
+            ]
             if not splits or len(shape) > 3:
                 return
             i, f = self.rng.choice(splits)

@@ -55,7 +55,9 @@ def test_whole_plans(name: str) -> None:
 
 
 def test_a_small_plan() -> None:
-    assert_expected_inline(str(mlp()), """\
+    assert_expected_inline(
+        str(mlp()),
+        """\
 plan mlp    mesh(tp=2)    stage 0 of 1    all ranks identical
 axis tp    splits up.weight dim 0 (64), with down.weight; opened by *up.weight
 
@@ -102,7 +104,8 @@ communication per rank and step
   tp  forward  1 all_reduce  512 B sent
 
 compute per rank and step    40.96 kFLOP
-predicted    10.03 us a step: compute 28.4 ns, communication 10.00 us""")
+predicted    10.03 us a step: compute 28.4 ns, communication 10.00 us""",
+    )
 
 
 def test_the_text_is_the_same_each_time() -> None:
@@ -170,11 +173,14 @@ def test_repeated_layers_as_one_name(names: list[str], text: list[str]) -> None:
 
 
 def test_explain_a_pending_sum() -> None:
-    assert_expected_inline(mlp().explain("mm"), """\
+    assert_expected_inline(
+        mlp().explain("mm"),
+        """\
 mm: f32[8,16]{sum@tp}
   mm = mm(a, permute_1)    forward    models.py:28: return self.down(a)
   on tp: a pending sum: mm contracts factor k, which is split over 2 ranks; follows the pins, opened by *up.weight
-  mm_reduced = all_reduce(mm, tp) from f32[8,16]{sum@tp} to f32[8,16], 512 B sent: pow_1 needs it    models.py:28""")  # noqa: E501
+  mm_reduced = all_reduce(mm, tp) from f32[8,16]{sum@tp} to f32[8,16], 512 B sent: pow_1 needs it    models.py:28""",
+    )  # noqa: E501
 
 
 def test_explain_parameters() -> None:
@@ -218,9 +224,7 @@ def test_explain_an_unknown_name() -> None:
 
 def test_memory_of_an_mlp_by_hand() -> None:
     """x[8 16] -> h, a [8 64] -> z, r = z^2 [8 16] on one rank; f32."""
-    plan = plan_model(
-        MLP(bias=False), mean_square, (torch.randn(8, 16),), Mesh(tp=2), MLP_PINS
-    )
+    plan = plan_model(MLP(bias=False), mean_square, (torch.randn(8, 16),), Mesh(tp=2), MLP_PINS)
     memory = plan.memory[0]
     weights = 2 * (64 // 2) * 16 * 4
     assert memory.parameters == weights
@@ -236,9 +240,7 @@ def test_memory_of_an_mlp_by_hand() -> None:
 
 def test_activations_grow_with_microbatches_in_flight_by_what_backward_needs() -> None:
     plan = mlp(microbatches=4)
-    one, two, three = (
-        replace(plan, in_flight=(held,)).memory[0].activations for held in (1, 2, 3)
-    )
+    one, two, three = (replace(plan, in_flight=(held,)).memory[0].activations for held in (1, 2, 3))
     rows = 8 // 4
     # x's slice, h and a, and the output that the square's backward needs
     assert two - one == three - two == 4 * rows * (16 + 64 // 2 + 64 // 2 + 16)

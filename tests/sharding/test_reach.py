@@ -1,6 +1,6 @@
 """What pins open: the factors that an axis splits, and those that it must not.
 
-    reached(GPT layer, Megatron's pins)    the ffn factor, the heads; nothing of the residual stream
+reached(GPT layer, Megatron's pins)    the ffn factor, the heads; nothing of the residual stream
 """
 
 from __future__ import annotations

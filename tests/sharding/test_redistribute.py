@@ -57,9 +57,11 @@ def specs(mesh: Mesh) -> list[TensorSpec]:
 def pairs(mesh: Mesh, count: int) -> Iterator[tuple[TensorSpec, TensorSpec]]:
     every = specs(mesh)
     rng = random.Random(0)
-    both = list(itertools.product(every, every)) if len(every) ** 2 <= count else [
-        (rng.choice(every), rng.choice(every)) for _ in range(count)
-    ]
+    both = (
+        list(itertools.product(every, every))
+        if len(every) ** 2 <= count
+        else [(rng.choice(every), rng.choice(every)) for _ in range(count)]
+    )
     return iter(both)
 
 
@@ -103,8 +105,13 @@ def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[tor
         outputs=(Output("x", "result", 0),),
     )
     # as majors come first in specs, pins by axis would refine again: state the finished spec
-    request = Request(name="move", flow=flow, mesh=src.mesh, pins={"x": _stated(src)},
-                      results={0: dict(dst.sharding)})
+    request = Request(
+        name="move",
+        flow=flow,
+        mesh=src.mesh,
+        pins={"x": _stated(src)},
+        results={0: dict(dst.sharding)},
+    )
     found = plan(request)
     assert next(i.spec for i in found.inputs) == src
     emitted = [s.move for s in found.steps if isinstance(s, Convert)]
@@ -141,8 +148,13 @@ def _stated(spec: TensorSpec) -> dict[str, Placement]:
 
 @pytest.mark.parametrize(
     ("mesh", "count"),
-    [(Mesh(a=2), 99), (Mesh(a=3), 99), (Mesh(a=2, b=2), 150), (Mesh(a=2, b=3), 60),
-     (Mesh(a=2, b=2, c=2), 50)],
+    [
+        (Mesh(a=2), 99),
+        (Mesh(a=3), 99),
+        (Mesh(a=2, b=2), 150),
+        (Mesh(a=2, b=3), 60),
+        (Mesh(a=2, b=2, c=2), 50),
+    ],
     ids=str,
 )
 def test_values_are_exact(mesh: Mesh, count: int) -> None:
@@ -171,9 +183,7 @@ def test_paths_are_sound_and_never_dearer_than_gather_then_slice(mesh: Mesh) -> 
             assert changed == [move.axis]
         through = seconds(src, whole, TOPOLOGY) + seconds(whole, dst, TOPOLOGY)
         assert seconds(src, dst, TOPOLOGY) <= through + 1e-15
-        assert seconds(src, dst, TOPOLOGY) == pytest.approx(
-            sum(m.seconds(TOPOLOGY) for m in path)
-        )
+        assert seconds(src, dst, TOPOLOGY) == pytest.approx(sum(m.seconds(TOPOLOGY) for m in path))
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -205,9 +215,7 @@ def test_a_uneven_gather_sends_the_largest_shard() -> None:
 
 def test_the_same_indices_by_another_name_cost_nothing() -> None:
     mesh = Mesh(a=2)
-    ends = [
-        make_spec((8,), torch.float32, mesh, dict(a=p)) for p in (Shard(0), Shard(0, unit=2))
-    ]
+    ends = [make_spec((8,), torch.float32, mesh, dict(a=p)) for p in (Shard(0), Shard(0, unit=2))]
     (move,) = moves(ends[0], ends[1], TOPOLOGY)
     assert (move.kind, move.bytes_sent) == ("relabel", 0)
 

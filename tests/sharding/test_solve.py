@@ -103,9 +103,7 @@ def layers(rng: random.Random, num: int) -> tuple[list[Node], Price]:
     costs = [[rng.randint(0, 30) * 1e-6 for _ in PLACEMENTS] for _ in range(2)]
     shuffles = [rng.sample(PLACEMENTS, len(PLACEMENTS)) for _ in range(2)]
     drawn = random_prices(rng, 0.3)
-    nodes = [
-        Node("start", tuple(Option((), (("h0", p),), 0.0) for p in PLACEMENTS), "start")
-    ]
+    nodes = [Node("start", tuple(Option((), (("h0", p),), 0.0) for p in PLACEMENTS), "start")]
     for layer in range(num):
         before, inside, after = f"h{layer}", f"a{layer}", f"h{layer + 1}"
         for part, (read, write) in enumerate(((before, inside), (inside, after))):

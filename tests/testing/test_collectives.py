@@ -101,11 +101,19 @@ def test_a_function_is_placed_by_its_specs() -> None:
         return F.relu(x @ w)
 
     assert_collectives(
-        fn, TP, {}, spec("f32[8,16@tp]", TP), spec("f32[16@tp,32]", TP),
+        fn,
+        TP,
+        {},
+        spec("f32[8,16@tp]", TP),
+        spec("f32[16@tp,32]", TP),
         forward={"all_reduce@tp": 1},
     )
     plan = assert_collectives(
-        fn, TP, {"w": dict(tp=Row())}, spec("f32[8,16@tp]", TP), spec("f32[16,32]", TP),
+        fn,
+        TP,
+        {"w": dict(tp=Row())},
+        spec("f32[8,16@tp]", TP),
+        spec("f32[16,32]", TP),
         forward={"all_reduce@tp": 1},
     )
     assert plan.inputs[1].spec == spec("f32[16@tp,32]", TP)
