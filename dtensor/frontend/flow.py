@@ -207,9 +207,8 @@ class _Stager:
             if place.stage is None and place.allowed is not None:
                 allowed = place.allowed if allowed is None else allowed & place.allowed
         batch = any(p.stage is None and p.allowed is None for p in operands) and self._has_batch(op)
-        if not fixed and (allowed is None or not batch):
-            if allowed is None or allowed:
-                return _Place(None, allowed)
+        if not fixed and (allowed is None or (allowed and not batch)):
+            return _Place(None, allowed)
         if op.phase == "backward":
             stage = self._backward_stage(op, fixed, allowed)
         else:

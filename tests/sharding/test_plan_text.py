@@ -180,7 +180,7 @@ mm: f32[8,16]{sum@tp}
   mm = mm(a, permute_1)    forward    models.py:28: return self.down(a)
   on tp: a pending sum: mm contracts factor k, which is split over 2 ranks; follows the pins, opened by *up.weight
   mm_reduced = all_reduce(mm, tp) from f32[8,16]{sum@tp} to f32[8,16], 512 B sent: pow_1 needs it    models.py:28""",
-    )  # noqa: E501
+    )
 
 
 def test_explain_parameters() -> None:
