@@ -88,7 +88,7 @@ def finish(rank: RankLowering, outputs: Mapping[str, str], state: Sequence[str])
             )
         )
         if dead:
-            final.append(Free(dead, label=rank.label))
+            final.append(Free(dead, label=item.label))
     return RankProgram(
         instructions=_wait_before_free(final),
         inputs=tuple(fed),
