@@ -12,7 +12,7 @@ Invariants are checked by `Dataflow.verify`. It knows no mesh and no torch.fx.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -34,7 +34,7 @@ class Input:
     kind: InputKind
     label: str
     stages: tuple[int, ...] = (0,)
-    constant: torch.Tensor | None = None
+    constant: torch.Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class Op:
     source_text: str = ""
     module: str = ""
     stage: int = 0
-    seq: int | None = None  # links a backward op to the forward op it differentiates
+    # links a backward op to its forward op; counted by the process, so not compared
+    seq: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ What a step costs stands in plan.py and memory.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dtensor.sharding.dataflow import Op
@@ -26,7 +26,7 @@ class Compute:
     """One local op on every rank of its stage."""
 
     op: Op
-    rule: Rule
+    rule: Rule = field(compare=False)  # follows from the op
     operands: tuple[str, ...]
     operand_specs: tuple[TensorSpec, ...]
     results: tuple[str | None, ...]

@@ -232,3 +232,14 @@ def test_sums_over_microbatches_are_in_time() -> None:
     summed = [s.of for s in plan.steps if isinstance(s, Accumulate)]
     assert sorted(summed) == ["down.bias", "down.weight", "result 0", "up.bias", "up.weight"]
     assert kinds(plan) == {"all_reduce@tp": 1}  # none for the sums
+
+
+def test_plans_are_values() -> None:
+    def plan_anew(**axes: int) -> Plan:
+        x = torch.randn(8, 16)
+        return plan_model(MLP(), mean_square, (x,), Mesh(**axes), MLP_PINS)
+
+    one, again, other = plan_anew(tp=2), plan_anew(tp=2), plan_anew(tp=4)
+    assert one == again
+    assert hash(one) == hash(again)
+    assert one != other
