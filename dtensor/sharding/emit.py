@@ -9,6 +9,7 @@ gradients in buckets, sums over stages of tied parameters, the norm, the updates
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from dtensor.sharding.emit_outputs import Outputs
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.placements import REPLICATE, Placement
 from dtensor.sharding.plan import Plan, PlannedInput
-from dtensor.sharding.prices import AxisChoice
+from dtensor.sharding.prices import AxisChoice, is_view
 from dtensor.sharding.redistribute import Move, moves, seconds
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.spec import TensorSpec, alike
@@ -68,12 +69,17 @@ class Emitter:
     # -- one op ---------------------------------------------------------------------------------
 
     def op(self, op: Op) -> None:
+        """The op on its own stage."""
+        self.compute(op, op.results, op.stage, op.phase)
+
+    def compute(self, op: Op, made: tuple[str | None, ...], stage: int, phase: StepPhase) -> None:
+        """The op at ``stage``, its results called ``made``."""
         strategies = {c.axis: c.strategies[op.name] for c in self.chosen}
         names: list[str] = []
         specs: list[TensorSpec] = []
         for index, value in enumerate(op.operands):
             wanted = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
-            copy = self.need(value, wanted, op.stage, op.phase, op.source, f"{op.name} needs it")
+            copy = self.need(value, wanted, stage, phase, op.source, f"{op.name} needs it")
             names.append(copy.name)
             specs.append(copy.spec)
         results = tuple(
@@ -92,18 +98,18 @@ class Emitter:
                 rule=self.rules[op.name],
                 operands=tuple(names),
                 operand_specs=tuple(specs),
-                results=op.results,
+                results=made,
                 result_specs=results,
-                phase=op.phase,
-                stage=op.stage,
+                phase=phase,
+                stage=stage,
                 once=once and self.request.num_microbatches > 1,
                 why=tuple(f"{a}: {s.label}" for a, s in strategies.items()),
                 flops=self.rules[op.name].flops // work,
             )
         )
-        for value, spec in zip(op.results, results, strict=True):
-            if value is not None and spec is not None:
-                self.add(value, Copy(value, spec, op.stage, once, op.phase))
+        for value, name, spec in zip(op.results, made, results, strict=True):
+            if value is not None and name is not None and spec is not None:
+                self.add(value, Copy(name, spec, stage, once, phase))
 
     def add(self, value: str, copy: Copy) -> Copy:
         self.copies.setdefault(value, []).append(copy)
@@ -120,6 +126,12 @@ class Emitter:
     ) -> Copy:
         here = [c for c in self.copies[value] if c.stage == stage]
         if not here:
+            producer = self.request.flow.producers.get(value)
+            if producer is not None and _rearranges(producer):
+                # what crosses is the value itself, once; its views are taken where they are used
+                self.compute(producer, (self.fresh(f"{value}_at{stage}"),), stage, phase)
+                here = [c for c in self.copies[value] if c.stage == stage]
+                return self._convert(here, value, wanted, stage, phase, source, why)
             # sent when it is made: a forward value that only a later stage's backward reads
             # must leave in the forward, for here the backward comes last
             first = self.copies[value][0]
@@ -200,6 +212,14 @@ class Emitter:
             )
         )
         return self.add(value, Copy(result, copy.spec, stage, copy.once, phase))
+
+
+def _rearranges(op: Op) -> bool:
+    """Whether the op is a view of one tensor, with all its elements."""
+    if not is_view(op) or len(op.operands) != 1 or len(op.results) != 1:
+        return False
+    result = op.call.results[0]
+    return result is not None and math.prod(result.shape) == math.prod(op.call.operands[0].shape)
 
 
 def _whole_in_time(spec: TensorSpec) -> bool:

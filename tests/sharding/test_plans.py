@@ -243,3 +243,26 @@ def test_plans_are_values() -> None:
     assert one == again
     assert hash(one) == hash(again)
     assert one != other
+
+
+class Skip(nn.Module):
+    """Three stages; what the first makes is read by both others, by one through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        k = torch.relu(self.b(h))
+        return self.c(k * h) + h
+
+
+def test_a_view_does_not_cross_beside_its_value() -> None:
+    stages = {"pp": [["a.*"], ["b.*"], ["c.*"]]}
+    x = torch.randn(2, 4, 16)
+    plan = plan_model(Skip(), mean_square, (x,), Mesh(pp=3), {}, stages=stages)
+    crossing = [s for s in plan.steps if isinstance(s, Transfer) and s.phase == "forward"]
+    ways = [(s.operand, s.stage, s.to_stage) for s in crossing]
+    assert len(ways) == len(set(ways)) == 3  # h to both, k * h to the last
+    assert len({s.operand for s in crossing}) == 2
