@@ -27,7 +27,7 @@ from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Placement, Replicate, Shard
+from dtensor.sharding.placements import Placement
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.spec import TensorSpec, make_spec
 
@@ -253,6 +253,3 @@ def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
         return restated
     at = stage % plan.mesh.axis_size(plan.stage_axis)
     return replace(restated, on=((plan.stage_axis, at),))
-
-
-__all__ = ["REPLICATE", "CompiledFunction", "Replicate", "Shard", "compile"]

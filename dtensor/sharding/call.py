@@ -71,9 +71,6 @@ class OpCall:
         args[position] = value
         return replace(self, args=tuple(args))
 
-    def with_kwarg(self, name: str, value: Any) -> OpCall:
-        return replace(self, kwargs=tuple({**dict(self.kwargs), name: value}.items()))
-
 
 def target_name(target: Callable[..., Any]) -> str:
     if isinstance(target, OpOverload):

@@ -22,7 +22,7 @@ from functools import cached_property
 from dtensor.errors import PlanningError
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
-from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.reach import Opened
 from dtensor.sharding.redistribute import FREE_KINDS
 from dtensor.sharding.spec import TensorSpec
@@ -272,6 +272,3 @@ def require_value(plan: Plan, name: str) -> None:
         raise PlanningError(
             f"the plan has no value {name!r}" + (f"; near: {', '.join(near)}" if near else "")
         )
-
-
-__all__ = ["MICROBATCH_AXIS", "Plan", "Step"]

@@ -18,7 +18,7 @@ from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.emit import emit
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
-from dtensor.sharding.placements import REPLICATE, Placement, Shard, refine
+from dtensor.sharding.placements import PARTIAL, Placement, Shard, refine
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.prices import AxisChoice, Question
 from dtensor.sharding.reach import Pin
@@ -102,7 +102,6 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
 
 def _question(request: Request, inner: Mesh, rules: Mapping[str, Rule]) -> Question:
     flow = request.flow
-    batch_only, mixed = _cones(flow)
     gradients: dict[str, tuple[str, ...]] = {}
     mutations: dict[str, str] = {}
     by_label = {i.label: i.name for i in flow.inputs}
@@ -118,8 +117,6 @@ def _question(request: Request, inner: Mesh, rules: Mapping[str, Rule]) -> Quest
         for axis, placement in placements.items():
             wanted.setdefault(axis, {})[results[index]] = placement
     if request.num_microbatches > 1:
-        from dtensor.sharding.placements import PARTIAL
-
         wanted[MICROBATCH_AXIS] = dict.fromkeys(results.values(), PARTIAL)
     return Question(
         flow=flow,
@@ -133,8 +130,7 @@ def _question(request: Request, inner: Mesh, rules: Mapping[str, Rule]) -> Quest
         free=request.free,
         bucketed=request.training is not None,
         split_results=request.split_results,
-        batch_only=batch_only,
-        mixed=mixed,
+        mixed=_mixed(flow),
     )
 
 
@@ -204,8 +200,8 @@ def _check_batch(request: Request, inner: Mesh) -> None:
             )
 
 
-def _cones(flow: Dataflow) -> tuple[frozenset[str], frozenset[str]]:
-    """The values that depend on the batch alone, and those on parameters too."""
+def _mixed(flow: Dataflow) -> frozenset[str]:
+    """The values that depend both on the batch and on parameters."""
     depends: dict[str, frozenset[str]] = {}
     for item in flow.inputs:
         depends[item.name] = {
@@ -220,9 +216,4 @@ def _cones(flow: Dataflow) -> tuple[frozenset[str], frozenset[str]]:
         for name in op.results:
             if name is not None:
                 depends[name] = here
-    batch_only = frozenset(v for v, d in depends.items() if d == frozenset({"batch"}))
-    mixed = frozenset(v for v, d in depends.items() if len(d) == 2)
-    return batch_only, mixed
-
-
-__all__ = ["REPLICATE", "Request", "Training", "plan"]
+    return frozenset(v for v, d in depends.items() if len(d) == 2)

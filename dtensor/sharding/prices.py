@@ -61,8 +61,7 @@ class Question:
     mutations: Mapping[str, str]  # buffer input -> the value of its new contents
     topology: Topology
     free: bool
-    batch_only: frozenset[str]  # values that depend on the batch and on no parameter
-    mixed: frozenset[str]  # values that depend on both
+    mixed: frozenset[str]  # values that depend on the batch and on parameters
     bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
     split_results: bool = False  # a result on which nothing is stated may stay split
 

@@ -77,7 +77,6 @@ class _Closure:
     flow: Dataflow
     rules: Rules
     num: int
-    free: bool
     shardings: dict[str, dict[object, Shard]] = field(
         default_factory=dict[str, dict[object, Shard]]
     )
@@ -151,7 +150,7 @@ def reach(
     ``free`` opens every factor of every op instead (search="free"). Raises PlanningError for a
     parameter's pin that does not line up with what the program does to the dim.
     """
-    closure = _Closure(flow, rules, num, free)
+    closure = _Closure(flow, rules, num)
     labels = labels or {}
     opened: list[Opened] = []
     for pin in pins:
@@ -188,7 +187,7 @@ def reach(
 
 def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
     """Whether the pin, stated as ``shard``, would go through over ``num`` ranks."""
-    _, crooked = _Closure(flow, rules, num, False).open(replace(pin, placement=shard))
+    _, crooked = _Closure(flow, rules, num).open(replace(pin, placement=shard))
     return crooked is None
 
 

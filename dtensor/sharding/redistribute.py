@@ -157,12 +157,12 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
     if kind is None:
         return None
     dst = here.with_placements(**{axis: option})
-    if not _covers(dst):
+    if not covers(dst):
         return None
     return Move(kind, axis, here, dst)
 
 
-def _covers(spec: TensorSpec) -> bool:
+def covers(spec: TensorSpec) -> bool:
     """Whether the shards of all ranks cover the tensor: two axes on a dim may miss parts."""
     by_dim: dict[int, list[str]] = {}
     for axis, placement in spec.sharding.items():
@@ -180,11 +180,6 @@ def _covers(spec: TensorSpec) -> bool:
         if total != spec.shape[dim]:
             return False
     return True
-
-
-def covers(spec: TensorSpec) -> bool:
-    """Whether every element is held by some rank, and by one only along the axes that split."""
-    return _covers(spec)
 
 
 def _bytes_sent(move: Move) -> int:
