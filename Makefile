@@ -1,5 +1,6 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
-# test: the tests;  check: all that CI runs.
+# test: the tests;  check: all that CI runs;  certify: every rule by brute force, and its table;
+# opinfo: PyTorch's OpInfo database under placements, and its table.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test lint check format
+.PHONY: setup demo test lint check certify opinfo format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -33,6 +34,13 @@ lint: setup
 
 check: lint
 	$(MAKE) test
+
+# Torch warns in C++ about statistics of empty shards, thousands of times.
+certify: setup
+	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python -m dtensor.testing.certify --table docs/certified.md
+
+opinfo: setup
+	$(BIN)/python -m tests.opinfo --jobs $(JOBS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """CPU seconds from a model to a verified program, stage by stage; and whether layers cost choices.
 
-    python benchmarks/plan_time.py [--layers 12] [--microbatches 8] [--profile lower]
+    python -m benchmarks.plan_time [--layers 12] [--microbatches 8] [--profile lower]
 
 A GPT (width 768, 12 heads, 1024 positions, vocabulary 50304) on Mesh(pp=2, dp=2, tp=2) under
 Megatron's pins. Nothing is computed and no parameter is allocated: the model is on the meta

@@ -1,6 +1,6 @@
 """What choosing one axis after another costs against choosing both at once.
 
-    python benchmarks/planner_loss.py [--programs 60]
+    python -m benchmarks.planner_loss [--programs 60]
 
 The planner solves each axis exactly, given the axes before it. Here the same ops, options and
 prices make one integer program over pairs of placements: its optimum is the joint one. The loss is
@@ -103,7 +103,7 @@ class _Model:
         key = (self.request.flow.metas[value], src, dst)
         if key not in self.cache:
             ends = self.spec(value, src), self.spec(value, dst)
-            self.cache[key] = seconds(*ends, self.request.topology)
+            self.cache[key] = seconds(*ends, self.request.topology, whole=True)
         return self.cache[key]
 
     def node(self, first: Node, second: Node) -> Node:
@@ -191,10 +191,16 @@ def _square_loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def random_loss(seed: int) -> Loss:
     """Of one random program on Mesh(a=2, b=2), with search="free"."""
     from dtensor.sharding.mesh import Mesh
-    from tests.sharding.programs import flow_of, random_pins, random_program, random_topology
+    from tests.sharding.programs import (
+        flow_of,
+        fused,
+        random_pins,
+        random_program,
+        random_topology,
+    )
 
     rng = random.Random(seed)
-    flow = flow_of(random_program(rng, loss=False, num_ops=(3, 5)))
+    flow = fused(flow_of(random_program(rng, loss=False, num_ops=(3, 5))))
     mesh = Mesh(a=2, b=2)
     pins = random_pins(rng, flow, mesh, often=0.2)
     topology = random_topology(rng)

@@ -11,12 +11,17 @@ Public names are those below; what is not here is private.
 """
 
 from dtensor import daft, testing
+from dtensor.api import placements
 from dtensor.api.compiled import compile
+from dtensor.api.eager_policy import implicit_redistribution
 from dtensor.api.parallel import ParallelModule, parallelize
+from dtensor.api.randomness import manual_seed
+from dtensor.api.rule import rule
 from dtensor.api.session import launch
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.tensor import DTensor, distribute, spec
 from dtensor.api.training import Loss, TrainStep, train_step
+from dtensor.api.transfer import transfer, transfer_plan
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
 from dtensor.runtime.schedule import Custom, GPipe, OneFOneB, Schedule
@@ -24,10 +29,12 @@ from dtensor.sharding.cost import Topology
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Column, Partial, Placement, Replicate, Row, Shard
 from dtensor.sharding.plan import Plan
+from dtensor.sharding.roles import ColumnParallel, RowParallel
 from dtensor.sharding.spec import TensorSpec
 
 __all__ = [
     "Column",
+    "ColumnParallel",
     "Custom",
     "DTensor",
     "GPipe",
@@ -41,6 +48,7 @@ __all__ = [
     "PlanningError",
     "Replicate",
     "Row",
+    "RowParallel",
     "Schedule",
     "Shard",
     "TensorSpec",
@@ -51,10 +59,16 @@ __all__ = [
     "daft",
     "distribute",
     "gather_state_dict",
+    "implicit_redistribution",
     "launch",
     "load_state_dict",
+    "manual_seed",
     "parallelize",
+    "placements",
+    "rule",
     "spec",
     "testing",
     "train_step",
+    "transfer",
+    "transfer_plan",
 ]

@@ -19,7 +19,12 @@ def seeded() -> None:
 def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that plan the same model share its graph; tests/frontend tests the capture itself."""
     if "frontend" not in request.path.parts:
-        for user in ("dtensor.api.program", "dtensor.testing.collectives", "tests.plans"):
+        for user in (
+            "dtensor.api.placements",
+            "dtensor.api.program",
+            "dtensor.testing.collectives",
+            "tests.plans",
+        ):
             monkeypatch.setattr(f"{user}.capture", shared_capture)
 
 

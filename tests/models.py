@@ -4,7 +4,7 @@
     loss_fn(model, tokens, targets)            # (scalar, {"accuracy": scalar})
 
 `GPT` (LayerNorm, fused qkv, GELU), `Llama` (RMSNorm, RoPE, grouped kv heads, SwiGLU), `MLP`,
-`SwiGLU`. No dropout. `batch(seed)` makes tokens and targets.
+`SwiGLU`. No dropout, but in `DropoutGPT`. `batch(seed)` makes tokens and targets.
 """
 
 from __future__ import annotations
@@ -219,3 +219,49 @@ def batch(
     if ignored:
         targets[torch.rand((size, length), generator=g) < 0.3] = -100
     return tokens, targets
+
+
+class DropoutGPT(nn.Module):
+    """A GPT with dropout where GPT-2 has it: on embeddings, attention weights, residuals."""
+
+    def __init__(
+        self, p: float = 0.1, vocab: int = 32, width: int = 16, heads: int = 4, layers: int = 2
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(16, width)
+        self.drop = nn.Dropout(p)
+        self.blocks = nn.ModuleList(DropoutBlock(p, width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.embed(tokens) + self.positions(at))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class DropoutBlock(nn.Module):
+    def __init__(self, p: float, width: int, heads: int) -> None:
+        super().__init__()
+        self.p, self.heads = p, heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.proj(self.attend(self.qkv(self.norm1(x)))), self.p, self.training)
+        h = F.gelu(self.up(self.norm2(x)))
+        return x + F.dropout(self.down(h), self.p, self.training)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        b, t, _ = qkv.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in qkv.chunk(3, dim=-1))
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        return y.transpose(1, 2).reshape(b, t, -1)

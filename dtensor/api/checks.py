@@ -25,13 +25,22 @@ from dtensor.sharding.placements import (
     block_sizes,
     same,
 )
+from dtensor.sharding.roles import ColumnParallel, Role, RowParallel
 from dtensor.sharding.spec import make_spec
 
 Stated = Mapping[str, Placement]  # axis -> placement, in the user's order
 
 
-def check_stated(stated: object, where: str, mesh: Mesh, stage_axis: str | None = None) -> None:
-    """PlanningError unless ``stated`` maps axes of the mesh to Replicate or Shard."""
+def check_stated(
+    stated: object,
+    where: str,
+    mesh: Mesh,
+    stage_axis: str | None = None,
+    *,
+    roles: bool = False,
+) -> None:
+    """PlanningError unless ``stated`` maps axes of the mesh to Replicate or Shard, or to a role
+    where those may be stated."""
     if not isinstance(stated, Mapping):
         raise PlanningError(
             f"{where} states {show(stated)}, not placements by axis.\n"
@@ -52,7 +61,12 @@ def check_stated(stated: object, where: str, mesh: Mesh, stage_axis: str | None 
                 f"  {axis}={placement!r}\n"
                 f"fix: remove it; stages= says which stage holds a parameter"
             )
-        if not isinstance(placement, Replicate | Shard | Partial):
+        if isinstance(placement, Role) and not roles:
+            raise PlanningError(
+                f"{where} states {axis}={placement!r}, which is a role of a module's weight.\n"
+                f"fix: write {axis}=dt.Row() or dt.Column()"
+            )
+        if not isinstance(placement, Replicate | Shard | Partial | Role):
             raise PlanningError(
                 f"{where} states {axis}={show(placement)}, which is not a placement.\n"
                 f"fix: write {axis}={_as_placement(placement)}"
@@ -157,7 +171,7 @@ def _as_placement(value: object) -> str:
             return "dt.Row()"
         case Shard(-1, 1, 1):
             return "dt.Column()"
-        case Shard() | Partial():
+        case Shard() | Partial() | ColumnParallel() | RowParallel():
             return f"dt.{value!r}"
         case int() if not isinstance(value, bool):
             return f"dt.Shard({value})"
@@ -171,6 +185,8 @@ def _as_placement(value: object) -> str:
             return "dt.Column()"
         case _ if value is Replicate:
             return "dt.Replicate()"
+        case type() if value in (ColumnParallel, RowParallel):
+            return f"dt.{value.__name__}()"
         case _ if value is Shard:
             return "dt.Shard(0)"
         case _:

@@ -11,12 +11,14 @@ stay on the actors. A program is captured anew for new shapes, placements or mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtensor.api.checks import check_fit
 from dtensor.api.program import Call, Options, Planned, plan_call
+from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import DTensor, fresh_name
 from dtensor.daft import Stored
@@ -29,7 +31,8 @@ from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Placement
 from dtensor.sharding.plan import Plan
-from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.spec import TensorSpec, alike, make_spec
+from dtensor.sharding.zero import gather_stored
 
 Out = Mapping[str, Placement] | Sequence[Mapping[str, Placement]] | None
 
@@ -51,6 +54,7 @@ class CompiledFunction:
         self.topology = topology
         self.search = search
         self.planned: dict[object, Planned] = {}
+        self.calls = Counter()
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
@@ -62,7 +66,8 @@ class CompiledFunction:
         session = session_for(self.mesh)
         program = load(session, planned, Roles())
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
-        future = session.run(program.handle, program.feed(call), names)
+        numbers = numbers_fed(self.calls.advance(), "compile", self._name)
+        future = session.run(program.handle, program.feed(call, numbers), names)
         if planned.model is not None and any(o.kind == "mutation" for o in planned.plan.outputs):
             session.resident(planned.model).changed = True
         if session.cluster.failure is not None:
@@ -77,7 +82,8 @@ class CompiledFunction:
     def _planned(self, call: Call) -> Planned:
         key = call.key()
         if key not in self.planned:
-            self.planned[key] = plan_call(call, self.mesh, "none", self._options(), self._name)
+            planned = plan_call(call, self.mesh, "none", self._options(), self._name)
+            self.planned[key] = replace(planned, plan=gather_stored(planned.plan))
         return self.planned[key]
 
     @property
@@ -160,15 +166,22 @@ class LoadedProgram:
         self.handle = session.cluster.load(lowered.program)
 
     def feed(
-        self, call: Call, extra: Mapping[str, object] | None = None
+        self,
+        call: Call,
+        numbers: Mapping[str, object],
+        extra: Mapping[str, object] | None = None,
     ) -> list[dict[str, object]]:
-        """What each rank is fed: shards of tensors, handles of DTensors."""
+        """What each rank is fed: shards of tensors, handles of DTensors, those of ``numbers`` that
+        the program reads, and ``extra``."""
         mesh = self.session.mesh
         fed: list[dict[str, object]] = []
         cut: dict[tuple[str, object], torch.Tensor] = {}
         for rank in range(mesh.size):
             own: dict[str, object] = dict(extra or {})
             for name in self.lowered.inputs[rank]:
+                if name in numbers:
+                    own[name] = numbers[name]
+                    continue
                 leaf = call.leaves[self.planned.arguments[name]]
                 own[name] = self._shard(name, leaf, rank, cut)
             fed.append(own)
@@ -189,6 +202,11 @@ class LoadedProgram:
                     f"{name} is {leaf.spec}: only a part of the mesh holds it, and an argument is "
                     f"read on all of it.\n"
                     f"fix: pass {name}.full_tensor(), or compute further where it was made"
+                )
+            if not alike(leaf.spec, spec):
+                raise PlanningError(
+                    f"{name} is held as {leaf.spec}, and the program takes it as {spec}.\n"
+                    f"fix: state its placement before the call, as in x.redistribute(...)"
                 )
             return Stored(leaf.name)
         here = self.session.mesh.coordinates(rank)
@@ -246,8 +264,6 @@ def state_names(session: Session, planned: Planned) -> dict[str, str]:
 
 def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
     """A planned output's spec on the user's mesh, with the stage that holds it."""
-    from dataclasses import replace
-
     restated = on_mesh(plan, spec)
     if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
         return restated

@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtensor.api.initial import Init, Initial
 from dtensor.api.placing import ParameterPlacement, resolve
+from dtensor.api.randomness import Counter
+from dtensor.api.roles import StatedRoles
 from dtensor.api.stages import StagePlan, stage_of
+from dtensor.api.zero import zero_of
 from dtensor.errors import PlanningError
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Placement
@@ -27,7 +31,10 @@ class ParallelModule:
 
     ``placements``: one entry per parameter and buffer; ``stages``: which stage holds which;
     ``settled``: what the first plan chose for parameters that nothing was stated of;
-    ``version``: raised when the controller's values change under `load_state_dict`.
+    ``version``: raised when the controller's values change under `load_state_dict`;
+    ``steps``: the number of the next training step, which random numbers depend on;
+    ``initial``: what the parameters on the meta device start from;
+    ``zero``: the axis over which state is stored split, and the level.
     """
 
     def __init__(
@@ -36,13 +43,18 @@ class ParallelModule:
         mesh: Mesh,
         placements: tuple[ParameterPlacement, ...],
         stages: StagePlan,
+        init: Init | None = None,
+        zero: tuple[str, int] | None = None,
     ) -> None:
         self.module = module
+        self.zero = zero
+        self.initial = Initial(module, init)
         self.mesh = mesh
         self.placements = placements
         self.stages = stages
         self.settled: dict[str, dict[str, Placement]] = {}
         self.version = 0
+        self.steps = Counter()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -85,16 +97,24 @@ class ParallelModule:
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
-    placements: Mapping[str, Mapping[str, Placement]] | None = None,
+    placements: Mapping[str, StatedRoles] | None = None,
     *,
     stages: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    init: Init | None = None,
+    zero: Mapping[str, int] | None = None,
 ) -> ParallelModule:
     """Place a module's parameters by globs over their names; the module is not changed.
 
     Args:
         placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are
-            alternatives; the first match wins. What no glob matches, the planner places.
+            alternatives; the first match wins. What no glob matches, the planner places. With
+            ColumnParallel or RowParallel the glob is over names of modules.
         stages: one axis and its list of stages, each a list of globs: pipeline stages.
+        init: for a module on the meta device, whose parameters each rank then makes for itself:
+            "reset" (each part's own reset_parameters), a function of the model that is called
+            after those, or a function without arguments that builds the model once more.
+        zero: one axis and a level: over it are stored split at 1 the optimizer's state, at 2 the
+            gradients too, at 3 the parameters too, which are gathered before use and then freed.
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
@@ -103,6 +123,5 @@ def parallelize(
     if isinstance(module, ParallelModule):
         raise PlanningError("the module is parallelized already; pass the original, model.module")
     plan = stage_of(module, mesh, stages)
-    return ParallelModule(
-        module, mesh, resolve(module, mesh, placements or {}, stage_axis=plan.axis), plan
-    )
+    placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
+    return ParallelModule(module, mesh, placed, plan, init, zero_of(zero, mesh, plan.axis))

@@ -17,27 +17,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from dtensor.api.checks import Stated, check_fit, check_stated, show, some_axis
 from dtensor.api.patterns import listing, names_of, nearest, no_match
+from dtensor.api.roles import Owner, Resolver, StatedRoles, owners_of
 from dtensor.errors import PlanningError
 from dtensor.sharding.call import Meta
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Placement, Replicate, Shard
+from dtensor.sharding.roles import Role
 from dtensor.sharding.spec import TensorSpec, make_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPlacement:
-    """What was stated of one parameter or buffer; ``pattern`` is None where nothing was."""
+    """What was stated of one parameter or buffer; ``pattern`` is None where nothing was.
+
+    ``owner``: whose weight it is, where the pattern states a role of a module.
+    """
 
     name: str
     pattern: str | None
-    placements: Stated
+    placements: StatedRoles
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +66,13 @@ class PlannerPins:
 def resolve(
     module: nn.Module,
     mesh: Mesh,
-    placements: Mapping[str, Stated],
+    placements: Mapping[str, StatedRoles],
     *,
     stage_axis: str | None = None,
 ) -> tuple[ParameterPlacement, ...]:
     """One entry for each parameter and buffer of ``module``, in its order.
+
+    A pattern that states a role is one over modules (roles.py).
 
     Raises PlanningError for a pattern without a match, an axis that is not in the mesh or is the
     stage axis, a value that is not a placement, and a placement that the tensor cannot have.
@@ -76,8 +84,14 @@ def resolve(
             f'fix: write {{"pattern": dict({some_axis(mesh)}=dt.Row())}}'
         )
     chosen: dict[str, str] = {}
+    owners: dict[str, Owner] = {}
     for pattern, stated in placements.items():
-        check_stated(stated, f'"{pattern}"', mesh, stage_axis)
+        check_stated(stated, f'"{pattern}"', mesh, stage_axis, roles=True)
+        if any(isinstance(p, Role) for p in stated.values()):
+            for name, owner in owners_of(pattern, module, names, mesh).items():
+                if name not in chosen:
+                    chosen[name], owners[name] = pattern, owner
+            continue
         found = [named for named in names if named.matched_by(pattern)]
         if not found:
             raise no_match(pattern, "placements", module, names)
@@ -85,12 +99,13 @@ def resolve(
         for named in parameters or found:
             if named.name not in chosen:
                 chosen[named.name] = pattern
-                check_fit(named.name, named.meta, stated, f'"{pattern}"', mesh)
+                check_fit(named.name, named.meta, stated, f'"{pattern}"', mesh)  # type: ignore[arg-type]
     return tuple(
         ParameterPlacement(
             name=named.name,
             pattern=chosen.get(named.name),
             placements=dict(placements[chosen[named.name]]) if named.name in chosen else {},
+            owner=owners.get(named.name),
         )
         for named in names
     )
@@ -157,16 +172,22 @@ def planner_pins(
     """The pins under the names of ``flow``. What the program does not use is left out.
 
     ``prefix``: what capture puts before a parameter's name when there are several modules
-    ("actor.").
+    ("actor."). Roles become placements of the dims that this program shows.
     """
     pins: dict[str, Stated] = {}
     pinned_by: dict[str, str] = {}
     stated = {prefix + p.name: p for p in parameters if p.placements}
+    resolver = Resolver.of(flow) if any(p.owner for p in parameters) else None
     for item in flow.inputs:
         if item.kind in ("parameter", "buffer") and item.label in stated:
             entry = stated[item.label]
-            pins[item.name] = entry.placements
-            pinned_by[item.name] = entry.pattern or entry.name
+            by = entry.pattern or entry.name
+            if entry.owner is not None and resolver is not None:
+                owner = replace(entry.owner, module=prefix + entry.owner.module)
+                pins[item.name] = resolver.placements(item, entry.placements, owner, by)
+            else:
+                pins[item.name] = entry.placements  # type: ignore[assignment]
+            pinned_by[item.name] = by
         elif item.kind == "argument" and inputs.pins.get(item.label):
             pins[item.name] = inputs.pins[item.label]
             pinned_by[item.name] = item.label

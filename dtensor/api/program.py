@@ -84,7 +84,7 @@ class Call:
 def _leaf_key(leaf: Any) -> object:
     match leaf:
         case DTensor():
-            return leaf.spec
+            return (leaf.spec, leaf.requires_grad)
         case TensorSpec():
             return leaf
         case torch.Tensor():
@@ -104,7 +104,8 @@ def _for_capture(leaf: Any) -> Any:
         case ParallelModule():
             return leaf.module
         case DTensor():
-            return torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta")
+            empty = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta")
+            return empty.requires_grad_(leaf.requires_grad)
         case TensorSpec():
             empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
             return empty.requires_grad_(leaf.requires_grad)
@@ -114,12 +115,13 @@ def _for_capture(leaf: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, the graph it came from, and which leaf of the call feeds which input."""
+    """A plan, what it came from, and which leaf of the call feeds which input."""
 
     plan: Plan
     graph: Graph
     arguments: Mapping[str, int]
     model: ParallelModule | None
+    request: Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,23 +169,23 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
                 settled.add(item.name)
             merged = {**model.settled[item.label], **stated.get(item.name, {})}
             stated[item.name] = merged
-    planned = plan(
-        Request(
-            name=name,
-            flow=flow,
-            mesh=mesh,
-            pins=stated,
-            pinned_by=found.pinned_by,
-            settled=frozenset(settled),
-            batch=found.batch,
-            results=options.results(flow) if options.results else {},
-            stage_axis=stages.axis,
-            num_microbatches=options.num_microbatches,
-            topology=options.topology or Topology(),
-            training=training,
-            free=options.free,
-        )
+    request = Request(
+        name=name,
+        flow=flow,
+        mesh=mesh,
+        pins=stated,
+        pinned_by=found.pinned_by,
+        settled=frozenset(settled),
+        batch=found.batch,
+        results=options.results(flow) if options.results else {},
+        stage_axis=stages.axis,
+        num_microbatches=options.num_microbatches,
+        topology=options.topology or Topology(),
+        training=training,
+        free=options.free,
+        zero=model.zero if model is not None else None,
     )
+    planned = plan(request)
     if model is not None:
         _settle(model, planned)
     return Planned(
@@ -191,6 +193,7 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
         graph=graph,
         arguments={item.name: entry.index for item, entry in named},
         model=model,
+        request=request,
     )
 
 

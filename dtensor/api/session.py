@@ -22,15 +22,24 @@ import torch
 
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster, Future, Mode, launch_cluster
+from dtensor.daft.part import Part
 from dtensor.errors import PlanningError
+from dtensor.frontend.recipe import Recipe
+from dtensor.runtime.initialise import init_program
 from dtensor.runtime.lower import holders, on_mesh
 from dtensor.runtime.optimizer import ShardOptimizer
 from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.philox import Pieces
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.spec import TensorSpec
 
 Backend = Literal["inprocess", "ray"]
+
+MOST_GARBAGE = 32
+MOST_GARBAGE_BYTES = 2**26
+"""How many values that nobody refers to, and bytes of them all, may wait to be dropped: dropping
+them is a call to every actor."""
 
 
 @dataclass(slots=True)
@@ -41,6 +50,7 @@ class Resident:
     prefix: str
     version: int
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
+    states: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])  # of optimizers
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
     changed: bool = False
@@ -68,8 +78,10 @@ class Session:
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
+        self.garbage_bytes = 0  # as if no rank held a part
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.failure_was_read = False
+        self.parts: dict[Mesh, Session] = {}  # other meshes on ranks of this cluster
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -91,10 +103,11 @@ class Session:
         found = self.cluster.get(wanted).get()
         return [found[r][0] for r in ranks]
 
-    def forget(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Called when a DTensor is garbage: its shards are dropped before the next call."""
+    def forget(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
+        """Called when a value is garbage: a later call drops its shards, many at once."""
         if not self.closed:
             self.garbage.append((name, ranks))
+            self.garbage_bytes += nbytes
 
     def _collect(self) -> None:
         if not self.garbage or self.cluster.failure is not None:
@@ -103,14 +116,15 @@ class Session:
         for name, ranks in self.garbage:
             for rank in ranks:
                 names[rank].append(name)
-        self.garbage = []
+        self.garbage, self.garbage_bytes = [], 0
         self.cluster.delete(names)
 
     def run(
         self, handle: Any, inputs: Sequence[Mapping[str, object]], keep: Mapping[str, str]
     ) -> Future:
         self.check()
-        self._collect()
+        if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
+            self._collect()
         return self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
 
     # -- models -----------------------------------------------------------------------------------
@@ -133,10 +147,12 @@ class Session:
         resident = self.resident(model)
         tensors = tensors_of(model)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
         for item in plan.inputs:
             if item.kind not in ("parameter", "buffer"):
                 continue
-            spec = on_mesh(plan, item.spec)
+            spec = on_mesh(plan, item.held)
+            resident.states[item.label] = on_mesh(plan, item.state)
             ranks = holders(plan, item)
             known = resident.specs.get(item.label)
             if known is not None and known != spec:
@@ -144,15 +160,25 @@ class Session:
                     f"{item.label} is stored as {known}, this program wants it stored as {spec}"
                 )
             missing = set(ranks) - set(resident.ranks.get(item.label, ()) if known else ())
+            recipe = model.initial.recipe(item.label)
             for rank in sorted(missing):
-                shard = shard_of(tensors[item.label], spec, self.mesh.coordinates(rank))
-                values[rank][resident.name(item.label)] = shard
+                here = self.mesh.coordinates(rank)
+                if recipe is not None:
+                    pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
+                    made[rank][item.label] = (recipe, pieces)
+                    continue
+                value = model.initial.value(item.label, tensors[item.label])
+                values[rank][resident.name(item.label)] = shard_of(value, spec, here)
             if missing:
                 had = set(resident.ranks.get(item.label, ())) if known else set[int]()
                 resident.specs[item.label] = spec
                 resident.ranks[item.label] = tuple(sorted(had | set(ranks)))
         if any(values):
             self.put(values)
+        if any(made):  # the ranks make their own shards
+            kept = {label: resident.name(label) for wanted in made for label in wanted}
+            handle = self.cluster.load(init_program(made, self.cluster.device))
+            self.run(handle, [{} for _ in made], kept).get()
 
     def place_optimizer(
         self,
@@ -174,7 +200,7 @@ class Session:
         for rank, labels in enumerate(held):
             cut = {
                 label: {
-                    key: self._cut(value, resident.specs[label], rank)
+                    key: self._cut(value, resident.states[label], rank)
                     for key, value in state[label].items()
                 }
                 for label in sorted(labels)
@@ -196,6 +222,16 @@ class Session:
         if not self.failure_was_read:
             for wait in self.settling:
                 wait()
+            for part in self.parts.values():
+                part.settle()
+
+    def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> Session:
+        """The session of another mesh on ranks of this cluster, made at first use."""
+        found = self.parts.get(mesh)
+        if found is None:
+            cluster = Part(self.cluster, ranks, f"part {len(self.parts)}: ")
+            found = self.parts[mesh] = Session(mesh, cluster, self.mode)
+        return found
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -203,6 +239,8 @@ class Session:
         if self.closed:
             return
         self.closed = True
+        for part in self.parts.values():
+            part.close(quiet=quiet)
         self.cluster.close()
         lost = [r.model for r in self.residents.values() if r.changed]
         if lost and not quiet:
@@ -260,9 +298,11 @@ _implicit: dict[Mesh, Session] = {}
 
 
 def session_for(mesh: Mesh) -> Session:
-    """The launched session, or the implicit in-process one of the mesh."""
+    """The launched session, a part of it, or the implicit in-process one of the mesh."""
     if _launched:
         session = _launched[-1]
+        if mesh in session.parts:  # a transfer put values of that mesh on ranks of this launch
+            return session.parts[mesh]
         if session.mesh != mesh:
             raise PlanningError(
                 f"the running launch is on {session.mesh}, this program is for {mesh}; "
@@ -272,6 +312,11 @@ def session_for(mesh: Mesh) -> Session:
     if mesh not in _implicit or _implicit[mesh].cluster.failure is not None:
         _implicit[mesh] = Session(mesh, launch_cluster(mesh.size), "compiled")
     return _implicit[mesh]
+
+
+def launched() -> Session | None:
+    """The session of the running launch."""
+    return _launched[-1] if _launched else None
 
 
 @contextmanager

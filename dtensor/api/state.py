@@ -4,12 +4,14 @@
     load_state_dict(model, opt, state)           # the same model, placed otherwise
 
 "model" is what `module.state_dict()` gives and "optimizer" what `opt.state_dict()` gives, so torch
-alone reads and writes them.
+alone reads and writes them. "step" is the number of the next training step, which random numbers
+depend on; it is there once a step was taken.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,14 +32,23 @@ def gather_state_dict(
 
     What is not on the cluster (outside a launch, or unused so far) is the controller's value.
     """
-    values = {name: t.detach().cpu().clone() for name, t in model.module.state_dict().items()}
+    held = model.module.state_dict()
     resident = _resident(model)
+    from_ranks: dict[str, torch.Tensor] = {}
     if resident is not None:
         session, home = resident
         for name, value in _gather_model(session, home).items():
-            values.update({alias: value for alias in _aliases(model, name) if alias in values})
+            from_ranks.update({alias: value for alias in _aliases(model, name) if alias in held})
         home.changed = False
+    values = {
+        name: from_ranks[name]
+        if name in from_ranks
+        else model.initial.value(name, t).detach().cpu().clone()
+        for name, t in held.items()
+    }
     state: dict[str, Any] = {"model": values}
+    if model.steps.present():
+        state["step"] = model.steps.present()
     if optimizer is not None:
         state["optimizer"] = copy.deepcopy(optimizer.state_dict())
         if resident is not None and id(optimizer) in resident[1].optimizers:
@@ -60,7 +71,12 @@ def load_state_dict(
             f"the state has no entry 'model', only {sorted(state)}; "
             f'fix: pass {{"model": ..., "optimizer": ...}}'
         )
-    model.module.load_state_dict(state["model"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+        model.module.load_state_dict(state["model"])
+    model.initial.load(model.module, state["model"])
+    if "step" in state:
+        model.steps.restore(state["step"])
     if optimizer is not None and "optimizer" in state:
         # torch would keep the state's own tensors
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
@@ -109,7 +125,7 @@ def _gather_optimizer(
         assert isinstance(shard, ShardOptimizer)
         exports.append(shard.export())
     gathered: dict[str, dict[str, Any]] = {}
-    for label, spec in home.specs.items():
+    for label, spec in home.states.items():
         ranks = [r for r in home.ranks[label] if label in exports[r]]
         if not ranks or not exports[ranks[0]][label]:
             continue

@@ -23,6 +23,7 @@ import torch
 from dtensor.api.compiled import load, on_stage
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
+from dtensor.api.randomness import numbers_fed
 from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import held_by
 from dtensor.daft import DaftError, Future
@@ -33,10 +34,12 @@ from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_te
 from dtensor.runtime.rank_lower import Roles
 from dtensor.runtime.schedule import GPipe, Grid, Schedule, bubble, in_flight
 from dtensor.sharding.cost import Topology
+from dtensor.sharding.hints import hints as hints_of
 from dtensor.sharding.local import assemble_at
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.planner import Training
 from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.zero import gather_stored
 
 RUN_AHEAD = 2
 
@@ -140,9 +143,16 @@ class TrainStep:
 
     # -- planning --------------------------------------------------------------------------------
 
-    def plan(self, *batch: Any, **kwargs: Any) -> Plan:
-        """The plan of a step on such a batch: tensors (meta too) or specs. Nothing is launched."""
-        return self._plan(self._call(batch, kwargs)).plan
+    def plan(self, *batch: Any, hints: bool = False, **kwargs: Any) -> Plan:
+        """The plan of a step on such a batch: tensors (meta too) or specs. Nothing is launched.
+
+        ``hints``: end it with the pins whose opposite (column for row) would be cheaper; that
+        plans once more for each pattern.
+        """
+        planned = self._plan(self._call(batch, kwargs))
+        if not hints:
+            return planned.plan
+        return replace(planned.plan, hints=hints_of(planned.request, planned.plan))
 
     def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         return Call.of(self.loss_fn, (self.model, *batch), kwargs)
@@ -162,7 +172,7 @@ class TrainStep:
             self._planned[key] = replace(
                 planned,
                 plan=replace(
-                    planned.plan,
+                    gather_stored(planned.plan),  # the last pass over the steps
                     bubble=bubble(self.grid),
                     in_flight=in_flight(self.grid),
                     schedule=str(self.grid) if self.schedule.microbatches > 1 else "",
@@ -216,7 +226,8 @@ class TrainStep:
             self._running.popleft().tensor()
         options = {"options": hyperparameters(self.optimizer)}
         kept = self._kept(session, planned) if self.keep_gradients else {}
-        future = session.run(program.handle, program.feed(call, options), kept)
+        numbers = numbers_fed(self.model.steps.advance(), "train")
+        future = session.run(program.handle, program.feed(call, numbers, options), kept)
         self._last = planned
         session.resident(self.model).changed = True
         loss = Loss(future, planned, session)
@@ -251,7 +262,8 @@ class TrainStep:
         call = self._call(batch, kwargs)
         planned = self._plan(call)
         program = load(session, planned, Roles(gradients=True), self.grid)
-        found = session.run(program.handle, program.feed(call), {}).get()
+        numbers = numbers_fed(self.model.steps.present(), "train")
+        found = session.run(program.handle, program.feed(call, numbers), {}).get()
         return {
             label: assemble_at({r: found[r][f"gradient {label}"] for r in held_by(spec)}, spec)
             for label, spec in _gradient_specs(planned).items()

@@ -84,11 +84,16 @@ class Handle:
 
 
 class Cluster(ABC):
-    """`calls` counts the calls from the controller to actors; a compiled run makes one to each."""
+    """`calls` counts the calls from the controller to actors; a compiled run makes one to each.
+
+    `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
+    failure.
+    """
 
     size: int
     device: torch.device
     calls: int
+    runs: int
     failure: DaftError | None
 
     @abstractmethod

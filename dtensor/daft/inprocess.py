@@ -39,6 +39,7 @@ class InProcessCluster(Cluster):
         self.size = size
         self.device = device
         self.calls = 0
+        self.runs = 0
         self.failure: DaftError | None = None
         self._num_actors = len(hosts_of(size, ranks_per_actor))
         self._seed = seed
@@ -95,6 +96,7 @@ class InProcessCluster(Cluster):
         self._check()
         check_inputs(handle, inputs)
         fed = dict(enumerate(inputs))
+        self.runs += 1
         try:
             if mode == "compiled":
                 self.calls += self._num_actors

@@ -43,11 +43,51 @@ class _Due(Pending):
         return self.boxes.pop(self.key)
 
 
+class _Meeting:
+    """One collective: what its members have brought so far, then the results of each."""
+
+    __slots__ = ("missing", "parts", "results")
+
+    def __init__(self, size: int) -> None:
+        self.missing = size
+        self.parts: list[Sequence[Tensor]] = [()] * size
+        self.results: list[tuple[Tensor, ...]] = []
+
+
+class _Seat(Pending):
+    """A member's results of a meeting. Not a dataclass: one is made for each start, in a hurry."""
+
+    __slots__ = ("at", "meeting")
+
+    def __init__(self, meeting: _Meeting, at: int) -> None:
+        self.meeting = meeting
+        self.at = at
+
+    def wait(self) -> tuple[Tensor, ...]:
+        meeting = self.meeting
+        if meeting.missing:
+            raise RuntimeError(f"A wait would block: {meeting.missing} ranks have not started.")
+        # a meeting is complete when its results are there, so each member takes its own once
+        taken, meeting.results[self.at] = meeting.results[self.at], ()
+        return taken
+
+
+class _Channel:
+    """The collectives of one group on one channel: each member's k-th start is of the k-th."""
+
+    __slots__ = ("counts", "index", "open")
+
+    def __init__(self, group: tuple[int, ...]) -> None:
+        self.index = {rank: i for i, rank in enumerate(group)}
+        self.counts = [0] * len(group)
+        self.open: dict[int, _Meeting] = {}
+
+
 class LocalTransport(Transport):
     def __init__(self) -> None:
         self._boxes: dict[_Key, tuple[Tensor, ...]] = {}
         self._counts: dict[_Key, int] = defaultdict(int)
-        self._joined: dict[_Key, dict[int, Sequence[Tensor]]] = defaultdict(dict)
+        self._channels: dict[tuple[tuple[int, ...], str], _Channel] = {}
 
     def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
         key = (rank, send.to, send.channel)
@@ -61,21 +101,27 @@ class LocalTransport(Transport):
     def start_collective(
         self, rank: int, collective: Collective, values: Sequence[Tensor]
     ) -> Pending:
-        group = collective.group
-        key = (group, collective.channel)
-        key = (*key, self._number(rank, key))
-        joined = self._joined[key]
-        joined[rank] = values
-        if len(joined) == len(group):
-            del self._joined[key]
-            parts = [joined[member] for member in group]
-            for member, results in zip(group, exchange(collective, parts), strict=True):
-                self._boxes[(*key, member)] = results
-        return _Due(self._boxes, (*key, rank))
+        key = (collective.group, collective.channel)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = _Channel(collective.group)
+        at = channel.index[rank]
+        number = channel.counts[at]
+        channel.counts[at] = number + 1
+        meeting = channel.open.get(number)
+        if meeting is None:
+            meeting = channel.open[number] = _Meeting(len(channel.counts))
+        meeting.parts[at] = values
+        meeting.missing -= 1
+        if not meeting.missing:
+            del channel.open[number]
+            meeting.results = exchange(collective, meeting.parts)
+            meeting.parts = []
+        return _Seat(meeting, at)
 
     def close(self) -> None:
         self._boxes.clear()
-        self._joined.clear()
+        self._channels.clear()
 
     def _number(self, who: object, key: _Key) -> int:
         """How many starts `who` has made on this channel before."""

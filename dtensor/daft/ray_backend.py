@@ -7,9 +7,10 @@ each rank where Ray has enough GPUs, over NCCL (written, and never run: see `ray
 actor hosts all ranks, and collectives are plain device operations.
 
 Invariants: Ray places actors, notices their death and carries calls; it carries no tensors
-between actors. The controller may run ahead, calls queue up at the actors in order. The first
-failure, whoever notices it, is diagnosed once (`ray_failure.py`), kills all actors, and is raised
-by everything after. A run whose actors make no progress for `deadline_s` has failed.
+between actors. The controller may run ahead, calls queue up at the actors in order; only results
+are waited for. The first failure, whoever notices it, is diagnosed once (`ray_failure.py`), kills
+all actors, and is raised by everything after. A run whose actors make no progress for `deadline_s`
+has failed.
 """
 
 from __future__ import annotations
@@ -49,12 +50,9 @@ from dtensor.daft.ray_routes import Key, check_groups, check_routes
 from dtensor.daft.ray_wire import pack, unpack, unpack_all
 from dtensor.daft.verify import verify
 
-SLICE_S = 0.25
-"""How often a waiting controller looks for progress."""
-SETTLE_S = 2.0
-"""How long after a first failure the controller looks for its root."""
-START_S = 60.0
-"""How long actors may take to start, and to make connections."""
+SLICE_S = 0.25  # how often a waiting controller looks for progress
+SETTLE_S = 2.0  # how long after a first failure the controller looks for its root
+START_S = 60.0  # how long actors may take to start, and to make connections
 
 
 Arrange: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -62,8 +60,9 @@ Arrange: TypeAlias = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class ActorCall:
-    """A call under way: who was called, and Ray's reference to the result."""
+    """A call under way: its number, who was called, Ray's reference to the result."""
 
+    number: int
     actor: ActorProcess
     ref: Any
 
@@ -94,11 +93,12 @@ class RayCluster(Cluster):
         self._tags: dict[Key, int] = {}
         self._handles: dict[int, Handle] = {}
         self._next_handle = 0
-        self._runs = 0
+        self.runs = 0
         self._closed = False
         self._actors: list[ActorProcess] = []
         self._directory = Path(tempfile.mkdtemp(prefix="dtensor-"))
         self._own_ray = False
+        self._unread: list[ActorCall] = []  # calls that nobody waits for
         try:
             self._own_ray = start_ray(address)
             if device.type == "cuda":
@@ -131,30 +131,25 @@ class RayCluster(Cluster):
     def put(self, values: Sequence[Mapping[str, object]]) -> None:
         self._check()
         check_size(self.size, values, "put")
-        self._collect(
-            [
-                self._call(a, a.actor.put, {r: _packed(values[r]) for r in a.ranks})
-                for a in self._actors
-            ]
-        )
+        self._unread += [
+            self._call(a, a.actor.put, {r: _packed(values[r]) for r in a.ranks})
+            for a in self._actors
+        ]
 
     def get(self, names: Sequence[Sequence[str]]) -> Future:
         self._check()
         check_size(self.size, names, "get")
-        refs = [
-            self._call(a, a.actor.get, {r: tuple(names[r]) for r in a.ranks}) for a in self._actors
-        ]
+        wanted = [{r: tuple(names[r]) for r in a.ranks} for a in self._actors]
+        refs = [self._call(a, a.actor.get, w) for a, w in zip(self._actors, wanted, strict=True)]
         return RayFuture(self, refs, lambda found: _tuples(self.size, found))
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
         self._check()
         check_size(self.size, names, "delete")
-        self._collect(
-            [
-                self._call(a, a.actor.delete, {r: tuple(names[r]) for r in a.ranks})
-                for a in self._actors
-            ]
-        )
+        self._unread += [
+            self._call(a, a.actor.delete, {r: tuple(names[r]) for r in a.ranks})
+            for a in self._actors
+        ]
 
     def load(self, program: Program) -> Handle:
         self._check()
@@ -170,19 +165,17 @@ class RayCluster(Cluster):
         self._next_handle += 1
         self._handles[handle.id] = handle
         shipped = ray.put(program)  # pyright: ignore
-        self._collect(
-            [
-                self._call(a, a.actor.load, handle.id, shipped, report.lists[h], dict(self._tags))
-                for h, a in enumerate(self._actors)
-            ],
-            # Over NCCL the actors connect here.
-            deadline_s=max(START_S, self.deadline_s) if self.device.type == "cuda" else None,
-        )
+        self._unread += [
+            self._call(a, a.actor.load, handle.id, shipped, report.lists[h], dict(self._tags))
+            for h, a in enumerate(self._actors)
+        ]
+        if self.device.type == "cuda":  # over NCCL the actors connect here
+            self._collect([], deadline_s=max(START_S, self.deadline_s))
         return handle
 
     def unload(self, handle: Handle) -> None:
         self._check()
-        self._collect([self._call(a, a.actor.unload, handle.id) for a in self._actors])
+        self._unread += [self._call(a, a.actor.unload, handle.id) for a in self._actors]
         del self._handles[handle.id]
 
     def run(
@@ -195,7 +188,7 @@ class RayCluster(Cluster):
     ) -> Future:
         self._check()
         check_inputs(handle, inputs)
-        run, self._runs = self._runs, self._runs + 1
+        run, self.runs = self.runs, self.runs + 1
         fed = [{r: _packed(inputs[r]) for r in a.ranks} for a in self._actors]
         if mode == "compiled":
             refs = [
@@ -257,7 +250,7 @@ class RayCluster(Cluster):
 
     def _call(self, actor: ActorProcess, method: Any, *arguments: object) -> ActorCall:
         self.calls += 1
-        return ActorCall(actor, method.remote(*arguments))
+        return ActorCall(self.calls, actor, method.remote(*arguments))
 
     def _collect(
         self,
@@ -266,10 +259,22 @@ class RayCluster(Cluster):
         *,
         deadline_s: float | None = None,
     ) -> list[Any]:
-        """The results of calls; a failure is diagnosed, a time-out is a `TimeoutError`."""
+        """The results of calls; what earlier calls that nobody waited for have raised, too."""
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
         deadline_s = self.deadline_s + 1.0 if deadline_s is None else deadline_s
+        first = calls[0].number if calls else self.calls + 1
+        unread = [c for c in self._unread if c.number < first]
+        self._unread = self._unread[len(unread) :]
+        try:
+            return self._wait_for([*unread, *calls], timeout, deadline_s)[len(unread) :]
+        except TimeoutError:
+            self._unread = [*unread, *self._unread]
+            raise
+
+    def _wait_for(
+        self, calls: Sequence[ActorCall], timeout: float | None, deadline_s: float
+    ) -> list[Any]:
         end = None if timeout is None else time.monotonic() + timeout
         seen, since = None, time.monotonic()
         while True:

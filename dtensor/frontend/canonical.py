@@ -17,29 +17,34 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 import dtensor.sharding.ops  # noqa: F401  (registers the dt ops)
 from dtensor.frontend.detect import is_idle_dropout
+from dtensor.frontend.randomise import randomise
+from dtensor.frontend.rewrite import META, Writer, bound
 
 aten = torch.ops.aten
 dt = torch.ops.dt
-_META = ("stack_trace", "nn_module_stack", "custom")
 
 
-def canonicalise(module: fx.GraphModule) -> None:
-    """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place."""
+def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> None:
+    """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place.
+
+    ``numbers``: those that random ops get, one each; without them random ops stay as they are.
+    """
     for child in module.children():
         if isinstance(child, fx.GraphModule):
-            canonicalise(child)
+            canonicalise(child, numbers)
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+        elif numbers is not None and randomise(module.graph, node, numbers):
+            pass
         elif node.target is aten.scaled_dot_product_attention.default:
             _attention(module.graph, node)
         elif node.target is aten.cross_entropy_loss.default:
@@ -48,34 +53,6 @@ def canonicalise(module: fx.GraphModule) -> None:
             _borrow_line(module, node)
     module.graph.lint()
     module.recompile()
-
-
-def bound(node: fx.Node) -> dict[str, Any]:
-    """A call's arguments by the schema's names, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
-    values = {a.name: a.default_value for a in node.target._schema.arguments}
-    return {**values, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-class _Writer:
-    """Inserts calls before a node, each with the node's line and module, then replaces it."""
-
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
-
-    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(self.node):
-            new = self.graph.call_function(target, args, kwargs)
-        new.meta.update({k: self.node.meta[k] for k in _META if k in self.node.meta})
-        return new
-
-    def cast(self, x: fx.Node, source: torch.dtype, target: torch.dtype) -> fx.Node:
-        return x if source == target else self(aten.to.dtype, x, target)
-
-    def replace(self, new: fx.Node) -> None:
-        self.node.replace_all_uses_with(new)
-        self.graph.erase_node(self.node)
 
 
 def _attention(graph: fx.Graph, node: fx.Node) -> None:
@@ -92,7 +69,7 @@ def _attention(graph: fx.Graph, node: fx.Node) -> None:
     )
     if not covered:
         return
-    call = _Writer(graph, node)
+    call = Writer(graph, node)
     scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
     tensors = [
         call.cast(a[name], val.dtype, out.dtype)
@@ -113,7 +90,7 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     )
     if not covered:
         return
-    call = _Writer(graph, node)
+    call = Writer(graph, node)
     rows, ids = a["self"], a["target"]
     if logits.dim() == 1:
         rows, ids = call(aten.reshape.default, rows, [1, -1]), call(aten.reshape.default, ids, [1])
@@ -149,5 +126,5 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
         if isinstance(child, fx.GraphModule):
             for inner in child.graph.nodes:
                 if inner.meta.get("stack_trace"):
-                    node.meta.update({k: inner.meta[k] for k in _META if k in inner.meta})
+                    node.meta.update({k: inner.meta[k] for k in META if k in inner.meta})
                     return

@@ -15,6 +15,7 @@ Not here: placements; what cannot be captured (`detect`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -22,27 +23,22 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor.frontend import call as call_module
 from dtensor.frontend.call import Grads, Program, faked, make_call
 from dtensor.frontend.canonical import canonicalise
-from dtensor.frontend.detect import assigned_attribute, check_forward, data_dependent, refusing
+from dtensor.frontend.detect import (
+    DATA_DEPENDENT,
+    assigned_attribute,
+    check_forward,
+    data_dependent,
+    refusing,
+)
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.marks import capturing_marks
 from dtensor.frontend.source import source_of_callable, source_of_exception, whole_traces
-
-_DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 
 # Torch's warning about tensors that forward stored in a module. nn.LSTM and its like are exempt:
 # they keep their parameters a second time in a list, which the export itself swaps.
@@ -73,6 +69,7 @@ def capture(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     from dtensor.frontend.finish import finish
+    from dtensor.frontend.fused import whole_layers
 
     call = make_call(fn, args, kwargs or {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -88,10 +85,11 @@ def capture(
         warnings.filterwarnings("error", message=_ASSIGNED_BY_USER)
         tensors = stack.enter_context(faked(call, grads, mode))
         forward = _export(root, tensors)
-        canonicalise(forward)
+        canonicalise(forward, itertools.count())
         check_forward(forward)
         # Attention that `canonicalise` leaves decomposes the same on every machine.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(whole_layers())
         with contextlib.ExitStack() as joint_stack:
             joint = aot_export_joint_with_descriptors(joint_stack, forward, tensors)
         return finish(call, root, joint.graph_module, forward, mode)
@@ -100,7 +98,7 @@ def capture(
 def _export(root: Program, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         return torch.export.export(root, tensors, strict=False).module(check_guards=False)
-    except _DATA_DEPENDENT as error:
+    except DATA_DEPENDENT as error:
         raise data_dependent(error, source_of_exception(error)) from error
     except UserWarning as warning:
         if not re.match(_ASSIGNED, str(warning)):

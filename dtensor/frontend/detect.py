@@ -25,7 +25,15 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
@@ -33,6 +41,14 @@ from dtensor.frontend.graph import Source
 from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import source_here, source_of_trace
 from dtensor.frontend.text import type_text
+
+# What torch raises for values and sizes that depend on data.
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
 
 
 def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -> PlanningError:
@@ -177,6 +193,7 @@ def assigned_attribute(warning: str, source: Source | None) -> PlanningError:
 
 _DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 _ITEMS = {"item", "_local_scalar_dense"}
+_STRIDED = {"as_strided", "as_strided_copy", "as_strided_scatter", "resize", "resize_as"}
 
 
 def is_idle_dropout(node: fx.Node) -> bool:
@@ -209,9 +226,18 @@ def check_joint(graph: fx.Graph) -> None:
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise planning_error(
-                f"Random ops are not supported yet: {_op_name(node).removeprefix('native_')}.",
+                f"This random op has no counter-based form: {_op_name(node)}.",
                 source=source,
-                fix="set dropout to p=0 or call model.eval(), and pass random tensors as arguments",
+                fix="write it with dropout, rand, randn, randint, bernoulli or their _like forms, "
+                "or pass the random tensor as an argument",
+            )
+        if _op_name(node) in _STRIDED and not node.args[0].meta["val"].is_contiguous():
+            raise planning_error(
+                "The program reads a tensor through strides of memory that it does not fill in "
+                "order; shards of it lie in memory otherwise.",
+                f"{_op_name(node)} of {type_text(node.args[0].meta['val'])}",
+                source=source,
+                fix="call .contiguous() on it first, or write it with slices and views",
             )
 
 

@@ -20,8 +20,11 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dtensor.frontend.accumulate import order_sums
 from dtensor.frontend.call import Call, Program
+from dtensor.frontend.decompose import decompose
 from dtensor.frontend.detect import check_joint, planning_error
+from dtensor.frontend.effects import settle_effects
 from dtensor.frontend.graph import (
     Arg,
     Buffer,
@@ -46,6 +49,7 @@ def finish(
 ) -> Graph:
     """The `Graph` of a joint graph module; `forward` is the exported one, for lines in errors."""
     graph = joint.graph
+    settle_effects(graph)
     check_joint(graph)
     names, aliases = _names_of(call)
     outputs = _outputs(graph, call, names, forward)  # first: it refuses mutations
@@ -55,9 +59,13 @@ def finish(
     }
     _lift_constants(joint, inputs, mode)
     simplify(graph)
+    if decompose(joint, mode):
+        _lift_constants(joint, inputs, mode)
+        simplify(graph)
+    order_sums(graph)
     if root.grads == "loss":
         _fold_tangent(graph, inputs)
-    _drop_unused(graph, inputs)
+    _drop_unused(graph, inputs, outputs)
     annotate_nodes(graph, call.prefixes)
     order_phases(graph)
     ordered = tuple(inputs[node] for node in graph.find_nodes(op="placeholder"))
@@ -208,9 +216,14 @@ def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
         graph.erase_node(node)
 
 
-def _drop_unused(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
+def _drop_unused(
+    graph: fx.Graph, inputs: dict[fx.Node, Input], outputs: tuple[Output, ...]
+) -> None:
+    differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # by a constant, perhaps
+    used = [what for node, what in inputs.items() if node.users]  # a tied one by one of its nodes
     for node, what in list(inputs.items()):
-        if not node.users and not isinstance(what, Tangent):
+        needed = what in differentiated and what not in used
+        if not node.users and not isinstance(what, Tangent) and not needed:
             del inputs[node]
             graph.erase_node(node)
 

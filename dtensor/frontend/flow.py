@@ -2,10 +2,12 @@
 
     dataflow(graph, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
 
-Stages: an op goes to the latest stage among its inputs; a parameter ties the op to a stage that
-holds it. What depends on the batch alone, or on constants or one parameter alone, floats: it is
-repeated on each stage that uses it. A backward op runs where its forward op ran. The gradient of
-a parameter that several stages use leaves as one contribution per stage, to be summed once.
+Stages: an op goes to the latest stage among its inputs, or on to the one that holds its module's
+parameters (a norm written out begins on the stage of its weight); a parameter ties the op to a
+stage that holds it. What depends on the batch alone, or on constants or one parameter alone,
+floats: it is repeated on each stage that uses it. A backward op runs where its forward op ran, a
+sum of gradients where these are. The gradient of a parameter that several stages use leaves as one
+contribution per stage, to be summed once.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import torch
 import torch.fx
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.composite import expansion, is_composite
 from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Graph, Mutation, Param, Result, Tangent
+from dtensor.frontend.opcall import meta_of, op_call
 from dtensor.sharding.call import Meta, OpCall, Operand
 from dtensor.sharding.dataflow import Dataflow, Input, Op, Output
+from dtensor.sharding.ops_random import with_run_numbers
 
 Stages = Mapping[str, tuple[int, ...]]
 
@@ -105,47 +110,28 @@ def _output(name: object, of: object) -> Output:
 
 
 def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
-    operands: list[str] = []
-    metas: list[Meta] = []
-
-    def encode(value: object) -> object:
-        if isinstance(value, torch.fx.Node):
-            name = names[value]
-            assert isinstance(name, str), f"{node.name} takes a tuple"
-            operands.append(name)
-            metas.append(meta_of(value.meta["val"]))
-            return Operand(len(operands) - 1)
-        if isinstance(value, (list, tuple)):
-            return tuple(encode(v) for v in cast(Iterable[object], value))
-        return value
-
-    args = tuple(encode(a) for a in node.args)
-    kwargs = tuple((k, encode(v)) for k, v in node.kwargs.items())
-    val = node.meta["val"]
-    multiple = isinstance(val, (tuple, list))
-    results = tuple(None if v is None else meta_of(v) for v in val) if multiple else (meta_of(val),)
+    call, operands = op_call(node)
+    call = with_run_numbers(call)
+    taken: list[str] = []
+    for operand in operands:
+        name = names[operand]
+        assert isinstance(name, str), f"{node.name} takes a tuple"
+        taken.append(name)
     parts: list[str | None] = [node.name]
-    if multiple:
-        parts = _part_names(node, results)
+    if call.multiple:
+        parts = _part_names(node, call.results)
     source = node.meta.get("source")
-    call = OpCall(
-        target=cast(Any, node.target),
-        args=args,
-        kwargs=kwargs,
-        operands=tuple(metas),
-        results=results,
-        multiple=multiple,
-    )
     return Op(
         name=node.name,
         call=call,
-        operands=tuple(operands),
+        operands=tuple(taken),
         results=tuple(parts),
         phase=node.meta["phase"],
         source=str(source) if source else "",
         source_text=source.text.strip() if source else "",
         module=node.meta.get("module", ""),
         seq=node.meta.get("seq"),
+        expand=expansion if is_composite(call) else None,
     )
 
 
@@ -162,10 +148,6 @@ def _part_names(node: torch.fx.Node, results: Sequence[Meta | None]) -> list[str
     ]
 
 
-def meta_of(value: torch.Tensor) -> Meta:
-    return Meta(tuple(int(s) for s in value.shape), value.dtype)
-
-
 # -- stages ----------------------------------------------------------------------------------------
 
 
@@ -178,6 +160,7 @@ class _Stager:
     places: dict[str, _Place] = field(default_factory=dict)  # by value
     op_places: dict[str, _Place] = field(default_factory=dict)
     by_seq: dict[int, int] = field(default_factory=dict)
+    by_module: dict[str, set[int]] = field(default_factory=dict)
 
     def assign(self) -> Dataflow:
         for item in self.flow.inputs:
@@ -216,8 +199,20 @@ class _Stager:
             choices = [s for s in sorted(allowed or range(latest, self.num_stages)) if s >= latest]
             if not choices:
                 raise self._too_early(op, latest)
-            stage = choices[0]
+            home = self._module_stage(op.module)
+            stage = home if home is not None and home in choices else choices[0]
         return _Place(stage)
+
+    def _module_stage(self, path: str) -> int | None:
+        """The stage of the parameters of the innermost module around ``path`` that has any."""
+        while path:
+            if path not in self.by_module:
+                inside = [s for n, s in self.held.items() if n.startswith(f"{path}.")]
+                self.by_module[path] = {stage for stages in inside for stage in stages}
+            if self.by_module[path]:
+                return min(self.by_module[path]) if len(self.by_module[path]) == 1 else None
+            path = path.rpartition(".")[0]
+        return None
 
     def _has_batch(self, op: Op) -> bool:
         """Whether an operand depends on the arguments of the program (not on constants alone)."""
@@ -236,6 +231,8 @@ class _Stager:
 
     def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
         stage = self.by_seq.get(op.seq) if op.seq is not None else None
+        if len(fixed) == len(op.operands) > 1 and op.call.name == "aten.add.Tensor":
+            stage = None  # gradients are added where they are, so that one value crosses
         if stage is None:
             stage = min(fixed, default=0)
         if allowed is not None and stage not in allowed:

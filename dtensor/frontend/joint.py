@@ -7,6 +7,7 @@
     zeros, ones, scalar_tensor                     ->  full(sizes, value)
     add.Scalar, sub.Scalar, mul.Scalar, div.Scalar ->  add.Tensor(x, number), ...
     slice(x, -1, 2, None)                          ->  slice(x, dim, start, stop, step), resolved
+    cat([x, empty])                                ->  x
     cross_entropy_rows(logits, target)             ->  ce_max, ce_sumexp, ce_target, ce_loss
 
 `reshape` and not `view`, because a rank's local tensor may have other strides than the global one
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.frontend.canonical import bound
+from dtensor.frontend.rewrite import bound
 
 aten = torch.ops.aten
 dt = torch.ops.dt
@@ -125,6 +126,14 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
             base, dims = _input(base), [inner[d] for d in dims]
         same = dims == list(range(len(dims)))
         _become(graph, node, base if same else call(aten.permute.default, base, dims))
+    elif target is aten.cat.default:
+        # torch lets a tensor of shape (0,) be joined to any: what an empty cache begins with
+        parts: Any = node.args[0]
+        kept = [x for x in parts if tuple(x.meta["val"].shape) != (0,)]
+        if len(kept) == 1 and _same_shape(node, kept[0]):
+            _become(graph, node, kept[0])
+        elif 0 < len(kept) < len(parts):
+            node.args = (kept, *node.args[1:])
     elif target in (aten.addmm.default, aten.baddbmm.default):
         a = bound(node)
         if a["beta"] == 1 and a["alpha"] == 1:
@@ -144,7 +153,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 def _is_idle(node: fx.Node) -> bool:
     """An expand to the shape that is there, a power of 1 (what differentiating x ** 2 gives)."""
     if node.target is aten.pow.Tensor_Scalar:
-        return bool(node.args[1] == 1)
+        return bool(node.args[1] == 1 and node.meta["val"].dtype == _input(node).meta["val"].dtype)
     return node.target is aten.expand.default and _same_shape(node, node.args[0])
 
 

@@ -40,7 +40,8 @@ def is_user_file(file: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _make(file: str, line: int, function: str) -> Source:
+def line_of(file: str, line: int, function: str) -> Source:
+    """A line of a file, with its text."""
     text = linecache.getline(file, line).strip()
     return Source(file=file, line=line, text=text, function=function)
 
@@ -71,7 +72,7 @@ def frames_of_trace(trace: str) -> tuple[tuple[str, int, str], ...]:
 def source_of_trace(trace: str) -> Source | None:
     """The innermost user frame of a node's stack trace."""
     frames = frames_of_trace(trace)
-    return _make(*frames[-1]) if frames else None
+    return line_of(*frames[-1]) if frames else None
 
 
 def source_here() -> Source | None:
@@ -79,7 +80,7 @@ def source_here() -> Source | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            return _make(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
 
@@ -93,7 +94,7 @@ def source_of_exception(error: BaseException) -> Source | None:
     found = [f for f in frames if is_user_file(f.filename) and f.lineno is not None]
     if not found:
         return None
-    return _make(found[-1].filename, found[-1].lineno or 0, found[-1].name)
+    return line_of(found[-1].filename, found[-1].lineno or 0, found[-1].name)
 
 
 def source_of_callable(fn: Callable[..., object]) -> Source | None:
@@ -103,4 +104,4 @@ def source_of_callable(fn: Callable[..., object]) -> Source | None:
     code = getattr(target, "__code__", None)
     if code is None or not is_user_file(code.co_filename):
         return None
-    return _make(code.co_filename, code.co_firstlineno, code.co_name)
+    return line_of(code.co_filename, code.co_firstlineno, code.co_name)

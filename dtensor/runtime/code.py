@@ -17,22 +17,26 @@ the same text and bindings are one function. Nothing is decided here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dtensor.daft import Function
-from dtensor.sharding.call import OpCall, Operand
+from dtensor.sharding.call import OpCall, Operand, Slot, slots_of
 
 _PLAIN = (int, bool, str, type(None))
 
 
 @dataclass(slots=True)
 class CodeBuilder:
-    """Collects lines; ``inputs`` are the values that are read before they are made."""
+    """Collects lines; ``inputs`` are the values that are read before they are made.
+
+    ``reserved``: names of values, which no function may take: in Python they would hide it.
+    """
 
     device: torch.device
+    reserved: Collection[str] = ()
     inputs: list[str] = field(default_factory=list)
     defined: dict[str, None] = field(default_factory=dict)
     lines: list[tuple[str, tuple[str, ...], str | None]] = field(default_factory=list)
@@ -55,7 +59,8 @@ class CodeBuilder:
         targets = ", ".join(name or "_" for name in results)
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
-        self.line(text, operands, [r for r in results if r is not None], source)
+        reads = (*operands, *slots_of(call))
+        self.line(text, reads, [r for r in results if r is not None], source)
 
     def apply(
         self,
@@ -91,10 +96,12 @@ class CodeBuilder:
         """A global of that name for ``value``; another name if that one is taken."""
         number = 0
         candidate = name
-        while candidate in self.bindings and self.bindings[candidate] is not value:
-            known = self.bindings[candidate]
-            if type(known) is type(value) and not callable(value) and known == value:
-                break
+        while True:
+            if candidate not in self.reserved:
+                known = self.bindings.get(candidate, value)
+                same = type(known) is type(value) and not callable(value) and known == value
+                if known is value or same:
+                    break
             number += 1
             candidate = f"{name}_{number}"
         self.bindings[candidate] = value
@@ -107,6 +114,8 @@ class CodeBuilder:
             case tuple() | list():
                 items = [self.literal(v, operands) for v in value]  # pyright: ignore
                 return f"[{', '.join(items)}]"
+            case Slot():
+                return value.name
             case float():
                 return (
                     repr(value)

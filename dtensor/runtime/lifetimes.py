@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING
 from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
 from dtensor.runtime import optimize_step
 from dtensor.runtime.segment import Segment
-from dtensor.sharding.steps import Norm
+from dtensor.sharding.call import slots_of
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.steps import Compute, Norm
 
 if TYPE_CHECKING:
     from dtensor.runtime.rank_lower import RankLowering
+
+
+def numbers_of(plan: Plan) -> list[str]:
+    """The names of the numbers that a program is given at each run, with repeats."""
+    return [n for s in plan.steps if isinstance(s, Compute) for n in slots_of(s.op.call)]
 
 
 def outputs_of(

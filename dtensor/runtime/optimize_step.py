@@ -1,9 +1,9 @@
-"""The end of a step on one rank: buckets, sums of tied gradients, the norm, the update.
+"""The end of a step on one rank: sums of tied gradients, the norm, the update.
 
-These are lowered like other steps, but what they do is fixed: a bucket is one all_reduce of many
-values; the norm counts every element of every gradient once (a replica only where its coordinate
-is 0, a tied parameter only on its first stage), folded over each axis of the mesh in turn; the
-update is one call of the rank's torch.optim optimizer.
+These are lowered like other steps, but what they do is fixed: the norm counts every element of
+every gradient once (a replica only where its coordinate is 0, a tied parameter only on its first
+stage), folded over each axis of the mesh in turn; the update is one call of the rank's torch.optim
+optimizer, on what the rank holds of each parameter or, where state is stored split, on its slice.
 """
 
 from __future__ import annotations
@@ -14,40 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtensor.daft import Buffer, Collective, Wait
+from dtensor.runtime import buckets
 from dtensor.runtime.optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
+from dtensor.sharding.blocks import Where, block, write
 from dtensor.sharding.mesh import MICROBATCH_AXIS
-from dtensor.sharding.placements import Partial, Replicate
+from dtensor.sharding.placements import Replicate
+from dtensor.sharding.plan import PlannedInput
+from dtensor.sharding.redistribute import positions
 from dtensor.sharding.spec import TensorSpec
-from dtensor.sharding.steps import Bucket, Norm, TieSum, Update
+from dtensor.sharding.steps import Norm, Regather, TieSum, Update
 
 if TYPE_CHECKING:
     from dtensor.runtime.rank_lower import RankLowering
-
-
-def bucket(rank: RankLowering, step: Bucket) -> None:
-    """One message for all gradients of the bucket."""
-    here = rank.at(None)
-    placement = step.moves[0].src.placement(step.axis)
-    assert isinstance(placement, Partial)
-    buffers = tuple(Buffer(m.src.local_shape(here), m.src.dtype) for m in step.moves)
-    inputs = tuple(rank.value(name, None) for name in step.operands)
-    label = f"optimizer: all_reduce {step.name} over {step.axis}"
-    rank.start(
-        Collective(
-            "all_reduce",
-            rank.plan.mesh.group(rank.rank, step.axis),
-            inputs,
-            step.results,
-            buffers,
-            buffers,
-            placement.op,
-            step.axis,
-            label=label,
-        )
-    )
-    rank.start(Wait(step.results[:1], label=label))
-    for name, move in zip(step.results, step.moves, strict=True):
-        rank.record(name, move.dst, None)
 
 
 def tie_sum(rank: RankLowering, step: TieSum) -> None:
@@ -192,12 +170,12 @@ def update(rank: RankLowering) -> None:
         return
     every = [s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages]
     updates = list({s.parameter: s for s in reversed(every)}.values())[::-1]  # once a rank
-    inputs = {i.label: i.name for i in rank.plan.inputs}
+    inputs = {i.label: i for i in rank.plan.inputs}
     clip = next((f"{s.result}_clip" for s in rank.plan.steps if isinstance(s, Norm)), None)
     rank.close()
     rank.label = "update"
     segment = rank.segment(None)
-    names = [inputs[s.parameter] for s in updates]
+    names = [inputs[s.parameter].name for s in updates]
     gradients = [s.gradient for s in updates]
     rank.names(segment, (*names, *gradients), None)
     segment.table.update({"optimizer": rank.roles.optimizer, "options": "options"})
@@ -205,18 +183,50 @@ def update(rank: RankLowering) -> None:
     extra = [clip] if clip else []
     for name in extra:
         segment.table[name] = name
+    parts = [_slice(rank, inputs[s.parameter], s) for s in updates]
     function = segment.code.bind("step_optimizer", step_optimizer)
     labels = segment.code.bind("labels", tuple(s.parameter for s in updates))
-    reads = ["optimizer", "options", *names, *gradients, *extra]
+    reads = ["optimizer", "options", *parts, *gradients, *extra]
     segment.code.line(
-        f"{function}(optimizer, options, {labels}, ({''.join(f'{n}, ' for n in names)}), "
+        f"{function}(optimizer, options, {labels}, ({''.join(f'{n}, ' for n in parts)}), "
         f"({''.join(f'{g}, ' for g in gradients)}), {clip})",
         reads,
         (),
         None,
     )
+    for step, name, part in zip(updates, names, parts, strict=True):
+        if part != name:
+            where = _where(rank, inputs[step.parameter], step)
+            if any(len(intervals) > 1 for intervals in where):  # the slice is a copy
+                bound = segment.code.bind("layout", where)
+                written = segment.code.bind("write", write)
+                segment.code.line(f"{written}({name}, {part}, {bound})", [name, part], (), None)
     rank.close()
     rank.label = "optimizer"
+    for step in rank.plan.steps:
+        if isinstance(step, Regather) and step.stage in rank.stages:
+            buckets.regather(rank, step)
+
+
+def _where(rank: RankLowering, item: PlannedInput, step: Update) -> Where:
+    """Where the elements that this rank updates stand in what it holds of the parameter."""
+    here = rank.at(None)
+    dims = range(len(step.spec.shape))
+    return positions(
+        [item.held.intervals(dim, here) for dim in dims],
+        [step.spec.intervals(dim, here) for dim in dims],
+    )
+
+
+def _slice(rank: RankLowering, item: PlannedInput, step: Update) -> str:
+    """The part of a parameter that this rank updates; a view where it is one block."""
+    if step.spec == item.held:
+        return item.name
+    segment = rank.segment(None)
+    part = f"{item.name}_part"
+    segment.table[part] = part
+    segment.code.apply(block, "block", [item.name], part, _where(rank, item, step))
+    return part
 
 
 def step_optimizer(

@@ -94,8 +94,18 @@ class ShardOptimizer:
         options: Sequence[Mapping[str, Any]],
         gradients: Mapping[str, torch.Tensor],
     ) -> None:
-        """Update ``shards`` in place; ``options`` are one mapping per group."""
+        """Update ``shards`` in place; ``options`` are one mapping per group.
+
+        A shard that is a copy, made anew for each step, is read and written like the others.
+        """
         optimizer = self._built(shards, options)
+        copied = [
+            (self.parameters[name], shard)
+            for name, shard in shards.items()
+            if self.parameters[name].data_ptr() != shard.data_ptr()
+        ]
+        for parameter, shard in copied:
+            parameter.data.copy_(shard)
         for group, given in zip(self._groups(optimizer), options, strict=True):
             group.update(given)
         for name, parameter in self.parameters.items():
@@ -104,6 +114,8 @@ class ShardOptimizer:
             optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
+        for parameter, shard in copied:
+            shard.copy_(parameter.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to."""

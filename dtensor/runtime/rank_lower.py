@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor.daft import Instruction, RankProgram, Wait
-from dtensor.runtime import communicate, lifetimes, optimize_step
+from dtensor.runtime import buckets, communicate, lifetimes, optimize_step
 from dtensor.runtime.code import CodeBuilder, Functions
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.runtime.segment import Segment
-from dtensor.sharding.call import Local, OpCall
+from dtensor.sharding.call import Local, OpCall, slots_of
 from dtensor.sharding.local import local_call
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Replicate, Shard
@@ -29,11 +29,13 @@ from dtensor.sharding.steps import (
     Compute,
     Convert,
     Norm,
+    Regather,
     Step,
     TieSum,
     Transfer,
     Update,
     comes_last,
+    operands_of,
     phase_of,
     results_of,
     runs_once,
@@ -77,6 +79,7 @@ class RankLowering:
     fed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     label: str = ""
+    gathers: dict[str, buckets.Gather] = field(default_factory=dict)  # started; by value
     places: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
     # -- where this rank stands --------------------------------------------------------------
@@ -134,9 +137,10 @@ class RankLowering:
         arguments = [
             i for i in plan.inputs if i.kind in ("argument", "tangent") and mine & set(i.stages)
         ]
-        self.fed = tuple(i.name for i in arguments)
+        numbers = lifetimes.numbers_of(plan)
+        self.fed = tuple(dict.fromkeys((*(i.name for i in arguments), *numbers)))
         for item in (*state, *arguments):
-            self.record(item.name, item.spec, None)
+            self.record(item.name, item.held, None)
         self.label = "once"
         self.steps([s for s in plan.steps if runs_once(s) and self._concerns(s)], None, None)
         for number, action in enumerate(self._order()):
@@ -152,8 +156,10 @@ class RankLowering:
         m = self.plan.num_microbatches
         if self.grid is not None:
             return self.grid.order(self.pipeline_rank)
+        # a backward of the identity is a conversion alone
         has_backward = any(
-            isinstance(s, Compute) and s.phase == "backward" for s in self.plan.steps
+            phase_of(s) == "backward" and not runs_once(s) and not comes_last(s)
+            for s in self.plan.steps
         )
         order: list[Action] = []
         for microbatch in range(m):
@@ -194,6 +200,8 @@ class RankLowering:
         stage: int | None = None,
     ) -> None:
         for step in steps:
+            if self.gathers:
+                buckets.finish(self, operands_of(step), microbatch)
             match step:
                 case Compute():
                     self._compute(step, microbatch)
@@ -202,12 +210,12 @@ class RankLowering:
                 case Transfer():
                     communicate.transfer(self, step, microbatch, number, stage)
                 case Bucket():
-                    optimize_step.bucket(self, step)
+                    buckets.bucket(self, step, microbatch)
                 case TieSum():
                     optimize_step.tie_sum(self, step)
                 case Norm():
                     optimize_step.norm(self, step)
-                case Accumulate() | Update():
+                case Accumulate() | Update() | Regather():
                     pass  # accumulation follows its action; updates are one call, at the end
         if number is None and self.label == "optimizer":
             if self.writes:
@@ -239,25 +247,37 @@ class RankLowering:
         return f"{name}@{microbatch}"
 
     def _shared(self) -> frozenset[str]:
-        """Values that exist once a step: inputs and what is computed once."""
-        key = "shared"
-        if key not in self.cache:
-            names = {i.name for i in self.plan.inputs}
+        """Values that exist once a step: inputs, numbers, and what is computed once."""
+        if "shared" not in self.cache:
+            names = {*(i.name for i in self.plan.inputs), *lifetimes.numbers_of(self.plan)}
             for step in self.plan.steps:
                 if runs_once(step) or comes_last(step):
                     names.update(name for name, _ in results_of(step))
-            self.cache[key] = frozenset(names)
+            self.cache["shared"] = frozenset(names)
+        return self._names("shared")
+
+    def _names(self, key: str) -> frozenset[str]:
         found = self.cache[key]
         assert isinstance(found, frozenset)
         return found
 
+    def _value_names(self) -> frozenset[str]:
+        if "value names" not in self.cache:
+            self.cache["value names"] = frozenset(self.plan.value_specs())
+        return self._names("value names")
+
     def segment(self, microbatch: int | None) -> Segment:
         """The open segment; a new one where there is none."""
         if self.open is None:
-            code = CodeBuilder(self.device)
+            code = CodeBuilder(self.device, self._value_names())
             self.open = Segment(code, self.label, microbatch)
             self.instructions.append(self.open)
         return self.open
+
+    def _short_segment(self, microbatch: int | None) -> Segment:
+        if self.open is not None and len(self.open.code.lines) >= MAX_LINES:
+            self.close()
+        return self.segment(microbatch)
 
     def close(self) -> None:
         self.open = None
@@ -309,14 +329,12 @@ class RankLowering:
     # -- steps -----------------------------------------------------------------------------------
 
     def _compute(self, step: Compute, microbatch: int | None) -> None:
-        if self.open is not None and len(self.open.code.lines) >= MAX_LINES:
-            self.close()
-        segment = self.segment(microbatch)
+        segment = self._short_segment(microbatch)
         call = self._localized(step, microbatch)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         segment.code.call(call, step.operands, step.results, source)
         made = [name for name in step.results if name is not None]
-        self.names(segment, (*step.operands, *made), microbatch)
+        self.names(segment, (*step.operands, *made, *slots_of(step.op.call)), microbatch)
         for name, spec in results_of(step):
             self.record(name, spec, microbatch)
 
@@ -350,7 +368,7 @@ class RankLowering:
                 continue
             if step.operand not in made_here:
                 continue
-            segment = self.segment(action.microbatch)
+            segment = self._short_segment(action.microbatch)
             total = step.result if last else f"{step.result}@{action.microbatch}"
             segment.table[step.result] = total
             segment.table[step.operand] = self.value(step.operand, action.microbatch)
@@ -379,6 +397,4 @@ class RankLowering:
                 if not runs_once(s) and not comes_last(s) and phase_of(s) == phase
                 for name, _ in results_of(s)
             )
-        found = self.cache[phase]
-        assert isinstance(found, frozenset)
-        return found
+        return self._names(phase)

@@ -43,6 +43,27 @@ class Operand:
     index: int
 
 
+class Slot(float):
+    """A number in ``args`` that is given anew at each run: rules see a representative of it.
+
+    Only its being zero may matter to a plan; the program reads the number under ``name``.
+    """
+
+    name: str
+
+    @staticmethod
+    def of(value: float, name: str) -> Slot:
+        slot = Slot(value)
+        slot.name = name
+        return slot
+
+
+def slots_of(call: OpCall) -> tuple[str, ...]:
+    """The names of the numbers that a call is given at each run, in the order of its arguments."""
+    values = (*call.args, *(value for _, value in call.kwargs))
+    return tuple(dict.fromkeys(value.name for value in values if isinstance(value, Slot)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
     """One operator call. ``target`` is an OpOverload, or in local code any function."""

@@ -119,7 +119,10 @@ def _restrict(
     """
     metas = question.flow.metas
     in_time = axis == MICROBATCH_AXIS
-    settled: dict[str, Placement] = {} if in_time else {v: p.placement for v, p in pins.items()}
+    settled: dict[str, Placement] = {}
+    if not in_time:  # a pending input is an open matter, as a pending result is
+        stated = {v: p.placement for v, p in pins.items()}
+        settled = {v: p for v, p in stated.items() if not isinstance(p, Partial)}
     result: dict[str, tuple[Strategy, ...]] = {}
     for op in question.flow.ops:
         found = reached.strategies[op.name]

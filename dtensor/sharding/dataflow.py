@@ -12,6 +12,7 @@ Invariants are checked by `Dataflow.verify`. It knows no mesh and no torch.fx.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -38,6 +39,16 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expansion:
+    """A composite op as simpler calls, each of one result. Values are numbered: the op's operands,
+    then the results of the calls; ``results`` are the numbers of the op's own (None: not made)."""
+
+    calls: tuple[OpCall, ...]
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One op: its call, the names of its operands and results, and where it came from."""
 
@@ -50,6 +61,10 @@ class Op:
     source_text: str = ""
     module: str = ""
     stage: int = 0
+    # of a composite op: writes the call out, where it can; it follows from the call
+    expand: Callable[[OpCall], Expansion | None] | None = field(
+        default=None, compare=False, repr=False
+    )
     # links a backward op to its forward op; counted by the process, so not compared
     seq: int | None = field(default=None, compare=False)
 

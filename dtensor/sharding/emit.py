@@ -24,6 +24,7 @@ from dtensor.sharding.redistribute import Move, moves, seconds
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.spec import TensorSpec, alike
 from dtensor.sharding.steps import Compute, Convert, Step, StepPhase, Transfer
+from dtensor.sharding.zero import stored_spec
 
 if TYPE_CHECKING:
     from dtensor.sharding.planner import Request
@@ -115,6 +116,12 @@ class Emitter:
         self.copies.setdefault(value, []).append(copy)
         self._last[copy.name] = copy
         return copy
+
+    def scattered(self, copy: Copy, name: str, spec: TensorSpec) -> Copy:
+        """What a reduction in the backward left of a gradient, which no op reads."""
+        made = Copy(name, spec, copy.stage, copy.once, copy.phase)
+        self._last[name] = made
+        return made
 
     def copy_named(self, name: str) -> Copy:
         return self._last[name]
@@ -226,6 +233,14 @@ def _whole_in_time(spec: TensorSpec) -> bool:
     return MICROBATCH_AXIS not in spec.mesh.axes or spec.placement(MICROBATCH_AXIS) == REPLICATE
 
 
+def _stored(request: Request, kind: str, spec: TensorSpec) -> tuple[TensorSpec | None, int]:
+    """How a parameter is stored where the request splits storage, and the level."""
+    if request.zero is None or kind != "parameter":
+        return None, 0
+    axis, level = request.zero
+    return stored_spec(spec, axis), level
+
+
 def emit(
     request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
 ) -> Plan:
@@ -236,7 +251,16 @@ def emit(
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
-        inputs.append(PlannedInput(item.name, item.label, item.kind, spec, item.stages))
+        inputs.append(
+            PlannedInput(
+                item.name,
+                item.label,
+                item.kind,
+                spec,
+                item.stages,
+                *_stored(request, item.kind, spec),
+            )
+        )
         for stage in item.stages:
             emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
@@ -255,6 +279,7 @@ def emit(
         outputs=outputs,
         opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
         topology=request.topology,
+        zero=request.zero,
         pinned=tuple(
             (axis, value, request.pinned_by.get(value, value))
             for value, placements in request.pins.items()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dtensor.sharding.dataflow import Output
+from dtensor.sharding.emit_stored import filled, regather, scatter_early
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.plan import PlannedInput, PlannedOutput
@@ -21,9 +22,7 @@ from dtensor.sharding.spec import TensorSpec, alike
 from dtensor.sharding.steps import Accumulate, Bucket, Convert, Norm, StepPhase, TieSum, Update
 
 if TYPE_CHECKING:
-    from dtensor.sharding.emit import Emitter
-
-BUCKET_BYTES = 32 * 2**20
+    from dtensor.sharding.emit import Copy, Emitter
 
 
 @dataclass(slots=True)
@@ -39,10 +38,16 @@ class _Pending:
 
 @dataclass(slots=True)
 class Outputs:
+    """``scattered``: gradients that were split in the backward, by (value, stage, parameter)."""
+
     emitter: Emitter
     inputs: Mapping[str, PlannedInput]
+    scattered: Mapping[tuple[str, int, str], Copy] = field(
+        default_factory=dict[tuple[str, int, str], "Copy"]
+    )
 
     def emit(self) -> tuple[PlannedOutput, ...]:
+        self.scattered = scatter_early(self.emitter, self.inputs)
         pending = [self._start(output) for output in self.emitter.request.flow.outputs]
         while any(item.path for item in pending):
             self._advance(pending)
@@ -55,16 +60,22 @@ class Outputs:
             if self.emitter.request.split_results:
                 split = {a: p for a, p in spec.sharding.items() if isinstance(p, Shard)}
                 placements = {**split, **placements}
+            if self.emitter.request.pending_results:
+                pending = {a: p for a, p in spec.sharding.items() if isinstance(p, Partial)}
+                placements = {**pending, **placements}
         else:
-            placements = self.inputs[str(output.of)].spec.sharding
+            item = self.inputs[str(output.of)]
+            placements = (item.state if output.kind == "gradient" else item.spec).sharding
         full = tuple(placements.get(axis, REPLICATE) for axis in spec.mesh.axes)
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
     def _start(self, output: Output) -> _Pending:
         """Sum over microbatches; what remains to be done is a path of moves."""
         e = self.emitter
-        native = e.copies[output.value][0]
+        scattered = self.scattered.get((output.value, output.stage, str(output.of)))
+        native = e.copies[output.value][0] if scattered is None else scattered
         on_stage = [c for c in e.copies[output.value] if c.stage == output.stage]
+        on_stage = on_stage if scattered is None else [scattered]
         copy = on_stage[0] if on_stage else native
         phase: StepPhase = "forward" if output.kind == "result" else "backward"
         if not on_stage:
@@ -96,7 +107,10 @@ class Outputs:
         )
         if exact is not None:
             return _Pending(output, exact.name, (), exact.spec, of)
-        path = () if alike(spec, wanted) else moves(spec, wanted, e.request.topology)
+        # all-reduces of gradients share buckets, so they are not taken apart
+        whole = output.kind == "gradient" and self._trains()
+        same = alike(spec, wanted)
+        path = () if same else moves(spec, wanted, e.request.topology, whole=whole)
         return _Pending(output, name, path, spec, of)
 
     def _advance(self, pending: list[_Pending]) -> None:
@@ -106,23 +120,15 @@ class Outputs:
             if not item.path:
                 continue
             move = item.path[0]
-            bucketed = item.output.kind == "gradient" and move.kind == "all_reduce"
-            if bucketed and self._trains():
-                key = (move.axis, item.output.stage, item.spec.dtype)
+            reduces = move.kind in ("all_reduce", "reduce_scatter")
+            if item.output.kind == "gradient" and reduces and self._trains():
+                key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
                 buckets.setdefault(key, []).append(item)
             else:
                 self._single(item, move)
-        for (axis, stage, _), items in buckets.items():
-            group: list[_Pending] = []
-            size = 0
-            for item in items:
-                nbytes = item.spec.max_local_nbytes
-                if group and size + nbytes > BUCKET_BYTES:
-                    self._bucket(group, str(axis), stage)
-                    group, size = [], 0
-                group.append(item)
-                size += nbytes
-            self._bucket(group, str(axis), stage)
+        for items in buckets.values():
+            for group in filled(items, [item.spec.max_local_nbytes for item in items]):
+                self._bucket(group)
 
     def _trains(self) -> bool:
         return self.emitter.request.training is not None
@@ -147,9 +153,11 @@ class Outputs:
         )
         item.name, item.spec, item.path = result, move.dst, item.path[1:]
 
-    def _bucket(self, items: Sequence[_Pending], axis: str, stage: object) -> None:
+    def _bucket(self, items: Sequence[_Pending]) -> None:
         e = self.emitter
-        results = tuple(e.fresh(f"{item.name}_reduced") for item in items)
+        first = items[0].path[0]
+        axis = first.axis
+        results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
         e.steps.append(
             Bucket(
                 name=e.fresh(f"gradients_{axis}"),
@@ -161,7 +169,6 @@ class Outputs:
                 of=tuple(item.of for item in items),
             )
         )
-        del stage
         for item, result in zip(items, results, strict=True):
             item.name, item.spec, item.path = result, item.path[0].dst, item.path[1:]
 
@@ -218,6 +225,8 @@ class Outputs:
                         state_bytes=elements * output.spec.dtype.itemsize * training.state_tensors,
                     )
                 )
+
+        regather(self.emitter, self.inputs, grads)
 
     def _axes(self) -> tuple[str, ...]:
         return self.emitter.mesh.axes

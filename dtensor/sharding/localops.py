@@ -24,9 +24,11 @@ def mean_over(
     return torch.sum(x, tuple(dims), keepdim=keepdim, dtype=dtype) / count
 
 
-def filled(x: Tensor, shape: Sequence[int], value: float | bool) -> Tensor:
-    """A new tensor of x's kind: a reduction's identity, for ranks that hold nothing to reduce."""
-    return x.new_full(tuple(shape), value)
+def filled(
+    x: Tensor, shape: Sequence[int], value: float | bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A new tensor where x is: a reduction's identity, for ranks that hold nothing to reduce."""
+    return x.new_full(tuple(shape), value, dtype=dtype)
 
 
 def arange_pieces(
@@ -60,4 +62,16 @@ def mse_loss_over(x: Tensor, y: Tensor, count: int) -> Tensor:
 
 def mse_loss_backward_over(grad: Tensor, x: Tensor, y: Tensor, count: int) -> Tensor:
     """Its gradient for x: the global count divides, not the local one."""
-    return (x - y) * (2.0 / count) * grad
+    return (x - y) * (2.0 / max(count, 1)) * grad  # of no elements: empty
+
+
+def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """as_strided of a contiguous tensor, whatever strides x has here."""
+    return x.contiguous().as_strided(size, stride, offset).clone()
+
+
+def strided_scatter(
+    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> Tensor:
+    """as_strided_scatter into a contiguous tensor."""
+    return torch.as_strided_scatter(x.contiguous(), source, size, stride, offset)

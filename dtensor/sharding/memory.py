@@ -31,12 +31,14 @@ from dtensor.sharding.steps import (
     Compute,
     Convert,
     Norm,
+    Regather,
     Step,
     TieSum,
     Transfer,
     Update,
     operands_of,
     results_of,
+    runs_once,
 )
 
 _STATE = ("parameter", "buffer")
@@ -45,28 +47,29 @@ _STATE = ("parameter", "buffer")
 def stage_memory(plan: Plan, stage: int) -> Memory:
     """Bytes of the fullest rank of ``stage``."""
     parameters = sum(
-        item.spec.max_local_nbytes
+        item.held.max_local_nbytes
         for item in plan.inputs
         if item.kind in _STATE and stage in item.stages
     )
-    gradients = _gradients(plan, stage)
+    gradients = waiting_gradients(plan, stage)
     optimizer = sum(
         step.state_bytes for step in plan.steps if isinstance(step, Update) and step.stage == stage
     )
-    buckets = [
-        sum(move.src.max_local_nbytes for move in step.moves)
+    total = sum(gradients.values())
+    buckets = [  # gradients are gone when updated parameters are gathered
+        _flat(step) - (total if isinstance(step, Regather) else 0)
         for step in plan.steps
-        if isinstance(step, Bucket) and step.stage == stage
+        if isinstance(step, Bucket | Regather) and step.stage == stage and not _in_microbatch(step)
     ]
     return Memory(
         parameters=parameters,
-        gradients=sum(gradients.values()),
+        gradients=total,
         optimizer=optimizer,
         activations=max(_activations(plan, stage, gradients), *buckets, 0),
     )
 
 
-def _gradients(plan: Plan, stage: int) -> dict[str, int]:
+def waiting_gradients(plan: Plan, stage: int) -> dict[str, int]:
     """The values in which gradients of parameters wait for the optimizer, and their bytes."""
     producers = {name: step for step in plan.steps for name, _ in results_of(step)}
     state = {item.label for item in plan.inputs if item.kind in _STATE}
@@ -89,12 +92,19 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> str:
             case Convert(phase="optimizer", operand=operand):
                 value = operand
             case (
-                Bucket(results=results, operands=operands)
+                Bucket(results=results, operands=operands, phase="optimizer")
                 | TieSum(results=results, operands=operands)
             ):
                 value = operands[results.index(value)]
             case _:
                 return value
+
+
+def _flat(step: Bucket | Regather) -> int:
+    """Bytes of a bucket's flat buffers: what is sent of a reduction, what arrives of a gather."""
+    if isinstance(step, Regather) or step.kind == "all_gather":
+        return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
+    return sum(move.src.max_local_nbytes for move in step.moves)
 
 
 # -- activations: liveness over one microbatch ---------------------------------------------------
@@ -124,7 +134,7 @@ def _activations(plan: Plan, stage: int, gradients: Mapping[str, int]) -> int:
     uncounted = set(gradients)  # counted as parameters or as gradients
     for item in plan.inputs:
         if stage in item.stages:
-            values.define(item.name, item.spec, None)
+            values.define(item.name, item.held, None)
             uncounted.update([item.name] if item.kind in _STATE else [])
             always[item.name] = None
     steps = [s for s in plan.steps if _in_microbatch(s) and stage in _stages_of(s)]
@@ -197,15 +207,15 @@ def _stages_of(step: Step) -> tuple[int, ...]:
             return step.stages
         case Norm():
             return tuple(dict.fromkeys(stage for stage, _, _ in step.operands))
-        case Compute() | Convert() | Accumulate() | Bucket() | Update():
+        case Compute() | Convert() | Accumulate() | Bucket() | Update() | Regather():
             return (step.stage,)
 
 
 def _phase(step: Step) -> str:
     match step:
-        case Compute() | Convert() | Transfer():
+        case Compute() | Convert() | Transfer() | Bucket():
             return step.phase
-        case Accumulate() | Bucket() | TieSum() | Norm() | Update():
+        case Accumulate() | TieSum() | Norm() | Update() | Regather():
             return "optimizer"
 
 
@@ -214,7 +224,7 @@ def _in_microbatch(step: Step) -> bool:
 
 
 def _once(step: Step) -> bool:
-    return isinstance(step, Compute | Convert | Transfer) and step.once
+    return runs_once(step)
 
 
 # -- time ----------------------------------------------------------------------------------------
@@ -271,7 +281,7 @@ def _seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
             return 0.0, topology.collective_seconds(
                 "transfer", plan.stage_axis or "", num=2, bytes_sent=step.spec.max_local_nbytes
             )
-        case Bucket() | TieSum() | Norm():
+        case Bucket() | TieSum() | Norm() | Regather():
             return 0.0, _reductions(plan, step, stage)
         case _:
             assert_never(step)
@@ -281,8 +291,8 @@ def _streamed(plan: Plan, num_bytes: int) -> float:
     return plan.topology.compute_seconds(flops=0, bytes_moved=num_bytes)
 
 
-def _reductions(plan: Plan, step: Bucket | TieSum | Norm, stage: int) -> float:
-    """Seconds of the step's all_reduces on one rank of the stage."""
+def _reductions(plan: Plan, step: Bucket | TieSum | Norm | Regather, stage: int) -> float:
+    """Seconds of the step's collectives on one rank of the stage."""
     total = 0.0
     for item in plan.collectives_of(step):
         if item.stage == stage:

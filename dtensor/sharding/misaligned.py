@@ -114,8 +114,11 @@ def _proposal(
     if len(dim) > 1 and not minor:
         blocks.append(tuple(math.prod(rule.size[f] for f in product) for product in dim))
     for block in dict.fromkeys(blocks):
+        if not _fills(block, size):
+            continue
+        sizes = block_sizes(block, size)
         for unit in _units(rules):
-            if any(b % unit for b in _sizes(block, size)):
+            if any(b % unit for b in sizes):
                 continue
             trial = counted(Shard(at, block, unit), size)
             if all(index_sets(trial, size, num)) and lines_up(trial, num):
@@ -123,10 +126,8 @@ def _proposal(
     return None
 
 
-def _sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The sizes of the blocks; one that no unit divides where they do not fill the dim."""
-    fills = sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
-    return block_sizes(blocks, size) if fills else (-1,)
+def _fills(blocks: int | tuple[int, ...], size: int) -> bool:
+    return sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
 
 
 def _units(rules: Mapping[str, Rule]) -> list[int]:

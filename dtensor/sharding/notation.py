@@ -6,8 +6,10 @@
     dims    := dim*                          dim     := factor | "1" | "..." | "(" sum ")"
     sum     := factor* ("+" factor*)*        factor  := name "!"?
 
-`!` says that the factor must be whole; `...` stands for leading dims, aligned from the right. What
-the pattern means is in rule.py. Nothing here knows an op.
+`!` says that the factor must be whole; `...` stands for leading dims, aligned from the right; `~f`
+among a result's dims says that it is the same whatever part of f a rank holds (a convolution's
+bias gradient, with its input channels split). What the pattern means is in rule.py. Nothing here
+knows an op.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dtensor.sharding.call import Localizer, Meta
 from dtensor.sharding.placements import ReduceOp
 from dtensor.sharding.rule import Dim, Dims, Rule
 
-_TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*!?|1|\.\.\.)")
+_TOKEN = re.compile(r"\(([^()]*)\)|(~?[A-Za-z_]\w*!?|1|\.\.\.)")
 
 
 def parse_rule(
@@ -30,6 +32,7 @@ def parse_rule(
     results: Sequence[Meta | None],
     *,
     linear: Sequence[Sequence[int]] = (),
+    addends: Sequence[int] = (),
     reduce: ReduceOp = "sum",
     localize: Localizer | None = None,
     sizes: Mapping[str, int] | None = None,
@@ -53,6 +56,13 @@ def parse_rule(
         raise PlanningError(
             f"the rule {pattern!r} is for {len(terms)} tensors, the call has {len(metas)}"
         )
+    same = {
+        (i, token[1:])
+        for i, tokens in enumerate(terms[len(operands) :])
+        for token in tokens
+        if token.startswith("~")
+    }
+    terms = [[token for token in tokens if not token.startswith("~")] for tokens in terms]
     ellipsis = _ellipsis_sizes(terms, metas, pattern)
     known: dict[str, int] = dict(sizes or {})
     whole: set[str] = set()
@@ -77,6 +87,8 @@ def parse_rule(
         results=tuple(all_dims[len(operands) :]),
         sizes=tuple(sorted(known.items())),
         linear=tuple(frozenset(group) for group in linear),
+        addends=frozenset(addends),
+        same=frozenset(same),
         whole=frozenset(whole),
         reduce=reduce,
         localize=localize,
@@ -86,6 +98,14 @@ def parse_rule(
         if meta is not None and tuple(rule.dim_size(d) for d in dims) != meta.shape:
             raise PlanningError(f"the rule {pattern!r} does not fit a tensor {meta}")
     return rule
+
+
+def pattern_terms(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The tokens of each operand's and of each result's dims; PlanningError if malformed."""
+    left, arrow, right = pattern.partition("->")
+    if not arrow:
+        raise PlanningError(f"the rule {pattern!r} has no '->'")
+    return [_tokens(t) for t in left.split(",")], [_tokens(t) for t in right.split(",")]
 
 
 def _tokens(text: str) -> list[str]:

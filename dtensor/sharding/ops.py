@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from dtensor.sharding import ops_loss as ops_loss  # registers the ops of cross entropy
+from dtensor.sharding import ops_random as ops_random  # registers the random ops
 from dtensor.sharding.ops_base import LIBRARY, accumulation_dtype, define, local_index
 
 # -- attention ---------------------------------------------------------------------------------

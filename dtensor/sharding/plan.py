@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.cost import Topology
@@ -30,6 +31,7 @@ from dtensor.sharding.steps import (
     Bucket,
     Convert,
     Norm,
+    Regather,
     Step,
     StepPhase,
     TieSum,
@@ -37,6 +39,9 @@ from dtensor.sharding.steps import (
     operands_of,
     results_of,
 )
+
+if TYPE_CHECKING:
+    from dtensor.sharding.hints import Hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +66,29 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInput:
-    """Where an input lives: its plan value per stage, and its placement."""
+    """Where an input lives: its plan value per stage, and the placement that it is used at.
+
+    ``stored``: of a parameter under ``zero`` (its level), the spec of what is kept split: at 1 its
+    optimizer state, at 2 its gradient too, at 3 the parameter itself.
+    """
 
     name: str
     label: str
     kind: str
     spec: TensorSpec
     stages: tuple[int, ...]
+    stored: TensorSpec | None = None
+    zero: int = 0
+
+    @property
+    def held(self) -> TensorSpec:
+        """The spec under which the ranks hold the input between programs."""
+        return self.stored if self.stored is not None and self.zero == 3 else self.spec
+
+    @property
+    def state(self) -> TensorSpec:
+        """The spec of a parameter's optimizer state."""
+        return self.spec if self.stored is None else self.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +148,9 @@ class Plan:
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
     bubble: float = 0.0
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
+    zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""
+    hints: tuple[Hint, ...] = ()  # of hints.py, where they were asked for; printed last
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -173,7 +196,21 @@ class Plan:
                 return [
                     Collective(
                         name=step.name,
-                        kind="all_reduce",
+                        kind=step.kind,
+                        axis=step.axis,
+                        dtype=str(step.moves[0].src.dtype).removeprefix("torch."),
+                        bytes_sent=sum(move.bytes_sent for move in step.moves),
+                        times=1 if step.once or step.phase == "optimizer" else m,
+                        phase=step.phase,
+                        stage=step.stage,
+                        source="",
+                    )
+                ]
+            case Regather():
+                return [
+                    Collective(
+                        name=step.name,
+                        kind="all_gather",
                         axis=step.axis,
                         dtype=str(step.moves[0].src.dtype).removeprefix("torch."),
                         bytes_sent=sum(move.bytes_sent for move in step.moves),
@@ -242,6 +279,12 @@ class Plan:
 
         return explain(self, name)
 
+    def rounding(self) -> str:
+        """A bound on what the order of each reduction can change; see rounding.py."""
+        from dtensor.sharding.rounding import rounding_text
+
+        return rounding_text(self)
+
     def __str__(self) -> str:
         from dtensor.sharding.plan_text import render
 
@@ -249,7 +292,7 @@ class Plan:
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
         """Plan value name to spec, inputs included."""
-        found = {item.name: item.spec for item in self.inputs}
+        found = {item.name: item.held for item in self.inputs}
         for step in self.steps:
             for name, spec in results_of(step):
                 found[name] = spec

@@ -27,6 +27,7 @@ from dtensor.sharding.steps import (
     Compute,
     Convert,
     Norm,
+    Regather,
     Step,
     TieSum,
     Transfer,
@@ -59,6 +60,10 @@ def _input(plan: Plan, item: PlannedInput) -> list[str]:
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""
     lines = [f"{item.kind} {item.label}{where}"]
+    if item.stored is not None:
+        what = {1: "its optimizer state", 2: "its gradient and optimizer state"}
+        kept = what.get(item.zero, "it, its gradient and optimizer state")
+        lines.append(f"zero {item.zero}: stores {kept} as {item.stored}")
     pinned = {axis: by for axis, value, by in plan.pinned if value == item.name}
     for axis, placement in item.spec.sharding.items():
         if axis in pinned:
@@ -96,15 +101,17 @@ def _made_by(plan: Plan, step: Step, name: str) -> list[str]:
         case Bucket():
             move = step.moves[step.results.index(name)]
             whose = step.of[step.results.index(name)]
+            gathers = step.kind == "all_gather"
+            noun = "parameters" if gathers else "gradients"
+            why = f"stored split over {step.axis}" if gathers else f"pending on {step.axis}"
             return [
-                f"{step.name}: all_reduce of {len(step.of)} gradients on {step.axis} in one bucket",
-                f"for {whose}: {size_text(move.bytes_sent)} sent; pending on {step.axis}, wanted "
-                f"as {move.dst}",
+                f"{step.name}: {step.kind} of {len(step.of)} {noun} on {step.axis} in one bucket",
+                f"for {whose}: {size_text(move.bytes_sent)} sent; {why}, wanted as {move.dst}",
             ]
         case TieSum():
             stages = ", ".join(map(str, step.stages))
             return [f"the sum over stages {stages} of the gradients of {step.of}, used on each"]
-        case Norm() | Update():
+        case Norm() | Update() | Regather():
             return []
 
 
@@ -181,10 +188,11 @@ def _users(plan: Plan, name: str) -> list[str]:
                 lines.append(f"summed over microbatches into {step.result}")
             case Bucket():
                 at = step.operands.index(name)
+                what = "the parameter" if step.kind == "all_gather" else "the gradient of"
                 lines.append(
-                    f"all_reduce on {step.axis} within {step.name}, "
-                    f"{size_text(step.moves[at].bytes_sent)} sent: {step.results[at]}, the "
-                    f"gradient of {step.of[at]}"
+                    f"{step.kind} on {step.axis} within {step.name}, "
+                    f"{size_text(step.moves[at].bytes_sent)} sent: {step.results[at]}, {what} "
+                    f"{step.of[at]}"
                 )
             case TieSum():
                 lines.append(f"summed over stages {', '.join(map(str, step.stages))}: {step.of}")
@@ -192,6 +200,8 @@ def _users(plan: Plan, name: str) -> list[str]:
                 lines.append(f"counted in {step.result}")
             case Update():
                 lines.append(f"read by the update of {step.parameter} ({step.optimizer})")
+            case Regather():
+                lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
     for output in plan.outputs:
         if name in (value for _, value in output.values):
             of = "" if output.kind == "result" else "of "

@@ -36,11 +36,13 @@ from dtensor.sharding.steps import (
     Compute,
     Convert,
     Norm,
+    Regather,
     Step,
     TieSum,
     Transfer,
     Update,
 )
+from dtensor.sharding.zero import LEVELS
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
 
@@ -64,7 +66,7 @@ class _Line:
 
 def render(plan: Plan) -> str:
     """The text of the plan; deterministic, without a trailing newline."""
-    lines = [_head(plan), *_axes(plan)]
+    lines = [_head(plan), *_axes(plan), *_stored(plan)]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             lines += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
@@ -73,7 +75,7 @@ def render(plan: Plan) -> str:
         for step in plan.steps:
             if (line := _line(plan, step, stage)) is not None:
                 sections[_section(step)].append(line)
-        sections["optimizer"] += _updates(plan, stage)
+        sections["optimizer"] += [*_updates(plan, stage), *_regathered(plan, stage)]
         widths = _widths([line for found in sections.values() for line in found])
         for name, found in sections.items():
             if found:
@@ -81,6 +83,8 @@ def render(plan: Plan) -> str:
     if plan.schedule:
         lines += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
     lines += ["", *totals(plan)]
+    for hint in plan.hints:
+        lines += wrapped(str(hint), "", _WIDTH)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -157,12 +161,26 @@ def _axes(plan: Plan) -> list[str]:
     return lines
 
 
+def _stored(plan: Plan) -> list[str]:
+    """What is stored split, and over which axis."""
+    if plan.zero is None:
+        return []
+    axis, level = plan.zero
+    whole = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
+    kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
+    text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
+    return wrapped(text, "zero    ", _WIDTH)
+
+
 def _inputs(plan: Plan, stage: int) -> list[str]:
     """Every input of the stage with its placement; those of repeated layers as one line."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for item in plan.inputs:
         if stage in item.stages:
-            key = (item.kind, str(item.spec), collapse([item.label], "*"))
+            spec, kind = str(item.held), item.kind
+            if item.held != item.spec:
+                kind += f", used as {item.spec}"
+            key = (kind, spec, collapse([item.label], "*"))
             groups.setdefault(key, []).append(item.label)
     rows = [(kind, ", ".join(collapse(labels)), spec) for (kind, spec, _), labels in groups.items()]
     width = min(max((len(name) for _, name, _ in rows), default=0), _MAX_TEXT)
@@ -182,9 +200,9 @@ def _title(plan: Plan, section: str) -> str:
 
 def _section(step: Step) -> str:
     match step:
-        case Compute() | Convert() | Transfer():
+        case Compute() | Convert() | Transfer() | Bucket():
             return SECTIONS[0] if step.once else step.phase
-        case Accumulate() | Bucket() | TieSum() | Norm() | Update():
+        case Accumulate() | TieSum() | Norm() | Update() | Regather():
             return "optimizer"
 
 
@@ -230,7 +248,7 @@ def _line(plan: Plan, step: Step, stage: int) -> _Line | None:
             text = f"norm({_count(len(counted), 'gradient')}), clipped to {step.max_norm:g}"
             mark = "*" if plan.mesh.size > 1 else ""
             return _Line(mark, step.result, text, "f32[]", _sent(plan, step, stage))
-        case Update():
+        case Update() | Regather():
             return None
         case _:
             assert_never(step)
@@ -249,8 +267,10 @@ def _compute(step: Compute) -> _Line:
 
 
 def _bucket(plan: Plan, step: Bucket, stage: int) -> _Line:
-    size = sum(move.src.max_local_nbytes for move in step.moves)
-    text = f"all_reduce({_count(len(step.of), 'gradient')}, {step.axis})"
+    gathers = step.kind == "all_gather"
+    size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
+    noun = "parameter" if gathers else "gradient"
+    text = f"{step.kind}({_count(len(step.of), noun)}, {step.axis})"
     return _Line(
         "*",
         step.name,
@@ -259,6 +279,21 @@ def _bucket(plan: Plan, step: Bucket, stage: int) -> _Line:
         _sent(plan, step, stage),
         more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", _WIDTH)),
     )
+
+
+def _regathered(plan: Plan, stage: int) -> list[_Line]:
+    return [
+        _Line(
+            "*",
+            step.name,
+            f"all_gather({_count(len(step.of), 'updated parameter')}, {step.axis})",
+            f"one bucket of {size_text(sum(m.dst.max_local_nbytes for m in step.moves))}",
+            _sent(plan, step, stage),
+            more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", _WIDTH)),
+        )
+        for step in plan.steps
+        if isinstance(step, Regather) and step.stage == stage
+    ]
 
 
 def _updates(plan: Plan, stage: int) -> list[_Line]:

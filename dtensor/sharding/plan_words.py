@@ -23,7 +23,10 @@ from dtensor.sharding.spec import dtype_name
 
 _NUMBER = re.compile(r"\d+")
 # Where and how a result is laid out is decided by placements, not by the program's arguments.
-_SILENT = frozenset({"device", "layout", "memory_format", "non_blocking", "pin_memory"})
+# Seed and step are given anew at each run.
+_SILENT = frozenset(
+    {"at_seed", "at_step", "device", "layout", "memory_format", "non_blocking", "pin_memory"}
+)
 
 
 def size_text(num_bytes: int) -> str:

@@ -10,21 +10,22 @@ pure: the same request gives the same plan. Every error is raised here, before a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.choose import choose_axis
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.emit import emit
+from dtensor.sharding.expand import cheapest
 from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
-from dtensor.sharding.placements import PARTIAL, Placement, Shard, refine
+from dtensor.sharding.placements import PARTIAL, REPLICATE, Placement, Shard, refine
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.prices import AxisChoice, Question
 from dtensor.sharding.reach import Pin
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules.registry import NoRule, rule_for
-from dtensor.sharding.spec import make_spec
+from dtensor.sharding.spec import TensorSpec, make_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +47,21 @@ class Request:
     """What a plan is asked for.
 
     pins: input name -> axis -> placement, in the order the user stated the axes.
+    held: input name -> the spec under which it stands already; it has no pins.
     pinned_by: input name -> what the user wrote the pin for ("blocks.*.up.weight").
     settled: those of ``pins`` that an earlier plan chose; they open nothing.
     batch: the names of the inputs whose dim 0 is the batch.
     results: index of a user result -> axis -> placement (default Replicate).
     split_results: a result on which nothing is stated may stay split as it comes out.
+    pending_results: likewise one that comes out pending; it is priced as if it were reduced.
+    zero: an axis and a level: what of the parameters is stored split over it (zero.py).
     """
 
     name: str
     flow: Dataflow
     mesh: Mesh
     pins: Mapping[str, Mapping[str, Placement]]
+    held: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     pinned_by: Mapping[str, str] = field(default_factory=dict[str, str])
     settled: frozenset[str] = frozenset()
     batch: tuple[str, ...] = ()
@@ -69,10 +74,16 @@ class Request:
     training: Training | None = None
     free: bool = False
     split_results: bool = False
+    pending_results: bool = False
+    zero: tuple[str, int] | None = None
 
 
 def plan(request: Request) -> Plan:
     """Decide every placement and collective. Raises PlanningError."""
+    return cheapest(request.flow, lambda flow: _plan(replace(request, flow=flow)))
+
+
+def _plan(request: Request) -> Plan:
     flow, mesh = request.flow, request.mesh
     inner = mesh.without(request.stage_axis) if request.stage_axis else mesh
     if request.num_microbatches > 1:
@@ -139,6 +150,10 @@ def _pins(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
     metas = request.flow.metas
     kinds = {i.name: i.kind for i in request.flow.inputs}
     pins: dict[str, dict[str, Pin]] = {}
+    for value, spec in request.held.items():
+        for axis, placement in spec.sharding.items():
+            if placement != REPLICATE:
+                pins.setdefault(axis, {})[value] = Pin(value=value, placement=placement, by=value)
     for value, placements in request.pins.items():
         meta = metas[value]
         spec = make_spec(meta.shape, meta.dtype, request.mesh, placements)

@@ -127,9 +127,8 @@ class Prices:
                 shape, dtype, mesh, tuple(placed.get(a, REPLICATE) for a in mesh.axes)
             )
 
-        if isinstance(src, Partial) and any(
-            isinstance(p, Partial) and p.op != src.op for p in others.values()
-        ):
+        pending = {p.op for p in (src, dst, *others.values()) if isinstance(p, Partial)}
+        if len(pending) > 1:  # a value is not pending in two ways at once
             return math.inf
         return seconds(spec(src), spec(dst), self.question.topology)
 
@@ -146,7 +145,9 @@ class Prices:
             topology = replace(topology, latency=0.0)
         patient = Prices(replace(self.question, topology=topology), self.axis, self.done)
         times = self.question.mesh.shape.get(MICROBATCH_AXIS, 1)
-        found.append(((value, PARTIAL), patient.convert(value, PARTIAL, wanted) / times))
+        price = patient.convert(value, PARTIAL, wanted)
+        if math.isfinite(price):  # not so where the value is pending in another way already
+            found.append(((value, PARTIAL), price / times))
         return found
 
     def op(self, op: Op, strategy: Strategy) -> float:

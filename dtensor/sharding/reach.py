@@ -15,7 +15,7 @@ tried. The result lists, for every op, the one-axis strategies that the planner 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ from dtensor.sharding.dataflow import Dataflow, Op
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.misaligned import misaligned
 from dtensor.sharding.placements import (
+    PARTIAL,
     Partial,
     Placement,
     Shard,
@@ -178,8 +179,10 @@ def reach(
         )
     if free:
         _open_everything(closure)
+    given = {pin.value for pin in pins if pin.placement == PARTIAL}
+    anywhere = free or axis == MICROBATCH_AXIS
     return Reach(
-        _with_pending(flow, rules, closure.strategies, anywhere=free or axis == MICROBATCH_AXIS),
+        _with_pending(flow, rules, closure.strategies, given, anywhere=anywhere),
         {v: tuple(found.values()) for v, found in closure.shardings.items()},
         tuple(opened),
     )
@@ -208,10 +211,11 @@ def _with_pending(
     flow: Dataflow,
     rules: Rules,
     sharded: Mapping[str, Mapping[Strategy, None]],
+    given: Set[str],
     *,
     anywhere: bool,
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Add replication, and pending sums where one can arise.
+    """Add replication, and pending sums where one can arise; ``given``: inputs that are pending.
 
     Unless ``anywhere``, a sum stays pending only through ops that keep it what it is: ops of one
     tensor (views, scaling by numbers or scalars, placing rows by index: the gradient of an
@@ -219,7 +223,7 @@ def _with_pending(
     row-split product is reduced where it arises, as Megatron does, and not at some later point
     that happens to be cheaper.
     """
-    pending: set[str] = set()
+    pending: set[str] = set(given)
     result: dict[str, tuple[Strategy, ...]] = {}
     for op in flow.ops:
         replicate, *linear = rules[op.name].fixed_strategies()

@@ -10,9 +10,15 @@ global dim whatever the other axes do, any axis can be changed alone:
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
     Replicate -> Shard   slice (free)       Replicate -> Partial   zero_fill (rank 0 keeps; free)
 
-`bytes_sent` is what coordinate 0, the largest, sends: (n-1)/n of the value for all_gather and
+`bytes_sent` is what the rank that sends most sends: (n-1)/n of the value for all_gather and
 reduce_scatter, twice that for all_reduce, and what changes hands for all_to_all. The path is found
-by Dijkstra's algorithm over the shardings that mix both ends' placements. Nothing runs here.
+by Dijkstra's algorithm over the shardings that mix both ends' placements. Where two axes or more
+change, or shards are very uneven, a path through further shardings may be cheaper: a value pending
+over a and b is scattered over a, reduced over b and gathered over a; `12@a,5@b` becomes `12@b,5@a`
+by way of `12@(b,a),5`. As it has more collectives, it must save `WORTH` of the price; as the
+shardings are many, the search ends after `MAX_EXPANDED`, which on three axes may miss one. Axes on
+which both ends agree are left alone. tests/sharding/redistribution_search.py compares with a
+search over all shardings of many families. Nothing runs here.
 """
 
 from __future__ import annotations
@@ -20,13 +26,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.cost import Topology
+from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import (
     REPLICATE,
     Intervals,
@@ -34,8 +41,10 @@ from dtensor.sharding.placements import (
     Placement,
     Replicate,
     Shard,
+    counted,
     intersect,
     length,
+    pieces,
     same,
 )
 from dtensor.sharding.spec import TensorSpec
@@ -53,6 +62,12 @@ _SUFFIXES: dict[MoveKind, str] = {
     "relabel": "same",
 }
 FREE_KINDS: tuple[MoveKind, ...] = ("slice", "zero_fill", "relabel")
+WORTH = 0.01
+"""What part of the price a path through further shardings must save."""
+MAX_EXPANDED = 100
+"""How many shardings a search for such a path looks at: on two axes this is nearly all."""
+_TIE = 1e-13
+"""Seconds a move: of paths that cost the same, the one with fewer moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +86,7 @@ class Move:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that the rank at coordinate 0 sends."""
+        """Bytes that the rank which sends most sends."""
         return _bytes_sent(self)
 
     def seconds(self, topology: Topology) -> float:
@@ -104,24 +119,74 @@ def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
             return None
 
 
-def moves(src: TensorSpec, dst: TensorSpec, topology: Topology) -> tuple[Move, ...]:
-    """The cheapest path of moves; () where nothing changes. PlanningError where there is none."""
-    path = _path(src, dst, topology)
+def moves(
+    src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False
+) -> tuple[Move, ...]:
+    """The cheapest path of moves; () where nothing changes. PlanningError where there is none.
+
+    ``whole``: through placements of both ends and Replicate alone, so that an all_reduce stays one
+    move, as where several values share it in a bucket. It takes a hundredth of the time.
+    """
+    path = _path(src, dst, topology, whole)
     if path is None:
         raise PlanningError(f"{src} cannot be redistributed to {dst}")
     return path
 
 
-def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
-    """The price of the cheapest path; infinity where there is none."""
-    path = _path(src, dst, topology)
-    return math.inf if path is None else sum(move.seconds(topology) for move in path)
+def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False) -> float:
+    """The price of the cheapest path, as in `moves`; infinity where there is none."""
+    path = _path(src, dst, topology, whole)
+    return math.inf if path is None else _price(path, topology)
 
 
 @lru_cache(maxsize=65536)
-def _path(src: TensorSpec, dst: TensorSpec, topology: Topology) -> tuple[Move, ...] | None:
+def _path(
+    src: TensorSpec, dst: TensorSpec, topology: Topology, whole: bool
+) -> tuple[Move, ...] | None:
     if src.shape != dst.shape or src.dtype != dst.dtype or src.mesh != dst.mesh:
         raise PlanningError(f"{src} and {dst} are not two shardings of one value")
+    plain = _search(src, dst, topology)
+    changing = sum(p != q for p, q in zip(src.placements, dst.placements, strict=True))
+    if plain is None or whole or (changing < 2 and _unevenness(src) < 1.5):
+        return plain
+    price = _price(plain, topology)
+    if price - _least_latency(src, dst, topology) < WORTH * price:
+        return plain
+    return _search(src, dst, topology, below=(1 - WORTH) * price) or plain
+
+
+def _price(path: Sequence[Move], topology: Topology) -> float:
+    return sum(move.seconds(topology) for move in path)
+
+
+def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
+    """The latency that every path pays: of the collectives that each axis needs by itself."""
+    total = 0.0
+    for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
+        num = src.mesh.axis_size(axis)
+        match before, after:
+            case Replicate(), _:
+                kind = None
+            case Partial(), Partial():
+                kind = None if before == after else "all_reduce"
+            case Partial(), Replicate():
+                kind = "all_reduce"
+            case Partial(), Shard():
+                kind = "reduce_scatter"
+            case Shard(), _:
+                kind = None if same(before, after, src.shape, num) else "all_gather"
+        if kind is not None:
+            total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
+    return total
+
+
+def _search(
+    src: TensorSpec, dst: TensorSpec, topology: Topology, *, below: float | None = None
+) -> tuple[Move, ...] | None:
+    """Dijkstra's algorithm over the placements of both ends and Replicate.
+
+    ``below``: over further shardings too, for a path that is cheaper than this.
+    """
     choices = [_choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes]
     tie = itertools.count()
     queue: list[tuple[float, int, TensorSpec, tuple[Move, ...]]] = [(0.0, next(tie), src, ())]
@@ -132,14 +197,50 @@ def _path(src: TensorSpec, dst: TensorSpec, topology: Topology) -> tuple[Move, .
             return path
         if here.placements in done:
             continue
+        if below is not None and len(done) == MAX_EXPANDED:
+            return None
         done.add(here.placements)
         for axis, options in zip(src.mesh.axes, choices, strict=True):
+            if below is not None and len(options) > 1:
+                options = tuple(dict.fromkeys((*options, *_further(here, (src, dst), axis))))
             for option in options:
                 move = _one_move(here, axis, option)
                 if move is not None and move.dst.placements not in done:
-                    price = cost + move.seconds(topology)
-                    heapq.heappush(queue, (price, next(tie), move.dst, (*path, move)))
+                    price = cost + move.seconds(topology) + _TIE
+                    rest = 0.0 if below is None else _least_latency(move.dst, dst, topology)
+                    if below is None or price + rest < below:
+                        heapq.heappush(queue, (price, next(tie), move.dst, (*path, move)))
     return None
+
+
+def _further(
+    here: TensorSpec, ends: tuple[TensorSpec, TensorSpec], axis: str
+) -> tuple[Placement, ...]:
+    """What an axis may be cut to on the way: each dim, within the pieces that other axes cut.
+
+    Those pieces are of ``here`` or of one of the ends, so that a move on another axis leaves this
+    one's pieces where they are. The virtual axis of microbatches runs in time: nothing is
+    scattered over it.
+    """
+    if axis == MICROBATCH_AXIS or ends[0].mesh.axis_size(axis) == 1:
+        return ()
+    found: dict[Placement, None] = {}
+    for dim, size in enumerate(here.shape):
+        if size == 0:
+            continue
+        cuts = [_cuts(spec, dim, axis) for spec in (here, *ends)]
+        for majors in (*cuts, cuts[1] + cuts[2]):
+            found[counted(Shard(dim, pieces(majors, size)), size)] = None
+    return tuple(found)
+
+
+def _cuts(spec: TensorSpec, dim: int, axis: str) -> list[tuple[Shard, int]]:
+    """What the axes other than ``axis`` do to a dim."""
+    return [
+        (p, spec.mesh.axis_size(other))
+        for other, p in spec.sharding.items()
+        if isinstance(p, Shard) and p.dim == dim and other != axis
+    ]
 
 
 def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:
@@ -156,49 +257,79 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
         kind = "relabel"
     if kind is None:
         return None
-    dst = here.with_placements(**{axis: option})
-    if not covers(dst):
-        return None
-    return Move(kind, axis, here, dst)
-
-
-def covers(spec: TensorSpec) -> bool:
-    """Whether the shards of all ranks cover the tensor: two axes on a dim may miss parts."""
-    by_dim: dict[int, list[str]] = {}
-    for axis, placement in spec.sharding.items():
-        if isinstance(placement, Shard):
-            by_dim.setdefault(placement.dim, []).append(axis)
-    for dim, axes in by_dim.items():
-        if len(axes) == 1:
-            continue
-        ranges = [range(spec.mesh.axis_size(a)) for a in axes]
-        origin = dict.fromkeys(spec.mesh.axes, 0)
-        total = sum(
-            length(spec.intervals(dim, origin | dict(zip(axes, at, strict=True))))
-            for at in itertools.product(*ranges)
-        )
-        if total != spec.shape[dim]:
-            return False
-    return True
+    if isinstance(option, Partial) and any(
+        isinstance(p, Partial) and p.op != option.op for p in here.placements
+    ):
+        return None  # a value is not pending in two ways at once
+    return Move(kind, axis, here, here.with_placements(**{axis: option}))
 
 
 def _bytes_sent(move: Move) -> int:
-    mesh = move.src.mesh
-    num = mesh.axis_size(move.axis)
-    origin = dict.fromkeys(mesh.axes, 0)
-    itemsize = move.src.dtype.itemsize
+    origin = dict.fromkeys(move.src.mesh.axes, 0)
+    if move.kind in FREE_KINDS:
+        return 0
+    if _alike_on_all_ranks(move):
+        return _bytes_sent_at(move, origin)
+    return max(_bytes_sent_at(move, at) for at in _ranks_that_differ(move))
+
+
+def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
+    """Bytes that the rank at these coordinates sends."""
+    num = move.src.mesh.axis_size(move.axis)
+    held = [move.src.intervals(dim, here) for dim in range(len(move.src.shape))]
+    local = math.prod(length(i) for i in held) * move.src.dtype.itemsize
     match move.kind:
         case "all_gather":
-            return move.src.local_nbytes(origin) * (num - 1)
+            return local * (num - 1)
         case "all_reduce":
-            return -(-2 * move.src.local_nbytes(origin) * (num - 1) // num)
-        case "reduce_scatter":
-            return move.src.local_nbytes(origin) - move.dst.local_nbytes(origin)
-        case "all_to_all":
-            kept = math.prod(length(i) for i in overlap(move.src, move.dst, origin, origin))
-            return move.src.local_nbytes(origin) - kept * itemsize
+            return -(-2 * local * (num - 1) // num)
+        case "reduce_scatter" | "all_to_all":
+            kept = move.src.dtype.itemsize
+            for dim, intervals in enumerate(held):
+                kept *= length(intersect(intervals, move.dst.intervals(dim, here)))
+            return local - kept
         case _:
             return 0
+
+
+def _alike_on_all_ranks(move: Move) -> bool:
+    """Whether all ranks send the same: even shards, and no exchange within one dim."""
+    src, dst = move.src.placement(move.axis), move.dst.placement(move.axis)
+    if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
+        return False
+    return _unevenness(move.src) == 1 and _unevenness(move.dst) == 1
+
+
+@lru_cache(maxsize=65536)
+def _unevenness(spec: TensorSpec) -> float:
+    """The bytes of the largest shard over those of an even one; 1 where all are the same."""
+    parts = math.prod(
+        spec.mesh.axis_size(axis)
+        for axis, placement in spec.sharding.items()
+        if isinstance(placement, Shard)
+    )
+    return spec.max_local_nbytes * parts / spec.nbytes if spec.nbytes else 1.0
+
+
+def _ranks_that_differ(move: Move) -> Iterator[dict[str, int]]:
+    """Coordinates on the axes that cut a dim which the move's axis cuts, before or after it.
+
+    Along the other axes coordinate 0 has the largest shard, and so sends the most.
+    """
+    mesh = move.src.mesh
+    dims = {
+        p.dim
+        for p in (move.src.placement(move.axis), move.dst.placement(move.axis))
+        if isinstance(p, Shard)
+    }
+    axes = [
+        axis
+        for axis, placement in move.src.sharding.items()
+        if axis == move.axis or (isinstance(placement, Shard) and placement.dim in dims)
+    ]
+    origin = dict.fromkeys(mesh.axes, 0)
+    for at in itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)):
+        yield {**origin, **dict(zip(axes, at, strict=True))}
 
 
 def overlap(

@@ -71,6 +71,10 @@ class Rule:
 
     linear: the sets of operands in which the op is jointly linear (all of a set may be pending
         sums together, the others replicated, and the results are pending sums).
+    addends: operands that are added to what a contraction gives (the bias of addmm): where a
+        contracted factor is split they must be pending sums, so that they are added once.
+    same: pairs (result, factor): that result is the same whatever part of the factor a rank holds,
+        so that splitting the factor does not make it pending. A result without elements never is.
     whole: factors that may not be split.
     reduce: how the parts of a contracted factor combine.
     localize: rewrites the call for one rank where the local form differs from the global one.
@@ -81,6 +85,8 @@ class Rule:
     results: tuple[Dims, ...]
     sizes: tuple[tuple[str, int], ...]
     linear: tuple[frozenset[int], ...] = ()
+    addends: frozenset[int] = frozenset()
+    same: frozenset[tuple[int, str]] = frozenset()
     whole: frozenset[str] = frozenset()
     reduce: ReduceOp = "sum"
     localize: Localizer | None = None
@@ -95,7 +101,10 @@ class Rule:
             return " ".join(self._dim_text(dim) for dim in dims)
 
         left = ", ".join(map(dims_text, self.operands))
-        return f"{left} -> {', '.join(map(dims_text, self.results))}"
+        right = [dims_text(dims) for dims in self.results]
+        for result, factor in sorted(self.same):
+            right[result] += f" ~{factor}"
+        return f"{left} -> {', '.join(right)}"
 
     def _dim_text(self, dim: Dim) -> str:
         parts = [" ".join(f + "!" * (f in self.whole) for f in product) for product in dim]
@@ -129,8 +138,22 @@ class Rule:
             if all(p == REPLICATE for p in results):
                 return None
         elif any(p == REPLICATE for p in results):
-            results = [Partial(self.reduce) if p == REPLICATE else p for p in results]
+            results = [
+                Partial(self.reduce) if p == REPLICATE and self._combines(i, assignment) else p
+                for i, p in enumerate(results)
+            ]
+            if any(placed[i] != REPLICATE for i in self.addends):
+                return None
+            placed = [
+                Partial(self.reduce) if i in self.addends else p for i, p in enumerate(placed)
+            ]
         return Strategy(tuple(placed), tuple(results), "+".join(sorted(assignment)))
+
+    def _combines(self, result: int, assignment: Assignment) -> bool:
+        """Whether a result without the assigned factors is made of parts that the ranks have."""
+        if any(self.dim_size(dim) == 0 for dim in self.results[result]):
+            return False
+        return any((result, factor) not in self.same for factor in assignment)
 
     def _place(self, dims: Dims, assignment: Assignment, num: int) -> Placement | None:
         """The placement of a tensor of these dims, or None where it has no Shard form."""
@@ -162,7 +185,7 @@ class Rule:
         unit = math.gcd(*units)
         if len(units) > 1 and any(u != unit for u in units):
             return None
-        if min(blocks) < 1:
+        if min(blocks, default=0) < 1:
             return None
         return Shard(index, tuple(blocks), unit)
 

@@ -59,6 +59,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.bool: "bool",
+    torch.complex32: "c32",
     torch.complex64: "c64",
     torch.complex128: "c128",
 }

@@ -2,7 +2,8 @@
 
     Compute, Convert, Transfer      the program: local ops, moves of one value, ways between stages
     Accumulate                      a sum over microbatches
-    Bucket, TieSum, Norm, Update    the end of a training step
+    Bucket                          moves of several values as one message
+    TieSum, Norm, Update, Regather  the end of a training step
 
 Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `results_of`).
 What a step costs stands in plan.py and memory.py.
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dtensor.sharding.dataflow import Op
-from dtensor.sharding.redistribute import Move
+from dtensor.sharding.redistribute import Move, MoveKind
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.spec import TensorSpec
 
@@ -81,7 +82,12 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Several values reduced as one message: one all_reduce of a flat buffer."""
+    """Moves of one kind on one axis, of several values, as one message.
+
+    all_reduce and reduce_scatter of gradients; with parameters stored split, reduce_scatter in
+    the backward and all_gather of the parameters of a layer (``of``: their labels), both of them
+    once a microbatch. A gather starts where the step stands and is waited for at the first use.
+    """
 
     name: str
     results: tuple[str, ...]
@@ -90,6 +96,12 @@ class Bucket:
     axis: str
     stage: int
     of: tuple[str, ...]
+    phase: StepPhase = "optimizer"
+    once: bool = False
+
+    @property
+    def kind(self) -> MoveKind:
+        return self.moves[0].kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +137,22 @@ class Update:
     state_bytes: int  # per rank
 
 
-Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regather:
+    """Updated parameters, each rank its slice, put together again on every rank: one message.
+
+    ``inputs`` are the plan's inputs that it writes; ``moves`` gather slices to whole values.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    moves: tuple[Move, ...]
+    axis: str
+    stage: int
+    of: tuple[str, ...]  # labels
+
+
+Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update | Regather
 
 
 def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
@@ -146,7 +173,7 @@ def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
             return [(name, move.dst) for name, move in zip(step.results, step.moves, strict=True)]
         case TieSum():
             return [(name, step.spec) for name in step.results]
-        case Norm() | Update():
+        case Norm() | Update() | Regather():
             return []
 
 
@@ -160,6 +187,8 @@ def operands_of(step: Step) -> tuple[str, ...]:
             return tuple(value for _, value, _ in step.operands)
         case Update():
             return (step.gradient,)
+        case Regather():
+            return step.inputs
 
 
 def stage_of(step: Step) -> int:
@@ -175,13 +204,13 @@ def stage_of(step: Step) -> int:
 
 def runs_once(step: Step) -> bool:
     """Whether a step runs once a training step rather than once a microbatch."""
-    return isinstance(step, Compute | Convert | Transfer) and step.once
+    return isinstance(step, Compute | Convert | Transfer | Bucket) and step.once
 
 
 def comes_last(step: Step) -> bool:
     """Whether a step comes after the last microbatch."""
     match step:
-        case Accumulate() | Bucket() | TieSum() | Norm() | Update():
+        case Accumulate() | TieSum() | Norm() | Update() | Regather():
             return True
         case _:
             return step.phase == "optimizer"
@@ -189,4 +218,4 @@ def comes_last(step: Step) -> bool:
 
 def phase_of(step: Step) -> str:
     """The phase of a step."""
-    return step.phase if isinstance(step, Compute | Convert | Transfer) else "optimizer"
+    return step.phase if isinstance(step, Compute | Convert | Transfer | Bucket) else "optimizer"

@@ -1,5 +1,17 @@
 """What users import to unit-test collectives, rules and placements."""
 
+from dtensor.testing import strategies
+from dtensor.testing.certify import certify
 from dtensor.testing.collectives import assert_collectives, plan_of
+from dtensor.testing.oracle import Certificate
+from dtensor.testing.same import Same, assert_same
 
-__all__ = ["assert_collectives", "plan_of"]
+__all__ = [
+    "Certificate",
+    "Same",
+    "assert_collectives",
+    "assert_same",
+    "certify",
+    "plan_of",
+    "strategies",
+]

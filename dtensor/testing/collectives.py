@@ -32,8 +32,9 @@ from dtensor.api.patterns import listing, nearest
 from dtensor.api.placing import InputPins, planner_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow, meta_of
+from dtensor.frontend.flow import dataflow
 from dtensor.frontend.graph import Arg, Graph
+from dtensor.frontend.opcall import meta_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Shard
 from dtensor.sharding.plan import Collective, Plan

@@ -171,18 +171,29 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
+@torch.library.custom_op("test_errors::mix", mutates_args=())
+def mix(x: Tensor) -> Tensor:
+    return x @ x
+
+
+@mix.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def test_an_op_without_a_rule() -> None:
     def fn(x: Tensor) -> Tensor:
-        return torch.linalg.matrix_exp(x)
+        return mix(x)
 
     assert_expected_inline(
         refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2)),
         """\
-no rule says how aten.linalg_matrix_exp.default(f32[4,4]) may be split: it is not in the tables of dtensor.sharding.rules.
-  test_errors.py:N: return torch.linalg.matrix_exp(x)
-If it works element by element, add one with
-    register("aten.linalg_matrix_exp.default", pattern("... -> ..."))
-(from dtensor.sharding.rules import pattern, register); dims that must be whole on each rank are written with "!", as in "... k! -> ... k!".""",
+no rule says how test_errors.mix.default(f32[4,4]) may be split: it is not in the tables of dtensor.sharding.rules.
+  test_errors.py:N: return mix(x)
+fix: dt.rule("test_errors::mix", "... -> ...") if it works element by element;
+     dt.rule("test_errors::mix", "a! b! -> c! d!")
+     is right for any op and splits nothing: remove the "!" of dims that may be
+     split, and dt.testing.certify("test_errors::mix", *arguments) says whether they may""",
     )
 
 

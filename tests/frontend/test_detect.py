@@ -131,16 +131,16 @@ def test_nonzero() -> None:
     assert "test_detect.py:N: return x.nonzero()" in refused(fn)
 
 
-def test_dropout_in_training() -> None:
+def test_random_op_without_a_counter() -> None:
     def fn(x: Tensor) -> Tensor:
-        return F.dropout(x, 0.1)
+        return torch.multinomial(x, 2)
 
     assert_expected_inline(
         refused(fn),
         """\
-Random ops are not supported yet: dropout.
-  test_detect.py:N: return F.dropout(x, 0.1)
-fix: set dropout to p=0 or call model.eval(), and pass random tensors as arguments""",
+This random op has no counter-based form: multinomial.
+  test_detect.py:N: return torch.multinomial(x, 2)
+fix: write it with dropout, rand, randn, randint, bernoulli or their _like forms, or pass the random tensor as an argument""",  # noqa: E501
     )
 
 
@@ -153,7 +153,13 @@ def test_dropout_that_does_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "op", [torch.rand_like, torch.bernoulli, lambda x: torch.randn(2, 3), lambda x: x.uniform_()]
+    "op",
+    [
+        lambda x: torch.rrelu(x, training=True),
+        lambda x: torch.randperm(x.shape[-1]),
+        lambda x: x.cauchy_(),
+        lambda x: x.normal_(generator=torch.Generator()),
+    ],
 )
 def test_random_ops(op: Any) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -161,17 +167,7 @@ def test_random_ops(op: Any) -> None:
             noise = op(x.sigmoid())
         return x + noise
 
-    assert "Random ops are not supported yet" in refused(fn)
-
-
-def test_attention_dropout() -> None:
-    def fn(q: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-
-    text = refused(fn, torch.randn(1, 2, 3, 4))
-    assert text.startswith(
-        "Random ops are not supported yet: dropout.\n  test_detect.py:N: return F.s"
-    )
+    assert "This random op has no counter-based form" in refused(fn)
 
 
 def test_control_flow() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +266,11 @@ class _Module(nn.Module):
         values.update({n: self.get_parameter(n) for n in self.names})
         found = self.program.run(values)
         return found[0] if len(found) == 1 else tuple(found)
+
+
+def fused(flow: Dataflow) -> Dataflow:
+    """The program with its composite ops as they are: what an exact search is compared on."""
+    return replace(flow, ops=tuple(replace(op, expand=None) for op in flow.ops))
 
 
 def flow_of(program: Program) -> Dataflow:

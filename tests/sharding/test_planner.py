@@ -28,6 +28,7 @@ from tests.sharding.programs import (
     Program,
     execute,
     flow_of,
+    fused,
     plan_program,
     random_pins,
     random_program,
@@ -147,7 +148,7 @@ def test_no_choice_on_one_axis_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> No
     for seed in range(18):
         rng = random.Random(seed)
         mesh = MESHES[seed % 2]
-        flow = flow_of(random_program(rng, loss=seed % 3 == 0))
+        flow = fused(flow_of(random_program(rng, loss=seed % 3 == 0)))
         topology = random_topology(rng)
         try:
             found = plan_program(flow, mesh, random_pins(rng, flow, mesh), topology=topology)

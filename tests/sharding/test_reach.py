@@ -236,6 +236,21 @@ def test_more_ranks_than_kv_heads_are_refused_with_a_smaller_axis() -> None:
     reached(flow, {"k.weight": Shard(0)}, num=2)
 
 
+def test_parts_of_a_dim_of_another_size_are_not_proposed() -> None:
+    """The rows are cut where they are one dim with the columns: no blocks of the rows help."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.split(self.weight.reshape(12) * x, [1, 11])[1].exp()
+
+    with pytest.raises(PlanningError, match=r"2 parts of 1, 11.*\n.*\n.*\nfix: tp=Replicate"):
+        reached(flow_of(Shifted(), torch.randn(12)), {"weight": Shard(0)})
+
+
 def test_an_argument_that_does_not_line_up_ends_there() -> None:
     """What is not a parameter may be split as it comes: it is redistributed where it must be."""
     plan = plan_model(

@@ -1,189 +1,125 @@
 """Redistribution between all kinds of placements: exact values, closed forms of bytes, cheap paths.
 
-The values are moved by the real lowering: a program without ops whose input is pinned one way and
-whose result is wanted another, run on ranks in this process.
+A sample of what `python -m tests.sharding.redistribution_search` does for all pairs.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import lower
-from dtensor.sharding.call import Meta
 from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow, Input, Output
-from dtensor.sharding.local import assemble, shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
-from dtensor.sharding.planner import Request, plan
-from dtensor.sharding.redistribute import Move, covers, moves, seconds
-from dtensor.sharding.spec import TensorSpec, make_spec
-from dtensor.sharding.steps import Convert
-
-TOPOLOGY = Topology()
-SHAPE = (12, 5)
-KINDS: tuple[Placement, ...] = (
-    REPLICATE,
+from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.placements import (
     PARTIAL,
-    Shard(0),
-    Shard(1),
-    Shard(0, blocks=3),
-    Shard(0, blocks=(8, 4)),
-    Shard(0, unit=2),
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
+from dtensor.sharding.redistribute import moves, seconds
+from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.testing import strategies
+from tests.sharding.redistribution_search import (
+    FAMILIES,
+    SMALL,
+    Family,
+    Search,
+    check_price,
+    check_values,
 )
 
-
-def specs(mesh: Mesh) -> list[TensorSpec]:
-    """All combinations, with two axes on a dim in both orders; what fits the shape."""
-    found: dict[TensorSpec, None] = {}
-    for placements in itertools.product(KINDS, repeat=len(mesh.axes)):
-        stated = dict(zip(mesh.axes, placements, strict=True))
-        for order in itertools.permutations(mesh.axes):
-            try:
-                spec = make_spec(SHAPE, torch.float64, mesh, {a: stated[a] for a in order})
-            except PlanningError:  # the unit does not fit the pieces of the major axis
-                continue
-            found[spec] = None
-    return list(found)
+TOPOLOGY = Topology()
 
 
-def pairs(mesh: Mesh, count: int) -> Iterator[tuple[TensorSpec, TensorSpec]]:
-    every = specs(mesh)
+def pairs(family: Family, count: int) -> list[tuple[TensorSpec, TensorSpec]]:
+    specs = family.specs()
+    if len(specs) ** 2 <= count:
+        return list(itertools.product(specs, specs))
     rng = random.Random(0)
-    both = (
-        list(itertools.product(every, every))
-        if len(every) ** 2 <= count
-        else [(rng.choice(every), rng.choice(every)) for _ in range(count)]
-    )
-    return iter(both)
-
-
-def shards(x: torch.Tensor, spec: TensorSpec, rng: torch.Generator) -> list[torch.Tensor]:
-    """Shards of ``x``; a pending value is a sum of parts that are nowhere zero."""
-    mesh = spec.mesh
-    parts = {rank: x for rank in range(mesh.size)}
-    for axis, placement in spec.sharding.items():
-        if isinstance(placement, Partial):
-            for rank in range(mesh.size):
-                if mesh.coordinates(rank)[axis] == 0:
-                    group = mesh.group(rank, axis)
-                    given = [
-                        torch.randint(-9, 9, x.shape, generator=rng).double() for _ in group[1:]
-                    ]
-                    rest = [parts[r] for r in group]
-                    assert all(torch.equal(r, rest[0]) for r in rest)
-                    values = [rest[0] - sum(given), *given]
-                    for r, value in zip(group, values, strict=True):
-                        parts[r] = value
-            # the ranks that differ on later axes hold the same parts
-            for rank in range(mesh.size):
-                here = mesh.coordinates(rank)
-                later = mesh.axes[mesh.index(axis) + 1 :]
-                parts[rank] = parts[mesh.rank({**here, **dict.fromkeys(later, 0)})]
-    whole = TensorSpec(
-        spec.shape,
-        spec.dtype,
-        mesh,
-        tuple(REPLICATE if isinstance(p, Partial) else p for p in spec.placements),
-    )
-    return [shard_of(parts[r], whole, mesh.coordinates(r)) for r in range(mesh.size)]
-
-
-def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The shards under ``dst``, moved by the lowered program of an empty dataflow."""
-    meta = Meta(src.shape, src.dtype)
-    flow = Dataflow(
-        inputs=(Input(name="x", meta=meta, kind="argument", label="x"),),
-        ops=(),
-        outputs=(Output("x", "result", 0),),
-    )
-    # as majors come first in specs, pins by axis would refine again: state the finished spec
-    request = Request(
-        name="move",
-        flow=flow,
-        mesh=src.mesh,
-        pins={"x": _stated(src)},
-        results={0: dict(dst.sharding)},
-    )
-    found = plan(request)
-    assert next(i.spec for i in found.inputs) == src
-    emitted = [s.move for s in found.steps if isinstance(s, Convert)]
-    assert _kinds(emitted) == _kinds(moves(src, dst, TOPOLOGY))
-    lowered = lower(found, None)
-    with launch_cluster(src.mesh.size) as cluster:
-        handle = cluster.load(lowered.program)
-        results = cluster.run(handle, [{"x": shard} for shard in local]).get()
-    return [result["result 0"] for result in results]
-
-
-def _kinds(path: Sequence[Move]) -> list[tuple[str, str]]:
-    """A move that changes names alone may be left out."""
-    return [(m.kind, m.axis) for m in path if m.kind != "relabel"]
-
-
-def _stated(spec: TensorSpec) -> dict[str, Placement]:
-    """Placements in an order of axes from which make_spec gives ``spec`` again."""
-    for order in itertools.permutations(spec.mesh.axes):
-        for kinds in itertools.product((None, 1), repeat=len(order)):
-            stated: dict[str, Placement] = {}
-            for axis, blocks in zip(order, kinds, strict=True):
-                placement = spec.placement(axis)
-                if isinstance(placement, Shard) and blocks is not None:
-                    placement = Shard(placement.dim, 1, placement.unit)
-                stated[axis] = placement
-            try:
-                if make_spec(spec.shape, spec.dtype, spec.mesh, stated) == spec:
-                    return stated
-            except PlanningError:
-                continue
-    raise AssertionError(f"{spec} comes from no order of axes")
+    return [(rng.choice(specs), rng.choice(specs)) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "count"),
+    ("number", "count"),
     [
-        (Mesh(a=2), 99),
-        (Mesh(a=3), 99),
-        (Mesh(a=2, b=2), 150),
-        (Mesh(a=2, b=3), 60),
-        (Mesh(a=2, b=2, c=2), 50),
+        (0, 30),
+        (1, 30),
+        (2, 49),
+        (3, 16),
+        (4, 80),
+        (5, 20),
+        (6, 40),
+        (7, 40),
+        (8, 30),
+        (9, 30),
+        (10, 30),
     ],
-    ids=str,
+    ids=lambda n: str(n),
 )
-def test_values_are_exact(mesh: Mesh, count: int) -> None:
+def test_values_are_exact(number: int, count: int) -> None:
     rng = torch.Generator().manual_seed(0)
-    for src, dst in pairs(mesh, count):
-        x = torch.randint(-99, 99, SHAPE, generator=rng).double()
-        found = run(src, dst, shards(x, src, rng))
-        assert torch.equal(assemble(found, dst), x), f"{src} -> {dst}"
-        if not any(isinstance(p, Partial) for p in dst.placements):
-            for rank, shard in enumerate(found):
-                expected = shard_of(x, dst, mesh.coordinates(rank))
-                assert torch.equal(shard, expected), f"{src} -> {dst}, rank {rank}"
+    for src, dst in pairs(FAMILIES[number], count):
+        if seconds(src, dst, TOPOLOGY) < float("inf"):
+            check_values(src, dst, rng)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(a=3), Mesh(a=2, b=2), Mesh(a=2, b=2, c=2)], ids=str)
-def test_paths_are_sound_and_never_dearer_than_gather_then_slice(mesh: Mesh) -> None:
-    whole = make_spec(SHAPE, torch.float64, mesh)
-    for src, dst in pairs(mesh, 600):
+@settings(deadline=None, max_examples=30, database=None, derandomize=True)
+@given(st.data())
+def test_values_of_drawn_specs_are_exact(data: st.DataObject) -> None:
+    """Blocks with units, axes of size 1, scalars, up to three axes."""
+    mesh = data.draw(strategies.meshes(max_size=8))
+    shape = data.draw(strategies.shapes(max_dims=2))
+    both = strategies.specs(mesh=mesh, shape=shape, dtype=torch.int64, pending=True)
+    src, dst = data.draw(both), data.draw(both)
+    ops = {p.op for p in (*src.placements, *dst.placements) if isinstance(p, Partial)}
+    if len(ops) < 2 and seconds(src, dst, TOPOLOGY) < float("inf"):
+        check_values(src, dst, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("topology", [SMALL, TOPOLOGY], ids=["bytes", "default"])
+@pytest.mark.parametrize("number", [0, 2, 3, 7])
+def test_no_path_is_cheaper(number: int, topology: Topology) -> None:
+    specs = FAMILIES[number].specs()
+    search = Search(specs, topology)
+    rng = random.Random(number)
+    for src in rng.sample(specs, min(len(specs), 4)):
+        best = search.from_(src)
+        for dst in specs:
+            check_price(src, dst, best, topology)
+
+
+@pytest.mark.parametrize("number", [1, 4, 9])
+def test_paths_are_sound_and_never_dearer_than_gather_then_slice(number: int) -> None:
+    family = FAMILIES[number]
+    whole = make_spec(family.shape, torch.int64, family.mesh)
+    for src, dst in pairs(family, 15):
+        if seconds(src, dst, TOPOLOGY) == float("inf"):
+            with pytest.raises(PlanningError, match="cannot be redistributed"):
+                moves(src, dst, TOPOLOGY)
+            continue
         path = moves(src, dst, TOPOLOGY)
         ends = [src, *(m.dst for m in path)]
         assert [m.src for m in path] == ends[:-1]
         assert ends[-1] == dst
-        assert all(covers(spec) for spec in ends)
         for move in path:
-            changed = [a for a in mesh.axes if move.src.placement(a) != move.dst.placement(a)]
+            changed = [
+                a for a in family.mesh.axes if move.src.placement(a) != move.dst.placement(a)
+            ]
             assert changed == [move.axis]
-        through = seconds(src, whole, TOPOLOGY) + seconds(whole, dst, TOPOLOGY)
-        assert seconds(src, dst, TOPOLOGY) <= through + 1e-15
-        assert seconds(src, dst, TOPOLOGY) == pytest.approx(sum(m.seconds(TOPOLOGY) for m in path))
+        price = sum(m.seconds(TOPOLOGY) for m in path)
+        assert seconds(src, dst, TOPOLOGY) == pytest.approx(price)
+        if all(not isinstance(p, Partial) or p.op == "sum" for p in dst.placements):
+            through = seconds(src, whole, TOPOLOGY, whole=True)
+            through += seconds(whole, dst, TOPOLOGY, whole=True)
+            assert price <= through + 1e-15
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -201,16 +137,26 @@ def test_bytes_sent_are_the_closed_forms(n: int) -> None:
     assert sent(Shard(0), REPLICATE) == ("all_gather", volume * (n - 1) // n)
     assert sent(PARTIAL, REPLICATE) == ("all_reduce", 2 * volume * (n - 1) // n)
     assert sent(PARTIAL, Shard(1)) == ("reduce_scatter", volume * (n - 1) // n)
+    # one nth of what an all_gather sends
     assert sent(Shard(0), Shard(1)) == ("all_to_all", volume * (n - 1) // n**2)
     assert sent(REPLICATE, Shard(0)) == ("slice", 0)
     assert sent(REPLICATE, PARTIAL) == ("zero_fill", 0)
 
 
-def test_a_uneven_gather_sends_the_largest_shard() -> None:
+def test_uneven_collectives_send_what_the_busiest_rank_sends() -> None:
     mesh = Mesh(a=3)
-    src = make_spec((7, 2), torch.float32, mesh, dict(a=Shard(0)))  # 3, 3, 1 rows
-    (move,) = moves(src, make_spec((7, 2), torch.float32, mesh), TOPOLOGY)
-    assert move.bytes_sent == 3 * 2 * 4 * 2
+    rows = make_spec((7, 2), torch.float32, mesh, dict(a=Shard(0)))  # 3, 3, 1 rows
+    whole = make_spec((7, 2), torch.float32, mesh)
+    (gather,) = moves(rows, whole, TOPOLOGY)
+    assert gather.bytes_sent == 3 * 2 * 4 * 2
+    summed = make_spec((7, 2), torch.float32, mesh, dict(a=PARTIAL))
+    (scatter,) = moves(summed, rows, TOPOLOGY)
+    assert scatter.bytes_sent == 6 * 2 * 4  # the last rank keeps one row
+    # rank 0 keeps 1 of its 2 rows, rank 1 none: [0,1] -> [0]+[4], [2,3] -> [1]+[5]
+    mesh = Mesh(a=4)
+    ends = [make_spec((8,), torch.float32, mesh, dict(a=Shard(0, blocks=n))) for n in (1, 2)]
+    (exchange,) = moves(ends[0], ends[1], TOPOLOGY)
+    assert exchange.bytes_sent == 2 * 4
 
 
 def test_the_same_indices_by_another_name_cost_nothing() -> None:
@@ -227,6 +173,30 @@ def test_a_minor_axis_is_gathered_alone() -> None:
     dst = make_spec((8, 4), torch.float32, mesh, dict(a=Shard(0)))
     (move,) = moves(src, dst, TOPOLOGY)
     assert (move.kind, move.axis, move.bytes_sent) == ("all_gather", "b", 2 * 4 * 4)
+
+
+def test_two_pending_axes_reduce_a_part_each() -> None:
+    """Scattered over a, reduced over b on half of it, gathered over a; in one piece where asked."""
+    mesh = Mesh(a=2, b=2)
+    src = make_spec((1024, 512), torch.float32, mesh, dict(a=PARTIAL, b=PARTIAL))
+    dst = make_spec((1024, 512), torch.float32, mesh)
+    path = moves(src, dst, TOPOLOGY)
+    assert [m.kind for m in path] == ["reduce_scatter", "all_reduce", "all_gather"]
+    assert [m.bytes_sent for m in path] == [2**20] * 3
+    plain = moves(src, dst, TOPOLOGY, whole=True)
+    assert [m.kind for m in plain] == ["all_reduce", "all_reduce"]
+    assert [m.bytes_sent for m in plain] == [2 * 2**20] * 2
+    # where latency is all that counts, two collectives are better than three
+    small = [make_spec((8, 4), torch.float32, mesh, s.sharding) for s in (src, dst)]
+    assert [m.kind for m in moves(*small, TOPOLOGY)] == ["all_reduce", "all_reduce"]
+
+
+def test_nothing_is_scattered_over_microbatches() -> None:
+    mesh = Mesh(a=2).extended(MICROBATCH_AXIS, 2)
+    both = {"a": PARTIAL, MICROBATCH_AXIS: PARTIAL}
+    src = make_spec((1024, 512), torch.float32, mesh, both)
+    path = moves(src, make_spec((1024, 512), torch.float32, mesh), TOPOLOGY)
+    assert all(not isinstance(m.dst.placement(MICROBATCH_AXIS), Shard) for m in path)
 
 
 def test_no_path_to_another_reduction() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dtensor.sharding.placements import REPLICATE, Partial, Shard
 from dtensor.sharding.rule import FactorSharding, Rule
 from dtensor.sharding.rules import NoRule, pattern, register, registered, rule_for
 from dtensor.sharding.rules.views import factorize
+from dtensor.sharding.rules.whole import reasons
 from dtensor.sharding.spec_text import parse
 from dtensor.testing.oracle import certify_call
 
@@ -69,6 +71,41 @@ def test_strategies_of_mm() -> None:
 )
 def test_text_round_trip(text: str, operands: list, results: list) -> None:
     assert str(_rule(text, operands, results)).strip() == text.strip()
+
+
+def test_addend_is_pending_where_a_contraction_is_split() -> None:
+    bias, x, w = (Meta(shape, F32) for shape in ((4,), (8, 6), (6, 4)))
+    out = Meta((8, 4), F32)
+    rule = parse_rule("n, m k, k n -> m n", [bias, x, w], [out], addends=(0,))
+    texts = [f"{list(s.operands)} -> {list(s.results)}" for s in rule.strategies(2)]
+    assert texts == [
+        "[Replicate(), Replicate(), Replicate()] -> [Replicate()]",
+        "[Shard(0), Replicate(), Shard(1)] -> [Shard(1)]",
+        "[Replicate(), Shard(0), Replicate()] -> [Shard(0)]",
+        '[Partial("sum"), Shard(1), Shard(0)] -> [Partial("sum")]',
+    ]
+
+
+def test_addend_that_is_not_pending_is_added_on_each_rank() -> None:
+    """Without `addends` the bias is added once per rank, which the oracle finds."""
+    f64 = torch.float64
+    args = (torch.ones(4, dtype=f64), torch.ones(8, 6, dtype=f64), torch.ones(6, 4, dtype=f64))
+    planted = certify_call(
+        aten.addmm.default,
+        args,
+        rule=lambda call: parse_rule("n, m k, k n -> m n", call.operands, call.results),
+    )
+    assert any("Shard(1), Shard(0)] -> [Partial" in text for text in planted.wrong)
+    assert certify_call(aten.addmm.default, args).wrong == ()
+
+
+def test_whole_says_why() -> None:
+    assert reasons()["aten.histogram.bin_ct"] == (
+        "the edges of the bins, or their density, depend on all values"
+    )
+    call = _call(aten.histogram.bin_ct, (Operand(0), 4), (8, 6), (4,))
+    call = replace(call, results=(Meta((4,), F32), Meta((5,), F32)))
+    assert rule_for(call).factors() == ()
 
 
 def test_broadcast_dims_have_no_factor() -> None:
@@ -215,22 +252,43 @@ def test_a_literal_makes_add_affine() -> None:
     assert by_literal == {0: (frozenset({0}),), 1.0: ()}
 
 
-def test_an_op_without_a_rule_is_an_error() -> None:
-    call = _call(aten.cholesky.default, (Operand(0),), (4, 4), (4, 4))
+@torch.library.custom_op("test_rule::mix", mutates_args=())
+def _mix(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("never run")
+
+
+@pytest.mark.parametrize(
+    "shape, fix",
+    [
+        (
+            (4, 1),
+            'fix: dt.rule("test_rule::mix", "..., ... -> ...") if it works element by element;\n'
+            '     dt.rule("test_rule::mix", "a! b!, c! d! -> e! f!")\n',
+        ),
+        ((3, 4), 'fix: dt.rule("test_rule::mix", "a! b!, c! d! -> e! f!")\n'),
+    ],
+)
+def test_an_op_without_a_rule_is_an_error(shape: tuple[int, ...], fix: str) -> None:
+    """Element by element is proposed where the shapes broadcast."""
+    op = torch.ops.test_rule.mix.default
+    call = _call(op, (Operand(0), Operand(1)), (4, 4), (4, 4))
+    call = replace(call, operands=(call.operands[0], Meta(shape, torch.float32)))
     with pytest.raises(NoRule) as raised:
         rule_for(call)
     assert str(raised.value) == (
-        "no rule says how aten.cholesky.default(f32[4,4]) may be split: "
-        "it is not in the tables of dtensor.sharding.rules.\n"
-        "If it works element by element, add one with\n"
-        '    register("aten.cholesky.default", pattern("... -> ..."))\n'
-        "(from dtensor.sharding.rules import pattern, register); dims that must be whole on each "
-        'rank are written with "!", as in "... k! -> ... k!".'
+        f"no rule says how test_rule.mix.default(f32[4,4], f32[{shape[0]},{shape[1]}]) may be "
+        f"split: it is not in the tables of dtensor.sharding.rules.\n{fix}"
+        '     is right for any op and splits nothing: remove the "!" of dims that may be\n'
+        '     split, and dt.testing.certify("test_rule::mix", *arguments) says whether they may'
     )
 
 
-def test_dropout_has_no_rule() -> None:
-    assert not [name for name in registered() if "dropout" in name]
+def test_random_ops_of_torch_have_no_rule() -> None:
+    """Capture rewrites them as counter-based ops of the project's own."""
+    found = [n for n in registered() if "dropout" in n or "bernoulli" in n or "rand" in n]
+    assert {n for n in found if not n.startswith("dt.")} <= {
+        "aten.native_dropout_backward.default"  # a mask is given
+    }
 
 
 def test_an_op_has_one_rule() -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from dtensor.sharding.call import Localizer, Meta, OpCall, Operand
 from dtensor.sharding.notation import parse_rule
 from dtensor.sharding.placements import Intervals, ReduceOp, intersect, length
@@ -26,6 +28,7 @@ def pattern(
     text: str,
     *,
     linear: Groups = (),
+    addends: Sequence[int] = (),
     reduce: ReduceOp = "sum",
     localize: Localizer | None = None,
     flops: str = "",
@@ -36,7 +39,15 @@ def pattern(
     """
 
     def build(call: OpCall) -> Rule:
-        return make(call, text, linear=linear, reduce=reduce, localize=localize, flops=flops)
+        return make(
+            call,
+            text,
+            linear=linear,
+            addends=addends,
+            reduce=reduce,
+            localize=localize,
+            flops=flops,
+        )
 
     return build
 
@@ -46,6 +57,7 @@ def make(
     text: str,
     *,
     linear: Groups = (),
+    addends: Sequence[int] = (),
     reduce: ReduceOp = "sum",
     localize: Localizer | None = None,
     flops: str = "",
@@ -57,6 +69,7 @@ def make(
         call.operands,
         call.results,
         linear=linear_groups(call, linear),
+        addends=addends,
         reduce=reduce,
         localize=localize,
         sizes=sizes,
@@ -77,9 +90,13 @@ def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:
 
 
 def _keeps_sums(operand: Meta, result: Meta) -> bool:
-    if "bool" in (str(operand.dtype)[6:], str(result.dtype)[6:]):
+    if {operand.dtype, result.dtype} & {torch.bool, torch.complex32}:  # no sums; none to send
         return False
-    return result.dtype.is_floating_point or not operand.dtype.is_floating_point
+    return _inexact(result.dtype) or not _inexact(operand.dtype)
+
+
+def _inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def operand_index(call: OpCall, position: int, name: str) -> int | None:
@@ -104,6 +121,11 @@ def names(count: int, whole: Iterable[int] = ()) -> list[str]:
     """``d0 d1! d2`` as a list: a factor for each dim, those of ``whole`` not to be split."""
     kept = set(whole)
     return [f"d{i}!" if i in kept else f"d{i}" for i in range(count)]
+
+
+def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
+    """``dims`` as text, with the one at ``at`` replaced by ``texts``, none: left out."""
+    return " ".join([*dims[:at], *texts, *dims[at + 1 :]])
 
 
 def resolve_dims(value: Any, rank: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ Invariants: no operand is needed to split a result; nothing here is random.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,39 @@ def _like(call: OpCall) -> Rule:
 
 def _local_second(call: OpCall, local: Local) -> OpCall:
     return call.with_arg(1, list(local.result_shape()))
+
+
+def _strided(call: OpCall) -> Rule:
+    """Undefined values: strides are the rank's own affair."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        kwargs = {k: v for k, v in call.kwargs if k in ("dtype", "device")}
+        target = torch.ops.aten.empty.memory_format
+        return retarget(call, target, list(local.result_shape()), **kwargs)
+
+    return make(call, f"-> {' '.join(names(_rank(call)))}", localize=localize)
+
+
+def _strided_like(call: OpCall) -> Rule:
+    rule = _like(call)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        kwargs = {k: v for k, v in call.kwargs if k in ("dtype", "device")}
+        target = torch.ops.aten.new_empty.default
+        return retarget(call, target, call.args[0], list(local.result_shape()), **kwargs)
+
+    return replace(rule, localize=localize)
+
+
+def _zero_tensor(call: OpCall) -> Rule:
+    """Zeros without memory, as autograd makes them: ranks make them of memory."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        kwargs = {k: v for k, v in call.kwargs if k in ("dtype", "device")}
+        target = torch.ops.aten.zeros.default
+        return retarget(call, target, list(local.result_shape()), **kwargs)
+
+    return make(call, f"-> {' '.join(names(_rank(call)))}", localize=localize)
 
 
 def _scalar(call: OpCall) -> Rule:
@@ -105,6 +139,10 @@ RULES: dict[str, Builder] = {
     "aten.zeros.default": _sized,
     "aten.ones.default": _sized,
     "aten.empty.memory_format": _sized,
+    "aten.empty_strided.default": _strided,
+    "aten.empty_permuted.default": _strided,
+    "aten._efficientzerotensor.default": _zero_tensor,
+    "aten.new_empty_strided.default": _strided_like,
     "aten.new_zeros.default": _like,
     "aten.new_ones.default": _like,
     "aten.new_full.default": _like,

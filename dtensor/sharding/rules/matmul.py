@@ -1,6 +1,7 @@
 """Rules of products: matrix multiplication and attention.
 
     mm          "m k, k n -> m n"           linear in {a}, {b}; k split: the results are summed
+    addmm       "n, m k, k n -> m n"        k split: x must be pending too, to be added once
     attention   "b (g r) t e, b g s e, b g s f -> b (g r) t f, b (g r) t"
 
 Invariants: `flops` is 2 for each multiply and add of the global call; causal attention counts as
@@ -19,26 +20,34 @@ from dtensor.sharding.rules.registry import Builder, no_rule
 _PRODUCT: Groups = ((0,), (1,))
 
 
-def _addmm(call: OpCall) -> Rule:
-    # k is whole: were it split, the bias would have to be pending as well. Captured programs have
-    # mm and add in its place, which say so.
-    sizes = call.operands[0].shape
-    factors = ("m", "n")[2 - len(sizes) :]
-    bias = " ".join("1" if size == 1 else f for f, size in zip(factors, sizes, strict=True))
-    return make(call, f"{bias}, m k!, k! n -> m n", linear=((0, 1), (0, 2)), flops="m k n")
+def _added(product: str, result: str, flops: str) -> Builder:
+    """``beta * x + alpha * a b``: x, broadcast to the result, is pending where k is split."""
 
+    def build(call: OpCall) -> Rule:
+        meta = call.results[0]
+        assert meta is not None
+        shape = call.operands[0].shape
+        if result == "m" and shape != call.operands[1].shape[:1]:
+            raise no_rule(call, "its first tensor is broadcast: torch then errs on empty shards")
+        factors = result.split()
+        start = len(factors) - len(shape)
+        wide = zip(factors[start:], shape, meta.shape[start:], strict=True)
+        addend = " ".join("1" if size == 1 and n != 1 else f for f, size, n in wide)
+        return make(
+            call,
+            f"{addend}, {product} -> {result}",
+            linear=((0, 1), (0, 2)),
+            addends=(0,),
+            flops=flops,
+        )
 
-def _baddbmm(call: OpCall) -> Rule:
-    if len(call.operands[0].shape) != 3 or 1 in call.operands[0].shape:
-        raise no_rule(call, "its first tensor is broadcast")
-    text = "b m n, b m k!, b k! n -> b m n"  # k whole: see addmm
-    return make(call, text, linear=((0, 1), (0, 2)), flops="b m k n")
+    return build
 
 
 def _linear(call: OpCall) -> Rule:
     if operand_index(call, 2, "bias") is None:
         return make(call, "... k, n k -> ... n", linear=_PRODUCT)
-    return make(call, "... k!, n k!, n -> ... n", linear=((0, 2), (1, 2)))
+    return make(call, "... k, n k, n -> ... n", linear=((0, 2), (1, 2)), addends=(2,))
 
 
 def _attention(call: OpCall) -> Rule:
@@ -79,8 +88,12 @@ RULES: dict[str, Builder] = {
     "aten.bmm.default": pattern("b m k, b k n -> b m n", linear=_PRODUCT, flops="b m k n"),
     "aten.mv.default": pattern("m k, k -> m", linear=_PRODUCT, flops="m k"),
     "aten.dot.default": pattern("k, k -> ", linear=_PRODUCT, flops="k"),
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _baddbmm,
+    "aten.vdot.default": pattern("k, k -> ", linear=_PRODUCT, flops="k"),
+    "aten.addmm.default": _added("m k, k n", "m n", "m k n"),
+    "aten.baddbmm.default": _added("b m k, b k n", "b m n", "b m k n"),
+    "aten.addbmm.default": _added("b m k, b k n", "m n", "b m k n"),
+    "aten.addmv.default": _added("m k, k", "m", "m k"),
+    "aten.addr.default": _added("m, n", "m n", "m n"),
     "aten.linear.default": _linear,
     "dt.attention.default": _attention,
     "dt.attention_backward.default": _attention_backward,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dtensor.sharding.call import OpCall
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules.build import make, operand_index
+from dtensor.sharding.rules.planes import contiguous
 from dtensor.sharding.rules.registry import Builder
 
 
@@ -37,7 +38,9 @@ def _layer_norm_backward(call: OpCall) -> Rule:
     x = f"{rows} {dims}"
     terms = [x, x, f"{rows} {ones}", f"{rows} {ones}"]
     terms += [dims] * _optional(call, (5, "weight"), (6, "bias"))
-    return make(call, f"{', '.join(terms)} -> {x}, {dims}, {dims}", linear=((0,),))
+    text = f"{', '.join(terms)} -> {x}, {dims}, {dims}"
+    # The CPU's kernel reads storage in order, whatever the strides of a shard are.
+    return make(call, text, linear=((0,),), localize=contiguous())
 
 
 def _rms_norm(call: OpCall) -> Rule:

@@ -12,14 +12,15 @@ that the rank holds. A step other than 1 and an index keep their dim whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dtensor.sharding.call import Local, OpCall, Operand
+from dtensor.sharding.call import Local, OpCall
 from dtensor.sharding.rule import Rule
-from dtensor.sharding.rules.build import Groups, make, names, retarget, share
-from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget, share
+from dtensor.sharding.rules.registry import Builder
 
 aten = torch.ops.aten
 _LINEAR: Groups = ((0,),)
@@ -29,10 +30,6 @@ def _sum_text(parts: Sequence[tuple[str, int]]) -> str:
     """``(a + s + c)`` of the parts that are not empty."""
     kept = [name for name, size in parts if size]
     return f"({' + '.join(kept)})" if len(kept) > 1 else (kept or ["z!"])[0]
-
-
-def _replaced(dims: list[str], at: int, *texts: str) -> str:
-    return " ".join([*dims[:at], *texts, *dims[at + 1 :]])
 
 
 # -- slices ------------------------------------------------------------------------------------
@@ -55,10 +52,10 @@ def _slice_texts(shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int) 
     """The whole tensor's dims and the slice's."""
     dims = names(len(shape))
     if step != 1:
-        return _replaced(dims, dim, "w!"), _replaced(dims, dim, "v!")
+        return replaced(dims, dim, "w!"), replaced(dims, dim, "v!")
     parts = [("a", lo), ("s", hi - lo), ("c", shape[dim] - hi)]
     piece = "s" if hi > lo else "y!"
-    return _replaced(dims, dim, _sum_text(parts)), _replaced(dims, dim, piece)
+    return replaced(dims, dim, _sum_text(parts)), replaced(dims, dim, piece)
 
 
 def _slice_sizes(shape: tuple[int, ...], dim: int, lo: int, hi: int) -> dict[str, int]:
@@ -100,16 +97,51 @@ def _slice_backward(call: OpCall) -> Rule:
     return make(call, f"{piece} -> {whole}", linear=_LINEAR, localize=localize, sizes=sizes)
 
 
+def _narrow(call: OpCall) -> Rule:
+    """narrow_copy(x, dim, start, length): a slice that says its length."""
+    x: object = call.args[0]
+    dim: int = call.args[1]
+    start: int = call.args[2]
+    count: int = call.args[3]
+    first = start % call.operands[0].shape[dim] if start < 0 else start
+    return _slice(replace(call, args=(x, dim, first, first + count)))
+
+
+def _slice_scatter(call: OpCall) -> Rule:
+    shape = call.operands[0].shape
+    dim, lo, hi, step = _slice_arguments(call, 1, shape)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        start, stop = lo, hi
+        if step == 1:
+            held = local.operand_intervals(0, dim)
+            start = share(held, 0, lo)
+            stop = start + share(held, lo, hi)
+        return retarget(call, aten.slice_scatter.default, *call.args[:2], dim, start, stop, step)
+
+    whole, piece = _slice_texts(shape, dim, lo, hi, step)
+    sizes = _slice_sizes(shape, dim, lo, hi)
+    text = f"{whole}, {piece} -> {whole}"
+    return make(call, text, linear=((0, 1),), localize=localize, sizes=sizes)
+
+
+def _select_scatter(call: OpCall) -> Rule:
+    dims = names(len(call.operands[0].shape))
+    dim: int = call.args[2] % len(dims)
+    kept = replaced(dims, dim, "w!")
+    return make(call, f"{kept}, {replaced(dims, dim)} -> {kept}", linear=((0, 1),))
+
+
 def _select(call: OpCall) -> Rule:
     dims = names(len(call.operands[0].shape))
     dim: int = call.args[1] % len(dims)
-    return make(call, f"{_replaced(dims, dim, 'w!')} -> {_replaced(dims, dim)}", linear=_LINEAR)
+    return make(call, f"{replaced(dims, dim, 'w!')} -> {replaced(dims, dim)}", linear=_LINEAR)
 
 
 def _select_backward(call: OpCall) -> Rule:
     dims = names(len(call.args[1]))
     dim: int = call.args[2] % len(dims)
-    text = f"{_replaced(dims, dim)} -> {_replaced(dims, dim, 'w!')}"
+    text = f"{replaced(dims, dim)} -> {replaced(dims, dim, 'w!')}"
     return make(call, text, linear=_LINEAR, localize=_local_sizes)
 
 
@@ -124,32 +156,38 @@ def _split(call: OpCall) -> Rule:
     dims = names(len(call.operands[0].shape))
     dim: int = call.arg(2, "dim", 0) % len(dims)
     parts = [(f"s{i}", m.shape[dim]) for i, m in enumerate(call.results) if m is not None]
-    results = ", ".join(_replaced(dims, dim, name if size else "y!") for name, size in parts)
+    results = ", ".join(replaced(dims, dim, name if size else "y!") for name, size in parts)
 
     def localize(call: OpCall, local: Local) -> OpCall:
         sizes = [local.result_shape(i)[dim] for i in range(len(call.results))]
         return retarget(call, aten.split_with_sizes.default, call.args[0], sizes, dim)
 
-    text = f"{_replaced(dims, dim, _sum_text(parts))} -> {results}"
+    text = f"{replaced(dims, dim, _sum_text(parts))} -> {results}"
     return make(call, text, linear=_LINEAR, localize=localize, sizes=dict(parts))
 
 
 def _unbind(call: OpCall) -> Rule:
     dims = names(len(call.operands[0].shape))
     dim: int = call.arg(1, "dim", 0) % len(dims)
-    results = ", ".join(_replaced(dims, dim) for _ in call.results)
-    return make(call, f"{_replaced(dims, dim, 'w!')} -> {results}", linear=_LINEAR)
+    results = ", ".join(replaced(dims, dim) for _ in call.results)
+    return make(call, f"{replaced(dims, dim, 'w!')} -> {results}", linear=_LINEAR)
 
 
 def _cat(call: OpCall) -> Rule:
-    rank = max(len(meta.shape) for meta in call.operands)
-    if any(len(meta.shape) != rank for meta in call.operands):
-        raise no_rule(call, "its tensors differ in their number of dims")
+    result = call.results[0]
+    assert result is not None
+    rank = len(result.shape)
     dims = names(rank)
     dim: int = call.arg(1, "dim", 0) % rank
-    parts = [(f"s{i}", meta.shape[dim]) for i, meta in enumerate(call.operands)]
-    sources = ", ".join(_replaced(dims, dim, name if size else "y!") for name, size in parts)
-    text = f"{sources} -> {_replaced(dims, dim, _sum_text(parts))}"
+    # torch lets a one-dimensional empty tensor stand among tensors of any number of dims.
+    stray = [len(meta.shape) != rank for meta in call.operands]
+    shapes = [meta.shape for meta in call.operands]
+    parts = [(f"s{i}", 0 if stray[i] else shape[dim]) for i, shape in enumerate(shapes)]
+    sources = ", ".join(
+        "y!" if odd else replaced(dims, dim, name if size else "y!")
+        for odd, (name, size) in zip(stray, parts, strict=True)
+    )
+    text = f"{sources} -> {replaced(dims, dim, _sum_text(parts))}"
     return make(call, text, linear=_all(call), sizes=dict(parts))
 
 
@@ -201,44 +239,17 @@ def _pairs(pad: list[int]) -> list[tuple[int, tuple[int, int]]]:
     return [(i // 2, (pad[i], pad[i + 1])) for i in range(0, len(pad), 2)]
 
 
-# -- indexing -----------------------------------------------------------------------------------
-
-
-def _indexed(call: OpCall) -> tuple[int, Operand]:
-    """The one dim that is indexed, and by which operand."""
-    found = [(i, item) for i, item in enumerate(call.args[1]) if isinstance(item, Operand)]
-    if len(found) != 1 or call.operands[found[0][1].index].dtype != torch.int64:
-        raise no_rule(call, "it has a rule for one index tensor of int64")
-    return found[0]
-
-
-def _index(call: OpCall) -> Rule:
-    dim, index = _indexed(call)
-    dims = names(len(call.operands[0].shape))
-    places = [f"i{d}" for d in range(len(call.operands[index.index].shape))]
-    text = f"{_replaced(dims, dim, 'w!')}, {' '.join(places)} -> {_replaced(dims, dim, *places)}"
-    return make(call, text, linear=_LINEAR)
-
-
-def _index_select(call: OpCall) -> Rule:
-    dims = names(len(call.operands[0].shape))
-    dim: int = call.args[1] % len(dims)
-    text = f"{_replaced(dims, dim, 'w!')}, i -> {_replaced(dims, dim, 'i')}"
-    return make(call, text, linear=_LINEAR)
-
-
-def _index_put(call: OpCall) -> Rule:
-    dim, index = _indexed(call)
-    dims = names(len(call.operands[0].shape))
-    places = [f"i{d}!" for d in range(len(call.operands[index.index].shape))]
-    x, values = _replaced(dims, dim, "w!"), _replaced(dims, dim, *places)
-    if len(call.operands[2].shape) != len(values.split()):
-        raise no_rule(call, "its values are broadcast")
-    # The index is whole: were it split, the tensor that is added to would have to be pending.
-    return make(call, f"{x}, {' '.join(places)}, {values} -> {x}", linear=((0, 2),))
-
-
 RULES: dict[str, Builder] = {
+    "aten.slice_scatter.default": _slice_scatter,
+    "aten.select_scatter.default": _select_scatter,
+    "aten.slice_copy.Tensor": _slice,
+    "aten.narrow_copy.default": _narrow,
+    "aten.select_copy.int": _select,
+    "aten.split_copy.Tensor": _split,
+    "aten.split_with_sizes_copy.default": _split,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split,
+    "aten.unbind_copy.int": _unbind,
     "aten.slice.Tensor": _slice,
     "aten.slice_backward.default": _slice_backward,
     "aten.select.int": _select,
@@ -250,7 +261,4 @@ RULES: dict[str, Builder] = {
     "aten.cat.default": _cat,
     "aten.stack.default": _stack,
     "aten.constant_pad_nd.default": _pad,
-    "aten.index.Tensor": _index,
-    "aten.index_select.default": _index_select,
-    "aten.index_put.default": _index_put,
 }

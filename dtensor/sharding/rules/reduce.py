@@ -35,20 +35,28 @@ def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> s
     return f"{' '.join(factors)} -> {outputs}"
 
 
-def reduction(reduce: ReduceOp | None, *, dim_at: int = 1, keepdim_at: int = 2) -> Builder:
+def reduction(
+    reduce: ReduceOp | None,
+    *,
+    dim_at: int = 1,
+    keepdim_at: int = 2,
+    default: int | None = None,
+    linear: Groups = _SUM,
+) -> Builder:
     """``op(x, dim?, keepdim?)``; ``reduce=None``: the reduced dims must be whole.
 
-    ``keepdim_at=0``: the op takes no dims and reduces all.
+    ``keepdim_at=0``: the op takes no dims and reduces all. ``default``: the dim where none is
+    given, None for all. ``linear`` is of sums.
     """
 
     def build(call: OpCall) -> Rule:
         rank = len(call.operands[0].shape)
-        dims = resolve_dims(call.arg(dim_at, "dim") if keepdim_at else None, rank)
+        dims = resolve_dims(call.arg(dim_at, "dim", default) if keepdim_at else None, rank)
         keepdim = bool(keepdim_at > 0 and call.arg(keepdim_at, "keepdim", False))
         text = _terms(call, dims, keepdim, whole=reduce is None)
         match reduce:
             case "sum":
-                return make(call, text, linear=_SUM)
+                return make(call, text, linear=linear)
             case "max" | "min":
                 return make(call, text, reduce=reduce, localize=_identity(reduce))
             case None:
@@ -59,11 +67,14 @@ def reduction(reduce: ReduceOp | None, *, dim_at: int = 1, keepdim_at: int = 2) 
 
 def _identity(reduce: ReduceOp) -> Localizer:
     def localize(call: OpCall, local: Local) -> OpCall:
-        if math.prod(local.operand_shape(0)) > 0 or math.prod(call.operands[0].shape) == 0:
+        shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
+        if not any(here == 0 < size for here, size in shapes):
             return call
-        dtype = call.operands[0].dtype
-        value = _lowest(dtype) if reduce == "max" else _highest(dtype)
-        return retarget(call, localops.filled, call.args[0], local.result_shape(), value)
+        result = call.results[0]
+        assert result is not None
+        value = _lowest(result.dtype) if reduce == "max" else _highest(result.dtype)
+        args = (call.args[0], local.result_shape(), value, result.dtype)
+        return retarget(call, localops.filled, *args)
 
     return localize
 
@@ -78,6 +89,14 @@ def _highest(dtype: torch.dtype) -> float | bool:
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _vector_norm(call: OpCall) -> Rule:
+    """Of order 0 and 1 a sum over the elements, infinite a maximum; others need their dims whole
+    (or are written with pow and sum)."""
+    order: float = call.arg(1, "ord", 2)
+    parts: dict[float, ReduceOp] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
+    return reduction(parts.get(order), dim_at=2, keepdim_at=3, linear=())(call)
 
 
 def _mean(call: OpCall) -> Rule:
@@ -122,15 +141,42 @@ def along(position: int, *, linear: Groups = (), default: int | None = None) -> 
     return build
 
 
-def _gather(call: OpCall) -> Rule:
-    """x's dim is whole; the index splits freely along it, and elsewhere with x."""
-    x, index = call.operands[0].shape, call.operands[1].shape
-    at = call.args[1] % len(x) if x else 0
-    source = [f"x{d}!" if d == at or x[d] != index[d] else f"d{d}" for d in range(len(x))]
-    places = [f"i{d}" if d == at else f"d{d}" for d in range(len(index))]
-    places = [f if d == at or x[d] == index[d] else f"i{d}!" for d, f in enumerate(places)]
-    text = f"{' '.join(source)}, {' '.join(places)} -> {' '.join(places)}"
-    return make(call, text, linear=_SUM)
+def _segments(call: OpCall) -> Rule:
+    """x, then the lengths of the segments of one dim, for each of what comes before it."""
+    _refuse_offsets(call)
+    x, lengths = (meta.shape for meta in call.operands)
+    before, rows, after = _around(len(lengths) - 1, len(x))
+    text = f"{before} {rows} {after}, {before} s! -> {before} o! {after}"
+    return make(call, text, linear=_SUM if _sums(call, 1) else (), localize=_unsafe)
+
+
+def _unsafe(call: OpCall, local: Local) -> OpCall:
+    """torch's check of the lengths fails where there are none."""
+    if math.prod(local.operand_shape(1)):
+        return call
+    return retarget(call, call.target, *call.args, **{**dict(call.kwargs), "unsafe": True})
+
+
+def _segments_backward(call: OpCall) -> Rule:
+    _refuse_offsets(call)
+    x, lengths = call.operands[2].shape, call.operands[3].shape
+    before, rows, after = _around(len(lengths) - 1, len(x))
+    out, whole = f"{before} o! {after}", f"{before} {rows} {after}"
+    return make(call, f"{out}, {out}, {whole}, {before} s! -> {whole}", linear=_SUM)
+
+
+def _refuse_offsets(call: OpCall) -> None:
+    if dict(call.kwargs).get("offsets") is not None:
+        raise no_rule(call, "torch reads outside the tensor where offsets do; give lengths")
+
+
+def _around(at: int, rank: int) -> tuple[str, str, str]:
+    dims = names(rank, (at,))
+    return " ".join(dims[:at]), dims[at], " ".join(dims[at + 1 :])
+
+
+def _sums(call: OpCall, position: int) -> bool:
+    return call.args[position] == "sum" and not dict(call.kwargs).get("initial")
 
 
 def _mse_loss(call: OpCall) -> Rule:
@@ -190,7 +236,12 @@ RULES: dict[str, Builder] = {
     "aten.var.correction": reduction(None, keepdim_at=3),
     "aten.var_mean.correction": reduction(None, keepdim_at=3),
     "aten.std.correction": reduction(None, keepdim_at=3),
-    "aten.linalg_vector_norm.default": reduction(None, dim_at=2, keepdim_at=3),
+    "aten.std_mean.correction": reduction(None, keepdim_at=3),
+    "aten.linalg_vector_norm.default": _vector_norm,
+    "aten.count_nonzero.default": reduction("sum", linear=()),
+    "aten.count_nonzero.dim_IntList": reduction("sum", linear=()),
+    "aten.nansum.default": reduction("sum", linear=()),
+    "aten.prod.default": reduction(None, keepdim_at=0),
     "aten.softmax.int": along(1),
     "aten._softmax.default": along(1),
     "aten._safe_softmax.default": along(1),
@@ -201,14 +252,8 @@ RULES: dict[str, Builder] = {
     "aten.cumsum.default": along(1, linear=_SUM),
     "aten.cumprod.default": along(1),
     "aten.flip.default": along(1, linear=_SUM),
-    "aten.sort.default": along(1, default=-1),
-    "aten.sort.stable": along(2, default=-1),
-    "aten.argsort.default": along(1, default=-1),
-    "aten.topk.default": along(2, default=-1),
-    "aten.gather.default": _gather,
-    "aten.scatter_add.default": along(1, linear=((0, 2),)),
-    "aten.scatter.src": along(1, linear=((0, 2),)),
-    "aten.scatter.value": along(1),
+    "aten.segment_reduce.default": _segments,
+    "aten._segment_reduce_backward.default": _segments_backward,
     "aten.mse_loss.default": _mse_loss,
     "aten.mse_loss_backward.default": _mse_loss_backward,
 }

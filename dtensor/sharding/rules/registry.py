@@ -9,7 +9,8 @@ never replication. The rules themselves stand in the tables of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.call import OpCall
@@ -25,11 +26,18 @@ class NoRule(PlanningError):
 
 
 def register(names: str | Sequence[str], builder: Builder) -> None:
-    """Give ops, by their full names ("aten.mm.default"), a rule; PlanningError if one has one."""
-    for name in (names,) if isinstance(names, str) else names:
-        if name in _BUILDERS:
-            raise PlanningError(f"{name} has a rule already; a rule is registered once")
-        _BUILDERS[name] = builder
+    """Give ops, by their full names ("aten.mm.default"), a rule; PlanningError if one has another.
+
+    An equal builder changes nothing, so a line that states a rule may run twice.
+    """
+    several = (names,) if isinstance(names, str) else names
+    for name in several:
+        if name in _BUILDERS and _BUILDERS[name] != builder:
+            raise PlanningError(
+                f"{name} has a rule already; a rule is registered once.\n"
+                f"fix: remove one of the two; dtensor.sharding.rules holds those of this library"
+            )
+    _BUILDERS.update(dict.fromkeys(several, builder))
 
 
 def rule_for(call: OpCall) -> Rule:
@@ -43,16 +51,59 @@ def rule_for(call: OpCall) -> Rule:
 def no_rule(call: OpCall, reason: str) -> NoRule:
     """The error for a call that has no rule, naming the operands and how to add a rule."""
     operands = ", ".join(str(meta) for meta in call.operands) or "no tensors"
-    terms = ", ".join("..." for _ in call.operands)
-    return NoRule(
-        f"no rule says how {call.name}({operands}) may be split: {reason}.\n"
-        f"If it works element by element, add one with\n"
-        f'    register("{call.name}", pattern("{terms} -> ..."))\n'
-        f"(from dtensor.sharding.rules import pattern, register); dims that must be whole on each "
-        f'rank are written with "!", as in "... k! -> ... k!".'
-    )
+    op = call.name
+    if not op.startswith("aten."):
+        namespace, _, rest = op.removesuffix(".default").partition(".")
+        op = f"{namespace}::{rest}"
+    lines = [f"no rule says how {call.name}({operands}) may be split: {reason}."]
+    lead = "fix: "
+    if _broadcasts(call):
+        terms = ", ".join("..." for _ in call.operands)
+        outs = ", ".join("..." for _ in call.results)
+        lines.append(f'fix: dt.rule("{op}", "{terms} -> {outs}") if it works element by element;')
+        lead = "     "
+    lines.append(f'{lead}dt.rule("{op}", "{_undivided(call)}")')
+    lines.append('     is right for any op and splits nothing: remove the "!" of dims that may be')
+    lines.append(f'     split, and dt.testing.certify("{op}", *arguments) says whether they may')
+    return NoRule("\n".join(lines))
+
+
+def _broadcasts(call: OpCall) -> bool:
+    """Whether the shapes are those of an op that works element by element."""
+    if not call.operands or not call.results:
+        return False
+    shape: list[int] = []
+    for meta in call.operands:
+        longest = max(len(shape), len(meta.shape))
+        mine = [1] * (longest - len(meta.shape)) + list(meta.shape)
+        shape = [1] * (longest - len(shape)) + shape
+        if any(a != b and 1 not in (a, b) for a, b in zip(shape, mine, strict=True)):
+            return False
+        shape = [b if a == 1 else a for a, b in zip(shape, mine, strict=True)]
+    return all(meta is not None and meta.shape == tuple(shape) for meta in call.results)
+
+
+def _undivided(call: OpCall) -> str:
+    """The pattern of these tensors with every dim whole."""
+    count = itertools.count()
+    several = [
+        " ".join(f"{_letter(next(count))}!" for _ in meta.shape) if meta is not None else ""
+        for meta in (*call.operands, *call.results)
+    ]
+    split = len(call.operands)
+    return f"{', '.join(several[:split])} -> {', '.join(several[split:])}".strip()
+
+
+def _letter(index: int) -> str:
+    letter = chr(ord("a") + index % 26)
+    return letter if index < 26 else f"{letter}{index // 26}"
 
 
 def registered() -> tuple[str, ...]:
     """The names of all ops that have a rule, sorted."""
     return tuple(sorted(_BUILDERS))
+
+
+def builders() -> Mapping[str, Builder]:
+    """Every op that has a rule, with what builds it."""
+    return dict(_BUILDERS)

@@ -1,4 +1,4 @@
-"""Sample calls of the ops that are not pointwise; see samples.py."""
+"""Sample calls of the ops that are not pointwise; see draw.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tests.sharding.samples import POINTWISE, Draw, Sample, call, words
+from dtensor.testing.samples.draw import Draw, Sample, call, words
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,20 +41,22 @@ def _reductions() -> dict[str, list[Sample]]:
     found["aten.amax.default"] = [*over_dims, lambda d: call(d.ints("a b", 9, -9), [0])]
     found |= {
         "aten.any.default": [lambda d: call(_one_true(d, "a b"))],
-        "aten.any.dim": [lambda d: call(d.bools("a b"), 0)],
+        "aten.any.dim": [
+            lambda d: call(d.bools("a b"), 0),
+            lambda d: call(d.ints("a b", 2).double(), -1, True),
+        ],
         "aten.any.dims": [lambda d: call(_one_true(d, "a b c"), [0, 1])],
         "aten.all.default": [lambda d: call(~_one_true(d, "a b"))],
-        "aten.all.dim": [lambda d: call(d.bools("a b"), 0)],
+        "aten.all.dim": [
+            lambda d: call(d.bools("a b"), 0),
+            lambda d: call(d.ints("a b", 2).double(), -1, True),
+        ],
         "aten.all.dims": [lambda d: call(~_one_true(d, "a b c"), [0, 1])],
     }
     for name in ("var", "var_mean", "std"):
         found[f"aten.{name}.correction"] = [
             lambda d: call(d("a b"), [1], correction=0, keepdim=True)
         ]
-    found["aten.linalg_vector_norm.default"] = [
-        lambda d: call(d("a b")),
-        lambda d: call(d("a b"), 2, [1], True),
-    ]
     found["aten.argmax.default"] = [*over_dim, lambda d: call(d("a b"))]
     return found
 
@@ -89,13 +91,6 @@ def _along() -> dict[str, list[Sample]]:
         "aten.sort.stable": [lambda d: call(d("a b"), stable=True, dim=0)],
         "aten.argsort.default": [lambda d: call(d("a b"), 0)],
         "aten.topk.default": [lambda d: call(d("a b"), 2), lambda d: call(d("a b"), 1, 0)],
-        "aten.gather.default": [
-            lambda d: call(d("a b"), 1, d.ints("a 3", 3)),
-            lambda d: call(d("a b"), 1, d.ints("1 3", 3)),
-        ],
-        "aten.scatter_add.default": [lambda d: call(d("a b"), 1, d.ints("a 3", 3), d("a 3"))],
-        "aten.scatter.src": [lambda d: call(d("a 4"), 1, _distinct(d, "a"), d("a 2"))],
-        "aten.scatter.value": [lambda d: call(d("a b"), 1, d.ints("a 1", 3), 2.0)],
         "aten.mse_loss.default": [
             lambda d: call(d("a b"), d("a b")),
             lambda d: call(d("a b"), d("a b"), 2),
@@ -108,11 +103,6 @@ def _along() -> dict[str, list[Sample]]:
         ],
     }
     return found
-
-
-def _distinct(d: Draw, rows: str) -> torch.Tensor:
-    """Two different columns of four for each row."""
-    return torch.tensor([[1, 3]]).repeat(d.size(rows), 1)
 
 
 def _layer_norm_backward(d: Draw) -> Call:
@@ -215,6 +205,7 @@ VIEWS: dict[str, list[Sample]] = {
     "aten.repeat.default": [
         lambda d: call(d("a b"), [2, 3]),
         lambda d: call(d("a b"), [2, 1, 4]),
+        lambda d: call(d("a b"), [2, 0]),
     ],
     "aten.permute.default": [lambda d: call(d("a b c"), [2, 0, -2])],
     "aten.t.default": [lambda d: call(d("a b")), lambda d: call(d("a"))],
@@ -255,23 +246,12 @@ PIECES: dict[str, list[Sample]] = {
     ],
     "aten.chunk.default": [lambda d: call(d("a 12"), 3, -1), lambda d: call(d("7 b"), 2)],
     "aten.unbind.int": [lambda d: call(d("a b 3"), -1)],
-    "aten.cat.default": [
-        lambda d: call([d("a b"), d("a c")], 1),
-        lambda d: call([d("a 4"), d("a 4")], -1),
-        lambda d: call([d("a b"), d("a 1"), d("a 0")], 1),
-    ],
     "aten.stack.default": [lambda d: call([d("a b"), d("a b")], 1)],
     "aten.constant_pad_nd.default": [
         lambda d: call(d("a b"), [1, 2]),
         lambda d: call(d("a b"), [0, 2, 3, 0], 1.5),
         lambda d: call(d("a 6"), [-1, 2]),
     ],
-    "aten.index.Tensor": [
-        lambda d: call(d("a b"), [None, d.ints("c", 2)]),
-        lambda d: call(d("a b"), [d.ints("c 3", 2)]),
-    ],
-    "aten.index_select.default": [lambda d: call(d("a b"), 1, d.ints("c", 2))],
-    "aten.index_put.default": [lambda d: call(d("a b"), [None, d.ints("c", 2)], d("a c"), True)],
 }
 
 CREATE: dict[str, list[Sample]] = {
@@ -347,8 +327,7 @@ TOKENS: dict[str, list[Sample]] = {
     "dt.cross_entropy_rows.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
 }
 
-SAMPLES: dict[str, list[Sample]] = {
-    **POINTWISE,
+TENSORS: dict[str, list[Sample]] = {
     **_reductions(),
     **_along(),
     **MATMUL,

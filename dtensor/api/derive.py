@@ -1,0 +1,332 @@
+"""Tensor-parallel placements from a forward program: which weights pair, and at what boundaries.
+
+    derive(flow, size=2)   # (Choice("up.weight", Shard(0), "column: ..."), ...)
+
+For each weight the split of its output dim is followed (sharding/follow.py) at the boundaries
+that the program itself accepts: whole heads where a view makes heads of the dim, whole groups where
+queries share keys, the parts of a split where projections are fused. A split is taken where it gets
+through elementwise ops and attention to weights that contract it, or as a vocabulary to the loss.
+So column and row pairs, gates, fused and grouped projections come out; no class is named.
+
+Invariants: what is chosen was followed through the whole forward program over axes of 7, 5, 3 and 2
+ranks, or over ``size`` where no boundaries suit all of these, and met no op that needs the dim
+whole. Splits that reach less are taken first: a hidden dim before a residual stream.
+Not here: names by pattern, text (api/placements.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dtensor.sharding.contractions import Contraction, batch_values, contractions_of
+from dtensor.sharding.dataflow import Dataflow
+from dtensor.sharding.follow import Blocked, Followed, Program, follow
+from dtensor.sharding.layers import without_numbers
+from dtensor.sharding.placements import Shard, block_sizes, counted, index_sets, simplest
+from dtensor.sharding.planner import rules_of
+from dtensor.sharding.rule import Rule
+
+_SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by accident
+# a cut, the axes to try it over, whether they stand for axes of any size
+_Candidate = tuple[Shard, tuple[int, ...], bool]
+_Blocks = int | tuple[int, ...]
+_SOFTMAX = ("softmax", "dt.attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A parameter's placement, None where it stays whole, and the reason."""
+
+    label: str
+    placement: Shard | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """A split that gets through: ``units`` pieces may be dealt to ranks, per block."""
+
+    value: str
+    shard: Shard
+    units: int
+    followed: Followed
+    any_size: bool  # it lines up over axes of any size, not only over the one that was asked for
+
+    @property
+    def in_attention(self) -> bool:
+        return any(mark in name for name in self.followed.ops for mark in _SOFTMAX)
+
+
+def derive(flow: Dataflow, size: int | None) -> tuple[Choice, ...]:
+    """One choice for each parameter with at least two dims, in the program's order."""
+    return _Derivation.of(flow, size).choose()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Derivation:
+    flow: Dataflow
+    size: int | None
+    rules: Mapping[str, Rule]
+    program: Program
+    contractions: Mapping[str, tuple[Contraction, ...]]
+    chosen: dict[str, Choice] = field(default_factory=dict[str, Choice])
+    whole: dict[str, str] = field(default_factory=dict[str, str])
+    # of alike layers, by name without numbers: the boundaries found, the reasons for none
+    boundaries: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    blocks: dict[int, list[_Blocks]] = field(default_factory=dict[int, list[_Blocks]])
+
+    @staticmethod
+    def of(flow: Dataflow, size: int | None) -> _Derivation:
+        rules, batch = rules_of(flow), batch_values(flow)
+        contractions = {
+            item.name: contractions_of(flow, rules, item.name, batch)
+            for item in flow.inputs
+            if item.kind == "parameter" and len(item.meta.shape) >= 2
+        }
+        program = Program(
+            flow=flow,
+            rules=rules,
+            weights={
+                (c.op.name, c.operand): value
+                for value, found in contractions.items()
+                for c in found
+            },
+            batch=batch,
+            results=frozenset(o.value for o in flow.outputs if o.kind == "result"),
+        )
+        return _Derivation(
+            flow=flow, size=size, rules=rules, program=program, contractions=contractions
+        )
+
+    def choose(self) -> tuple[Choice, ...]:
+        splits = [s for value in self.contractions if (s := self._split(value)) is not None]
+        order = {value: i for i, value in enumerate(self.contractions)}
+        for split in sorted(splits, key=lambda s: (s.followed.num_values, order[s.value])):
+            self._take(split)
+        for value in self.contractions:
+            if value not in self.chosen:
+                self._look_up(value)
+        return tuple(
+            self.chosen.get(value)
+            or Choice(self._label(value), None, self.whole.get(value, "it feeds no product"))
+            for value in self.contractions
+        )
+
+    def _label(self, value: str) -> str:
+        return next(item.label for item in self.flow.inputs if item.name == value)
+
+    # -- columns, and the rows that contract what they split -----------------------------------
+
+    def _product(self, value: str) -> Contraction | None:
+        return next((c for c in self.contractions[value] if not c.lookup), None)
+
+    def _split(self, value: str) -> _Split | None:
+        """The finest split of the weight's output dim that gets through; else why there is none."""
+        product = self._product(value)
+        if product is None:
+            return None
+        obstacle: Blocked | None = None
+        alike = without_numbers(self._label(value))
+        if alike in self.refused:
+            self.whole[value] = self.refused[alike]
+            return None
+        for shard, sizes, any_size in self._candidates(value, product.output_dim, alike):
+            followed = self._through(value, shard, sizes)
+            if not followed.gets_through:
+                obstacle = obstacle or followed.blocked
+                continue
+            self.boundaries[alike] = shard, sizes[-1:], any_size
+            blocks = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
+            units = min(blocks) // shard.unit
+            return _Split(
+                value=value, shard=shard, units=units, followed=followed, any_size=any_size
+            )
+        if obstacle is None:
+            self.whole[value] = "no boundary of its output dim lines up with what is done to it"
+        else:
+            line = f" ({obstacle.op.source})" if obstacle.op.source else ""
+            self.whole[value] = f"{obstacle.op.call.name} {obstacle.why} its output dim{line}"
+        self.refused[alike] = self.whole[value]
+        return None
+
+    def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> Followed:
+        for num in sizes:
+            followed = follow(self.program, value, shard, num)
+            if not followed.gets_through:
+                break
+        return followed
+
+    def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
+        """Cuts of the dim and the axes to try them over: first what a layer like this one has,
+        then for axes of any size, then for the one that was asked for; finest first."""
+        if alike in self.boundaries:
+            yield self.boundaries[alike]
+        size = self.flow.metas[value].shape[dim]
+        if size not in self.blocks:
+            self.blocks[size] = _blocks(self.rules, size)
+        for sizes, any_size in ((_SIZES, True), ((self.size or 2,), False)):
+            for blocks in self.blocks[size]:
+                parts = block_sizes(blocks, size)
+                for unit in range(1, min(parts) // 2 + 1):
+                    if math.gcd(*parts) % unit == 0:
+                        yield Shard(dim, blocks, unit), sizes, any_size
+
+    def _take(self, split: _Split) -> None:
+        """Place every weight that the split reaches, unless one of them is placed already."""
+        reached = [v for v in split.followed.parameters if self.contractions.get(v)]
+        rows = [v for v in split.followed.summed if v != split.value]
+        if split.value in self.chosen:
+            return
+        if not rows and not self._is_vocabulary(split):
+            self.whole[split.value] = "no weight contracts what its output dim would split"
+            return
+        taken = next((v for v in reached if v in self.chosen), None)
+        if taken is not None:
+            self.whole[split.value] = f"its output dim would also split {self._label(taken)}"
+            return
+        if self.size is not None and split.units < self.size:
+            for value in reached:
+                self.whole[value] = self._too_few(split, self.size)
+            return
+        columns = [v for v in reached if v not in split.followed.summed or v == split.value]
+        for value in reached:
+            if value in columns:
+                why = self._column(split, value, columns, rows)
+            else:
+                label = self._label(value)
+                several = "split" if len(columns) > 1 else "splits"
+                why = f"row: it contracts what {_list(map(self._label, columns), label)} {several}"
+            self.chosen[value] = Choice(self._label(value), self._placement(split, value), why)
+            self.whole.pop(value, None)
+
+    def _placement(self, split: _Split, value: str) -> Shard:
+        """How the split lies on a weight that it reaches, with its boundaries stated."""
+        found = split.followed.parameters[value]
+        shape = self.flow.metas[value].shape
+        if value == split.value:
+            found = split.shard
+        elif split.any_size:
+            parts = block_sizes(found.blocks, shape[found.dim])
+            unit = math.gcd(*parts) // split.units if len(set(parts)) == 1 else 1
+            trial = Shard(found.dim, found.blocks, max(1, unit))
+            num = _SIZES[-1]
+            if max(parts) % trial.unit == 0 and index_sets(
+                trial, shape[found.dim], num
+            ) == index_sets(found, shape[found.dim], num):
+                found = trial
+        if self.size is not None:
+            plain = simplest(found, shape, self.size)
+            assert isinstance(plain, Shard)
+            return plain
+        return counted(found, shape[found.dim])
+
+    def _column(self, split: _Split, value: str, columns: list[str], rows: list[str]) -> str:
+        own = self._label(value)
+        if not rows:
+            tied = any(c.lookup for c in self.contractions[value])
+            also = ", and the embedding reads it by its rows" if tied else ""
+            return f"vocabulary: the loss is computed on its parts{also}"
+        shard = split.followed.parameters[value]
+        parts = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
+        fused = f"; {len(parts)} projections in one" if len(parts) > 1 else ""
+        others = [self._label(v) for v in columns if v != value]
+        beside = f" with {_list(others, own)}" if others else ""
+        if split.in_attention and split.any_size:
+            width = min(parts) // split.units
+            return (
+                f"column{beside}: {self._pieces(split)}, {width} wide, each attended alone{fused}"
+            )
+        if split.in_attention:
+            over = f"over {self.size or 2} ranks, not over any number"
+            return f"column{beside}: heads, each attended alone; lines up {over}{fused}"
+        to = _list([self._label(v) for v in rows], own)
+        return f"column{beside}: elementwise ops lead to {to}{fused}"
+
+    def _heads(self, split: _Split) -> str:
+        """``4 heads``; ``2 groups of heads`` where fewer keys than queries come out."""
+        sizes = {
+            self.flow.metas[v].shape[shard.dim]
+            for v, shard in split.followed.parameters.items()
+            if self.contractions.get(v)
+        }
+        what = "parts" if not split.in_attention else "heads"
+        grouped = "groups of " if split.in_attention and len(sizes) > 1 else ""
+        return f"{split.units} {grouped}{what}"
+
+    def _pieces(self, split: _Split) -> str:
+        """``4 heads``; ``2 groups of heads`` where fewer keys than queries come out."""
+        if not split.in_attention:
+            return f"{split.units} parts"
+        sizes = {
+            self.flow.metas[value].shape[shard.dim]
+            for value, shard in split.followed.parameters.items()
+            if self.contractions.get(value) and value not in split.followed.summed
+        }
+        return f"{split.units} {'groups of ' if len(sizes) > 1 else ''}heads"
+
+    def _too_few(self, split: _Split, size: int) -> str:
+        text = f"{self._pieces(split)} are too few for {size} ranks"
+        fewer = max((n for n in range(2, split.units + 1) if size % n == 0), default=None)
+        if fewer is None:
+            return text
+        return f"{text}; fix: size={fewer}, on an axis of {fewer} beside one of {size // fewer}"
+
+    # -- vocabularies ----------------------------------------------------------------------------
+
+    def _is_vocabulary(self, split: _Split) -> bool:
+        """A head of more classes than features, or tied to a table, that ends the program."""
+        if not split.followed.ends:
+            return False
+        product = self._product(split.value)
+        assert product is not None
+        shape = self.flow.metas[split.value].shape
+        tied = any(c.lookup for c in self.contractions[split.value])
+        return tied or shape[product.output_dim] > shape[product.contracted_dim]
+
+    def _look_up(self, value: str) -> None:
+        """Split a table by its rows where the program's arguments say which rows are read."""
+        table = next((c for c in self.contractions[value] if c.lookup), None)
+        if table is None:
+            return
+        rows, features = (
+            self.flow.metas[value].shape[d] for d in (table.contracted_dim, table.output_dim)
+        )
+        given = any(n in self.program.batch for n in table.op.operands)
+        if not given:
+            self.whole[value] = "a table of which no argument says what rows are read"
+        elif rows <= features:
+            self.whole[value] = f"a table of only {rows} rows of {features}"
+        elif follow(self.program, value, Shard(table.contracted_dim), self.size or 2).gets_through:
+            why = "vocabulary: rows that are elsewhere give zeros, and one sum joins them"
+            self.chosen[value] = Choice(self._label(value), Shard(table.contracted_dim), why)
+
+
+def _list(labels: Iterable[str], own: str) -> str:
+    """Names as one calls them beside ``own``: ``q_proj and k_proj`` beside ``attn.v_proj``."""
+    here = own.split(".")
+    short: list[str] = []
+    for label in labels:
+        parts = label.removesuffix(".weight").split(".")
+        same = next((i for i, (a, b) in enumerate(zip(parts, here)) if a != b), len(parts) - 1)
+        short.append(".".join(parts[same:]))
+    return " and ".join(dict.fromkeys(short))
+
+
+def _blocks(rules: Mapping[str, Rule], size: int) -> list[_Blocks]:
+    """One block, then the ways in which the program takes a dim of this size apart."""
+    found: dict[_Blocks, None] = {1: None}
+    for rule in rules.values():
+        for dims in (*rule.operands, *rule.results):
+            for dim in dims:
+                if rule.dim_size(dim) != size:
+                    continue
+                if len(dim) > 1:
+                    parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
+                    found[len(parts) if len(set(parts)) == 1 else parts] = None
+                for product in dim:
+                    if len(dim) == 1 and len(product) > 2:
+                        found[rule.size[product[0]]] = None
+    return list(found)

@@ -1,0 +1,127 @@
+"""`for_model`: Megatron's placements, derived from what a model computes.
+
+    placements = dt.placements.for_model(model, (ids,), dict(labels=labels), axis="tp", size=2)
+    print(placements)      # each pattern with its placement and a line that says why
+    del placements["model.embed_tokens.weight"]                  # an ordinary dict: edit it
+    model = dt.parallelize(model, dt.Mesh(tp=2), placements)
+
+The model is captured with the example (shapes count, values do not), so a model that nobody listed
+works too. Pass labels where the model computes its own loss: then the vocabulary is split up to the
+loss. Not here: how a placement is found (derive.py); stages and data parallelism, which need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dtensor.api.derive import Choice, derive
+from dtensor.api.patterns import matches
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.sharding.layers import without_numbers
+from dtensor.sharding.placements import Placement, Shard
+
+
+class Placements(dict[str, dict[str, Placement]]):
+    """Pattern -> axis -> placement, as `parallelize` takes it; prints as Python, with reasons.
+
+    ``reasons``: pattern -> why, also of what was left whole and so is not in the dict.
+    """
+
+    def __init__(
+        self, placements: Mapping[str, dict[str, Placement]], reasons: Mapping[str, str]
+    ) -> None:
+        super().__init__(placements)
+        self.reasons = dict(reasons)
+
+    def __str__(self) -> str:
+        text = ["{"]
+        for pattern, stated in self.items():
+            inside = ", ".join(f"{axis}={_written(p)}" for axis, p in stated.items())
+            why = self.reasons.get(pattern)
+            text += [f"    # {why}"] if why else []
+            text.append(f'    "{pattern}": dict({inside}),')
+        whole = {pattern: why for pattern, why in self.reasons.items() if pattern not in self}
+        for pattern, why in whole.items():
+            text += [f"    # whole: {pattern}", f"    #   {why}"]
+        return "\n".join([*text, "}"])
+
+
+def for_model(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    axis: str = "tp",
+    size: int | None = None,
+) -> Placements:
+    """Placements of the model's weights on ``axis``, derived from ``model(*args, **kwargs)``.
+
+    Args:
+        example_args, example_kwargs: a call of the model; tensors may be on the meta device.
+        size: ranks of the axis. With it, heads that do not divide get a ``unit``, and what has
+            fewer heads than ranks stays whole; without it every boundary is stated.
+
+    Raises PlanningError where the model cannot be captured or an op has no rule.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanningError(
+            f"for_model takes an nn.Module, not {type(model).__name__}; fix: pass the model as it "
+            f"is before dt.parallelize"
+        )
+    if size is not None and size < 1:
+        raise PlanningError(f"size={size}: an axis has at least 1 rank; fix: leave it out")
+
+    def tensors(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(module(*args, **kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    graph = capture(tensors, (model, *example_args), dict(example_kwargs or {}), grads="none")
+    return _by_pattern(derive(dataflow(graph), size), model, axis)
+
+
+def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Placements:
+    """One pattern for the alike parameters of repeated layers where they are placed alike."""
+    groups: dict[str, list[Choice]] = {}
+    for choice in choices:
+        groups.setdefault(without_numbers(choice.label), []).append(choice)
+    names = [name for name, _ in model.named_parameters()]
+    placements: dict[str, dict[str, Placement]] = {}
+    reasons: dict[str, str] = {}
+    for pattern, alike in groups.items():
+        labels = [choice.label for choice in alike]
+        exact = (g for g in (pattern, _ranged(labels)) if _matched(g, names) == set(labels))
+        glob = next(exact, None) if len({choice.placement for choice in alike}) == 1 else None
+        named = [(choice.label, choice) for choice in alike] if glob is None else [(glob, alike[0])]
+        for key, choice in named:
+            reasons[key] = choice.why
+            if choice.placement is not None:
+                placements[key] = {axis: choice.placement}
+    return Placements(placements, reasons)
+
+
+def _matched(glob: str, names: Sequence[str]) -> set[str]:
+    return {name for name in names if matches(glob, name)}
+
+
+def _ranged(labels: Sequence[str]) -> str:
+    """``layer.{0..3}.up.weight``: where a star would match more."""
+    columns = zip(*(label.split(".") for label in labels))
+    return ".".join(
+        parts[0] if len(set(parts)) == 1 else f"{{{parts[0]}..{parts[-1]}}}" for parts in columns
+    )
+
+
+def _written(placement: Placement) -> str:
+    """As one writes it: ``dt.Row(unit=16)``."""
+    match placement:
+        case Shard(dim, blocks, unit) if dim in (0, 1):
+            options = [f"blocks={blocks}"] * (blocks != 1) + [f"unit={unit}"] * (unit != 1)
+            return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options)})"
+        case _:
+            return f"dt.{placement!r}"

@@ -1,0 +1,84 @@
+"""The seed, the numbers of steps and calls, and what a program is fed of them.
+
+    dt.manual_seed(7)          # every counter starts again from 0
+    step(tokens, targets)      # random ops draw with (key of 7, step 0)
+    step(tokens, targets)      # ... step 1
+
+A random number is a function of (seed, step, op, global element), so a run repeats under any
+placement, mesh and number of microbatches, and a step can be repeated alone. The seed is mixed with
+what the numbers are for (training, a compiled function by its name, a parameter by its name), so
+that none of these shares numbers with another.
+
+Invariants: torch's own generators are neither read nor advanced; the default seed is 0. A counter
+that was made under an earlier seed starts from 0 under the present one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.dataflow import Dataflow
+from dtensor.sharding.ops_random import SEED, STEP, is_random
+
+
+@dataclass(slots=True)
+class _Present:
+    seed: int = 0
+    epoch: int = 0  # how often the seed was set
+
+
+_present = _Present()
+
+
+def manual_seed(seed: int) -> None:
+    """Set the seed of all random numbers, and start every count of steps and calls from 0."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise PlanningError(f"manual_seed({seed!r}): a seed is an integer; fix: dt.manual_seed(0)")
+    _present.seed = seed
+    _present.epoch += 1
+
+
+def initial_seed() -> int:
+    """The seed of all random numbers: 0, or what `manual_seed` set."""
+    return _present.seed
+
+
+def key_of(seed: int, *purpose: str) -> int:
+    """A 63-bit key: the seed mixed with what the numbers are for."""
+    text = "\x00".join((str(seed), *purpose)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(slots=True)
+class Counter:
+    """Counts steps or calls from 0, from 0 again after `manual_seed`."""
+
+    count: int = 0
+    epoch: int = -1
+
+    def present(self) -> int:
+        if self.epoch != _present.epoch:
+            self.epoch, self.count = _present.epoch, 0
+        return self.count
+
+    def advance(self) -> int:
+        """The number of this step; the next one's is one more."""
+        number = self.present()
+        self.count = number + 1
+        return number
+
+    def restore(self, count: int) -> None:
+        self.epoch, self.count = _present.epoch, count
+
+
+def numbers_fed(step: int, *purpose: str) -> dict[str, object]:
+    """What a program with random ops is fed, by the names of its Slots."""
+    return {SEED: key_of(_present.seed, *purpose), STEP: step}
+
+
+def draws(flow: Dataflow, among: Sequence[str] = ("forward", "backward")) -> bool:
+    """Whether a program has random ops."""
+    return any(is_random(op.call) for op in flow.ops if op.phase in among)

@@ -1,0 +1,294 @@
+"""Does a function give the same numbers under any placement? Many are tried, in this process.
+
+    dt.testing.assert_same(lambda x, w: (x @ w).relu(), torch.randn(5, 6), torch.randn(6, 7))
+    dt.testing.assert_same(MLP(), x, placements={"up.weight": dict(tp=dt.Row()),
+                                                 "down.weight": dict(tp=dt.Column())})
+
+The function, or the nn.Module with its parameters and buffers, is run once by plain torch and once
+under each placement on each mesh; every result and every gradient is compared. The cotangents are
+random, so a gradient that is right for a cotangent of ones alone is found out.
+
+Tolerance: |found - expected| <= atol + rtol * (the largest magnitude in the expected tensor). The
+default is by dtype (`TOLERANCES`): what reordering a sum may cost, not what a wrong rule makes.
+Integers and bools must be equal, NaN and infinities in the same places.
+
+Not here: which collectives that takes (`assert_collectives`), whether one op's rule is right for
+all operands (`certify`), random ops and modules that change their buffers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from dtensor.api.checks import Stated
+from dtensor.api.patterns import listing, names_of, nearest, no_match
+from dtensor.errors import PlanningError
+from dtensor.frontend.graph import Arg
+from dtensor.sharding.mesh import Mesh, mesh_of
+from dtensor.testing.compare import TOLERANCES, difference
+from dtensor.testing.execute import Evaluation, RanksDisagree, Traced, reference, run, trace
+from dtensor.testing.trials import enumerated
+
+Placements = Mapping[str, Stated]
+"""By argument, and for a module by globs over its parameters: axis to placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """What `assert_same` ran: ``checked`` placements gave the same numbers, ``refused`` ones have
+    no plan, each with the first line of the reason."""
+
+    checked: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"the same under {len(self.checked)} placements; {len(self.refused)} refused"]
+        return "\n".join([*lines, *(f"  {what}: {why}" for what, why in self.refused)])
+
+
+def assert_same(
+    fn: Callable[..., Any],
+    *args: Any,
+    placements: Placements | Sequence[Placements] | None = None,
+    meshes: Sequence[Mesh] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    gradients: bool = True,
+    kwargs: Mapping[str, Any] | None = None,
+    count: int = 12,
+    seed: int = 0,
+) -> Same:
+    """Asserts that values and gradients do not depend on placements.
+
+    Args:
+        fn: a function of tensors and pytrees of them, or a module.
+        placements: one mapping, or several to try: argument name, or a glob over a module's
+            parameters, to axis to placement. What is not named is left to the planner. By default
+            ``count`` placements for each mesh are enumerated: each tensor split on each dim,
+            evenly or not, in blocks and at units, alone and together with others.
+        meshes: by default meshes of 2 and 3 ranks and of 2x2, with the axes that ``placements``
+            name.
+        gradients: also compare the gradients of all floating-point arguments and parameters.
+        rtol, atol: see the module's docstring.
+        seed: of the cotangents and of the enumeration.
+
+    Returns what was run. Raises AssertionError with the mesh, the placement, the first wrong value,
+    its worst element, the ranks that hold it, and the plan. A placement that was stated and has no
+    plan raises its PlanningError; one that was enumerated is listed as refused, unless all are.
+    """
+    state, call, name = _as_function(fn, kwargs)
+    leaves = pytree.tree_map_only(
+        torch.Tensor, lambda t: _leaf(t, gradients), (state, args) if state is not None else args
+    )
+    full = (leaves[0], *leaves[1]) if state is not None else leaves
+    named = None if state is not None else kwargs
+    traced = trace(call, full, named, grads=gradients, seed=seed)
+    expected = reference(traced)
+    arguments = _arguments(traced, state is not None)
+    stated = _listed(placements)
+    checked: list[str] = []
+    refused: list[tuple[str, str]] = []
+    error: PlanningError | None = None
+    for mesh in meshes if meshes is not None else _default_meshes(stated):
+        if stated is None:
+            metas = {n: traced.leaves[i] for i, n in arguments.items()}
+            trials = enumerated(metas, mesh, count, seed)
+        else:
+            trials = [_resolved(fn, one, mesh, arguments) for one in stated]
+        for trial in trials:
+            what = f"{mesh}: {_trial_text(trial)}"
+            pins = [trial.get(arguments.get(i, ""), {}) for i in range(len(traced.leaves))]
+            try:
+                found = run(traced, mesh, pins, seed=seed)
+            except PlanningError as problem:
+                if stated is not None:
+                    raise
+                error = error or problem
+                refused.append((what, str(problem).splitlines()[0]))
+                continue
+            except RanksDisagree as problem:
+                raise AssertionError(f"{_head(name, mesh, trial)}\n  {problem}") from problem
+            problem = _compared(found, expected, traced, arguments, (rtol, atol))
+            if problem is not None:
+                raise AssertionError(f"{_head(name, mesh, trial)}\n{problem}\n\n{found.plan}")
+            checked.append(what)
+    if error is not None and not checked:
+        raise error
+    return Same(tuple(checked), tuple(refused))
+
+
+# -- the function ------------------------------------------------------------------------------
+
+
+def _as_function(
+    fn: Callable[..., Any], kwargs: Mapping[str, Any] | None
+) -> tuple[dict[str, torch.Tensor] | None, Callable[..., Any], str]:
+    """A module's tensors become a first argument, so that they are placed and differentiated."""
+    if not isinstance(fn, nn.Module):
+        return None, fn, getattr(fn, "__name__", type(fn).__name__)
+    module, rest = fn, dict(kwargs or {})
+    state: dict[str, torch.Tensor] = {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    }
+
+    def call(state: Mapping[str, torch.Tensor], *args: Any) -> Any:
+        return torch.func.functional_call(module, dict(state), args, rest)
+
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [
+        p.replace(kind=p.POSITIONAL_ONLY, default=p.empty)
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in positional and p.name not in rest
+    ]
+    first = inspect.Parameter(_STATE, inspect.Parameter.POSITIONAL_ONLY)
+    others = inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL)
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [first, *(p for p in own if p.name != _STATE), others]
+    )
+    call.__name__ = type(module).__name__
+    return state, call, type(module).__name__
+
+
+_STATE = "state"
+
+
+def _leaf(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
+    wanted = gradients and (tensor.is_floating_point() or tensor.is_complex())
+    if isinstance(tensor, nn.Parameter):
+        wanted = wanted and tensor.requires_grad
+    return tensor.detach().clone().requires_grad_(wanted)
+
+
+def _arguments(traced: Traced, module: bool) -> dict[int, str]:
+    """Number of a tensor leaf to its name, for the leaves that the program uses."""
+    leaves = pytree.tree_leaves((traced.args, dict(traced.kwargs)))
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    numbers = {index: number for number, index in enumerate(tensors)}
+    return {
+        numbers[entry.index]: entry.name.removeprefix(f"{_STATE}.") if module else entry.name
+        for entry in traced.graph.inputs
+        if isinstance(entry, Arg)
+    }
+
+
+# -- the placements ----------------------------------------------------------------------------
+
+
+def _listed(placements: Placements | Sequence[Placements] | None) -> list[Placements] | None:
+    if placements is None:
+        return None
+    return [placements] if isinstance(placements, Mapping) else list(placements)
+
+
+def _default_meshes(stated: Sequence[Placements] | None) -> list[Mesh]:
+    axes = dict.fromkeys(
+        axis
+        for one in stated or ()
+        for pins in one.values()
+        if isinstance(pins, Mapping)
+        for axis in pins
+    )
+    if stated is None or not axes:
+        return [Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2)]
+    names = list(axes)
+    if len(names) == 1:
+        sizes = [(2,), (3,)]
+    elif len(names) == 2:
+        sizes = [(2, 2), (2, 3), (3, 2)]
+    else:
+        sizes = [(2,) * len(names)]
+    return [mesh_of(tuple(zip(names, each, strict=True))) for each in sizes]
+
+
+def _resolved(
+    fn: Callable[..., Any], stated: Placements, mesh: Mesh, arguments: Mapping[int, str]
+) -> dict[str, Stated]:
+    """Argument to its placements: keys are names, or globs over a module's tensors."""
+    found: dict[str, Stated] = {}
+    tensors = names_of(fn) if isinstance(fn, nn.Module) else ()
+    known = set(arguments.values())
+    for key, pins in stated.items():
+        matched = [t.name for t in tensors if t.kind == "parameter" and t.matched_by(key)]
+        matched = matched or [t.name for t in tensors if t.matched_by(key)]
+        if not matched:
+            matched = sorted(n for n in known if n == key or n.startswith(f"{key}."))
+        if not matched:
+            near = nearest(key, sorted(known))
+            if isinstance(fn, nn.Module) and not near:
+                raise no_match(key, "placements", fn, tensors)
+            raise PlanningError(
+                f'placements names "{key}", which is no tensor that the program uses.\n'
+                f"  tensors: {listing(sorted(known))}\n"
+                + (f'fix: write "{near[0]}"' if near else "fix: use the names of its parameters")
+            )
+        for name in matched:
+            found.setdefault(name, pins)  # the first match wins
+    return found
+
+
+def _trial_text(trial: Mapping[str, Stated]) -> str:
+    parts = [
+        f"{name}: {', '.join(f'{axis}={p!r}' for axis, p in pins.items())}"
+        for name, pins in trial.items()
+        if pins
+    ]
+    return "; ".join(parts) or "nothing stated"
+
+
+def _head(name: str, mesh: Mesh, trial: Mapping[str, Stated]) -> str:
+    lines = [f"{name} does not give the same numbers under this placement."]
+    lines.append(f"  mesh:       {mesh}")
+    lines += [
+        f"  {'placement:' if i == 0 else '          '}  {_trial_text({n: pins})}"
+        for i, (n, pins) in enumerate(trial.items())
+    ]
+    return "\n".join(lines)
+
+
+# -- the comparison ----------------------------------------------------------------------------
+
+
+def _compared(
+    found: Evaluation,
+    expected: Evaluation,
+    traced: Traced,
+    arguments: Mapping[int, str],
+    tolerance: tuple[float | None, float | None],
+) -> str | None:
+    """The first value that differs, in words; results before gradients."""
+    assert found.plan is not None
+    specs = {(o.kind, o.of): o.spec for o in found.plan.outputs}
+    graph_names = _arguments(traced, False)
+    pairs: list[tuple[str, Any, torch.Tensor | None, torch.Tensor | None]] = []
+    for i, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
+        label = "the result" if len(expected.tensors) == 1 else f"result {i}"
+        pairs.append((label, specs.get(("result", i)), a, b))
+    for i, (a, b) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        spec = specs.get(("gradient", graph_names.get(i, "")))
+        pairs.append((f"the gradient of {arguments.get(i, i)}", spec, a, b))
+    for label, spec, a, b in pairs:
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            # torch says "no gradient", which is a zero; the other way round nothing is computed
+            zero = b if a is None else a
+            assert zero is not None
+            if bool((zero == 0).all()):
+                continue
+            missing = "found" if a is None else "expected"
+            return f"  wrong:      {label}: none is {missing}"
+        text = difference(a, b, spec, rtol=tolerance[0], atol=tolerance[1])
+        if text is not None:
+            return f"  wrong:      {label}\n{text}"
+    return None
+
+
+__all__ = ["TOLERANCES", "Same", "assert_same"]

@@ -1,0 +1,91 @@
+"""Sample calls for every op that has a rule: what the certificates are made from.
+
+    SAMPLES["aten.mm.default"]        # [lambda d: call(d("m k"), d("k n"))]
+
+One file per family, each with a dict from an op's full name to functions of a Draw (draw.py);
+FAMILIES lists them. A new family adds its file and a line there. Invariants: an op has samples in
+one family; STAND_INS, UNDEFINED, UNCHECKED and NO_HALF say what is special about an op,
+not how it is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dtensor.testing.samples.arrangement import ARRANGEMENT
+from dtensor.testing.samples.checked import CHECKED
+from dtensor.testing.samples.draw import EDGES, VARIANTS, Draw, Sample, call, words
+from dtensor.testing.samples.indexing import INDEXING
+from dtensor.testing.samples.layers import LAYERS
+from dtensor.testing.samples.losses import LAYER_LOSSES
+from dtensor.testing.samples.matrices import MATRICES
+from dtensor.testing.samples.ordering import ORDERING
+from dtensor.testing.samples.pointwise import POINTWISE
+from dtensor.testing.samples.random import RANDOM
+from dtensor.testing.samples.special import SPECIAL
+from dtensor.testing.samples.tensors import STAND_INS, TENSORS
+
+FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
+    ARRANGEMENT,
+    CHECKED,
+    INDEXING,
+    LAYERS,
+    LAYER_LOSSES,
+    MATRICES,
+    ORDERING,
+    POINTWISE,
+    RANDOM,
+    SPECIAL,
+    TENSORS,
+)
+
+# Results that are not defined: only their shapes are compared.
+UNDEFINED = {
+    "aten.empty.memory_format",
+    "aten.empty_like.default",
+    "aten.empty_permuted.default",
+    "aten.empty_strided.default",
+    "aten.new_empty.default",
+    "aten.new_empty_strided.default",
+}
+
+# Not tried under placements that do not belong together, nor at sizes of 0: their kernels do not
+# check shapes, and end the process.
+UNCHECKED = {
+    "aten.batch_norm_backward.default",
+    "aten.native_batch_norm_backward.default",
+    "aten.linalg_ldl_solve.default",
+    "aten.linalg_lu_solve.default",
+    "aten.lu_unpack.default",
+    "dt.attention.default",
+    "dt.attention_backward.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+    "aten._embedding_bag_backward.default",
+    "aten._embedding_bag_per_sample_weights_backward.default",
+}
+
+# Whose kernel fails in bfloat16 where a dim has size 1, an internal error of torch.
+NO_HALF = {"aten.index_reduce.default"}
+
+SAMPLES: dict[str, list[Sample]] = {
+    name: samples for family in FAMILIES for name, samples in family.items()
+}
+
+__all__ = [
+    "EDGES",
+    "FAMILIES",
+    "NO_HALF",
+    "POINTWISE",
+    "SAMPLES",
+    "STAND_INS",
+    "UNCHECKED",
+    "UNDEFINED",
+    "VARIANTS",
+    "Draw",
+    "Sample",
+    "call",
+    "words",
+]

@@ -1,0 +1,130 @@
+"""Sample calls of ops that read and write at indices (dtensor.sharding.rules.indexing)."""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor.testing.samples.draw import Draw, Sample, call
+
+
+def _permutation(d: Draw, size: str) -> torch.Tensor:
+    return torch.randperm(d.size(size), generator=d.generator)
+
+
+def _distinct(d: Draw, rows: str) -> torch.Tensor:
+    """Two different columns of four for each row."""
+    return torch.tensor([[1, 3]]).repeat(d.size(rows), 1)
+
+
+_READS: list[Sample] = [
+    lambda d: call(d("a b"), [None, d.ints("c", 2)]),
+    lambda d: call(d("a b c"), [d.ints("a 1", 2), d.ints("2", 2)]),
+    lambda d: call(d("a b 3 c"), [None, d.ints("c 2", 2), None, d.ints("2", 2)]),
+    lambda d: call(d("a b 3"), [None, d.ints("c", 2), d.ints("", 3)]),
+    lambda d: call(d("a b"), [d.ints("c", 2, -2).int()]),
+]
+_ADDS: list[Sample] = [
+    lambda d: call(d("a b"), [None, d.ints("c", 2)], d("a c"), True),
+    lambda d: call(d("a b"), [d.ints("c", 2, -2)], d("b"), True),
+    lambda d: call(d("a b"), [d.ints("c", 2), d.ints("c", 2)], d(""), True),
+    lambda d: call(d("a b 3"), [d.ints("c 1", 2), d.ints("2", 2)], d("c 2 3"), True),
+]
+_WRITES: list[Sample] = [
+    lambda d: call(d("a b"), [None, _permutation(d, "b")], d("a b")),
+    lambda d: call(d("a b"), [_permutation(d, "a")], d("a 1")),
+    lambda d: call(d("a b"), [_permutation(d, "a")], d("")),
+]
+
+
+def _scatter_reduce(reduce: str, include_self: bool) -> Sample:
+    return lambda d: call(
+        d("a b"), 1, d.ints("a 3", 2), d("a 3"), reduce, include_self=include_self
+    )
+
+
+INDEXING: dict[str, list[Sample]] = {
+    "aten.index.Tensor": [*_READS, lambda d: call(d("a b"), [d.ints("c 3", 2)])],
+    "aten.index_put.default": [*_ADDS, *_WRITES],
+    "aten._unsafe_masked_index.default": [
+        lambda d: call(d("a b"), d.bools("c"), [None, d.ints("c", 2)], 1.5),
+        lambda d: call(d("a b"), d.bools("c 3"), [d.ints("c 1", 2), d.ints("3", 2)], 0),
+    ],
+    "aten._unsafe_masked_index_put_accumulate.default": [
+        lambda d: call(d("a b"), d.bools("a c"), [None, d.ints("c", 2)], d("a c")),
+        lambda d: call(d("a b"), d.bools("c 3"), [d.ints("c 1", 2), d.ints("3", 2)], d("c 3")),
+    ],
+    "aten.index_select.default": [
+        lambda d: call(d("a b"), 1, d.ints("c", 2)),
+        lambda d: call(d("a b"), 0, d.ints("", 2)),
+        lambda d: call(d(""), 0, d.ints("1", 1)),
+    ],
+    "aten.gather.default": [
+        lambda d: call(d("a b"), 1, d.ints("a 3", 2)),
+        lambda d: call(d("a b"), 1, d.ints("1 3", 2)),
+        lambda d: call(d(""), 0, d.ints("", 1)),
+    ],
+    "aten.scatter_add.default": [
+        lambda d: call(d("a b"), 1, d.ints("a 3", 2), d("a 3")),
+        lambda d: call(d("a b"), 0, d.ints("c b", 2), d("c b")),
+        lambda d: call(d("a 7"), 1, d.ints("a 3", 7), d("a 5")),
+        lambda d: call(d(""), 0, d.ints("", 1), d("")),
+    ],
+    "aten.scatter.src": [
+        lambda d: call(d("a 4"), 1, _distinct(d, "a"), d("a 2")),
+        lambda d: call(d("a 4"), 1, _distinct(d, "1"), d("a 2")),
+    ],
+    "aten.scatter.value": [
+        lambda d: call(d("a b"), 1, d.ints("a 1", 2), 2.0),
+        lambda d: call(d("a b"), 0, d.ints("1 b", 2), 0),
+    ],
+    "aten._unsafe_index.Tensor": _READS,
+    "aten._unsafe_index_put.default": [*_ADDS, *_WRITES],
+    "aten.index_add.default": [
+        lambda d: call(d("a b"), 1, d.ints("c", 2), d("a c")),
+        lambda d: call(d("a b"), 0, d.ints("c", 2), d("c b"), alpha=2.5),
+        lambda d: call(d("a"), 0, d.ints("c", 1), d("c")),
+        lambda d: call(d.ints("a b", 5), 0, d.ints("c", 2), d.ints("c b", 5)),
+    ],
+    "aten.index_copy.default": [
+        lambda d: call(d("a b"), 1, _permutation(d, "b"), d("a b")),
+        lambda d: call(d(""), 0, d.ints("1", 1), d("1")),
+    ],
+    "aten.index_fill.int_Scalar": [
+        lambda d: call(d("a b"), 1, d.ints("c", 2), 0.0),
+        lambda d: call(d("a b"), 0, d.ints("c", 2), 2.0),
+        lambda d: call(d(""), 0, d.ints("1", 1), 2.0),
+    ],
+    "aten.index_fill.int_Tensor": [lambda d: call(d("a b"), 1, d.ints("c", 2), d(""))],
+    "aten.index_reduce.default": [
+        lambda d: call(d("a b"), 1, d.ints("c", 2), d("a c"), "prod"),
+        lambda d: call(d("a b"), 0, d.ints("c", 2), d("c b"), "amax", include_self=False),
+        lambda d: call(d("a b"), 0, d.ints("c", 2), d("c b"), "mean"),
+    ],
+    "aten.scatter.reduce": [
+        lambda d: call(d("a b"), 1, d.ints("a 3", 2), d("a 3"), reduce="multiply"),
+        lambda d: call(d("a b"), 1, d.ints("1 3", 2), d("a 3"), reduce="add"),
+    ],
+    "aten.scatter.value_reduce": [
+        lambda d: call(d("a b"), 1, d.ints("a 3", 2), 2.0, reduce="multiply")
+    ],
+    "aten.scatter_reduce.two": [
+        _scatter_reduce("sum", True),
+        _scatter_reduce("sum", False),
+        _scatter_reduce("amax", True),
+        _scatter_reduce("mean", False),
+        lambda d: call(d(""), 0, d.ints("", 1), d(""), "sum"),
+    ],
+    "aten.take.default": [
+        lambda d: call(d("a b"), d.ints("c 3", 4)),
+        lambda d: call(d("a b"), d.ints("", 4)),
+    ],
+    "aten.put.default": [
+        lambda d: call(d("a b"), d.ints("c 2", 4), d("c 2"), True),
+        lambda d: call(d("a b"), _permutation(d, "a"), d("a")),
+    ],
+    "aten.repeat_interleave.Tensor": [lambda d: call(d.ints("a", 4))],
+    "aten.masked_scatter.default": [lambda d: call(d("a b"), d.bools("a b"), d("a b c"))],
+    "aten.masked_scatter_backward.default": [
+        lambda d: call(d("a b"), d.bools("a b"), list(d.shape("a b")))
+    ],
+}

@@ -1,0 +1,172 @@
+"""Hypothesis strategies: meshes, placements that fit, specs and tensors.
+
+    from hypothesis import given
+
+    @given(dt.testing.strategies.specs(mesh=dt.Mesh(tp=2, dp=2), shape=(6, 5)))
+    def test_round_trip(spec): ...
+
+What is drawn is always valid: blocks fill their dim, units divide them, on one dim the later axis
+splits the pieces of the earlier. Dims that do not divide, shards that are empty, axes of size 1 and
+both orders of two axes on a dim are all drawn; examples shrink to small meshes and whole tensors.
+
+Hypothesis is not a dependency of this package: it is imported when a strategy is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtensor.api.checks import check_fit
+from dtensor.errors import PlanningError
+from dtensor.sharding.call import Meta
+from dtensor.sharding.mesh import Mesh, mesh_of
+from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec import TensorSpec, make_spec
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+
+def meshes(
+    axes: Sequence[str] = ("a", "b", "c"), *, sizes: Sequence[int] = (1, 2, 3), max_size: int = 8
+) -> SearchStrategy[Mesh]:
+    """Meshes with the first one, two, ... of ``axes``, each of one of ``sizes``, of at most
+    ``max_size`` ranks."""
+    st = _strategies()
+    every = [
+        mesh_of(tuple(zip(axes, each)))
+        for count in range(1, len(axes) + 1)
+        for each in itertools.product(sizes, repeat=count)
+    ]
+    fitting = [mesh for mesh in every if mesh.size <= max_size]
+    return st.sampled_from(sorted(fitting, key=lambda mesh: (mesh.size, len(mesh.axes))))
+
+
+def placements(shape: Sequence[int], *, pending: bool = False) -> SearchStrategy[Placement]:
+    """Placements of a tensor of ``shape`` on one axis; ``pending``: sums, maxima, minima too."""
+    return _strategies().sampled_from(_choices(tuple(shape), pending))
+
+
+def shardings(
+    shape: Sequence[int], mesh: Mesh, *, pending: bool = False
+) -> SearchStrategy[dict[str, Placement]]:
+    """Placements by axis, to be passed on as ``dt.distribute(x, mesh, **sharding)``."""
+    st = _strategies()
+    wanted = tuple(shape)
+
+    @st.composite
+    def draw_sharding(draw: Any) -> dict[str, Placement]:
+        stated: dict[str, Placement] = {}
+        for axis in draw(st.permutations(mesh.axes)):
+            fitting = [
+                choice
+                for choice in _choices(wanted, pending)
+                if _fits(wanted, mesh, {**stated, axis: choice})
+            ]
+            stated[axis] = draw(st.sampled_from(fitting))
+        return stated
+
+    return draw_sharding()
+
+
+def specs(
+    *,
+    mesh: Mesh | SearchStrategy[Mesh] | None = None,
+    shape: Sequence[int] | SearchStrategy[tuple[int, ...]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    pending: bool = False,
+) -> SearchStrategy[TensorSpec]:
+    """Specs on a mesh (by default any of `meshes`), of a shape (by default any of `shapes`)."""
+    st = _strategies()
+    some_mesh = _strategy(meshes() if mesh is None else mesh)
+    some_shape = _strategy(shapes() if shape is None else shape)
+
+    @st.composite
+    def draw_spec(draw: Any) -> TensorSpec:
+        chosen, size = draw(some_mesh), tuple(draw(some_shape))
+        return make_spec(size, dtype, chosen, draw(shardings(size, chosen, pending=pending)))
+
+    return draw_spec()
+
+
+def shapes(
+    *, max_dims: int = 3, max_size: int = 7, min_size: int = 1
+) -> SearchStrategy[tuple[int, ...]]:
+    """Shapes of up to ``max_dims`` dims, none included."""
+    st = _strategies()
+    return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
+
+
+def tensors(
+    shape: Sequence[int] | SearchStrategy[tuple[int, ...]] | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> SearchStrategy[torch.Tensor]:
+    """Tensors of whole numbers from -9 to 9, so that sums are exact in any order.
+
+    Unsigned dtypes from 0; bools are drawn as such.
+    """
+    st = _strategies()
+    some_shape = _strategy(shapes() if shape is None else shape)
+    lowest = 0 if dtype in (torch.bool, torch.uint8) else -9
+    highest = 1 if dtype == torch.bool else 9
+
+    @st.composite
+    def draw_tensor(draw: Any) -> torch.Tensor:
+        size = tuple(draw(some_shape))
+        # one number for all elements: hypothesis has little use for shrinking each of them
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+        return torch.randint(lowest, highest + 1, size, generator=generator).to(dtype)
+
+    return draw_tensor()
+
+
+# -- what is drawn from --------------------------------------------------------------------------
+
+
+def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
+    """From the plainest on, which is what examples shrink to."""
+    found: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(shape)))]
+    for dim, size in enumerate(shape):
+        found += [Shard(dim, blocks=n) for n in (2, 3) if size and size % n == 0]
+        found += [Shard(dim, unit=n) for n in (2, 3) if size and size % n == 0]
+        if size > 2:
+            found.append(Shard(dim, blocks=(size - 1, 1)))
+        if size % 4 == 0 and size:
+            found.append(Shard(dim, blocks=2, unit=2))
+    if pending:
+        found += [Partial("sum"), Partial("max"), Partial("min")]
+    return found
+
+
+def _fits(shape: tuple[int, ...], mesh: Mesh, stated: dict[str, Placement]) -> bool:
+    """Whether users may state that: blocks of a minor axis, for one, would be lost."""
+    try:
+        check_fit("x", Meta(shape, torch.float32), stated, "a strategy", mesh)
+        make_spec(shape, torch.float32, mesh, stated)
+    except PlanningError:  # two kinds of pending, too
+        return False
+    return True
+
+
+def _strategy(given: Any) -> Any:
+    """A value stands for the strategy that draws it alone."""
+    st = _strategies()
+    from hypothesis.strategies import SearchStrategy
+
+    return given if isinstance(given, SearchStrategy) else st.just(given)
+
+
+def _strategies() -> Any:
+    try:
+        from hypothesis import strategies
+    except ImportError as error:
+        raise ImportError(
+            "dtensor.testing.strategies makes strategies for hypothesis, which is not installed; "
+            "fix: pip install hypothesis"
+        ) from error
+    return strategies

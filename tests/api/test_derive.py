@@ -1,0 +1,189 @@
+"""`dt.placements.for_model` on models that nobody listed: what it finds, and that it is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.api.training import assert_gradients_close
+from tests.models import GPT, MLP
+from tests.plans import kinds
+
+
+class Interleaved(nn.Module):
+    """Plain parameters, used transposed; heads outside of q, k, v; attention written out; a gate
+    and an up projection fused; both branches beside one another, normalised last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(40, 24) * 0.3)
+        self.mixed = nn.Parameter(torch.randn(24, 72) * 0.2)
+        self.out = nn.Parameter(torch.randn(24, 24) * 0.2)
+        self.gated = nn.Parameter(torch.randn(24, 64) * 0.2)
+        self.gated_bias = nn.Parameter(torch.randn(64) * 0.2)
+        self.back = nn.Parameter(torch.randn(32, 24) * 0.2)
+        self.norm = nn.LayerNorm(24)
+        self.slopes = nn.Parameter(torch.randn(6))
+        self.words = nn.Linear(24, 40)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.table)
+        b, t, _ = x.shape
+        q, k, v = (x @ self.mixed).view(b, t, 6, 12).split(4, -1)
+        far = torch.arange(t)[:, None] - torch.arange(t)
+        scores = (
+            torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.5 - far.abs() * self.slopes[:, None, None]
+        )
+        scores = scores.masked_fill(far < 0, float("-inf"))
+        heads = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+        gate, up = (x @ self.gated + self.gated_bias).chunk(2, -1)
+        x = x + heads.reshape(b, t, 24) @ self.out + (torch.tanh(gate) * up) @ self.back
+        return self.words(self.norm(x))
+
+
+class Mixer(nn.Module):
+    """Mixes time by a hidden layer, channels by another with a norm inside, then queries of many
+    heads share one key; the classes are few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time_up, self.time_down = nn.Linear(8, 20), nn.Linear(20, 8)
+        self.widen, self.inner_norm = nn.Linear(16, 32), nn.LayerNorm(32)
+        self.narrow = nn.Linear(32, 16)
+        self.query, self.value = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.key = nn.Linear(16, 4, bias=False)  # a bias of keys would have no gradient
+        self.join = nn.Linear(16, 16)
+        self.classes = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        x = x + self.time_down(F.relu(self.time_up(x.transpose(1, 2)))).transpose(1, 2)
+        x = x + self.narrow(self.inner_norm(F.silu(self.widen(x))))
+        q = self.query(x).view(b, t, 4, 4).transpose(1, 2)
+        k, v = self.key(x).unsqueeze(1), self.value(x).unsqueeze(1)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.classes((x + self.join(y.transpose(1, 2).reshape(b, t, 16))).mean(1))
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind()
+
+
+DATA: dict[type[nn.Module], Any] = {
+    Interleaved: (torch.randint(40, (4, 10)), torch.randint(40, (4, 10))),
+    Mixer: (torch.randn(4, 8, 16), torch.randint(3, (4,))),
+}
+
+
+def derived(kind: type[nn.Module], size: int | None) -> dt.placements.Placements:
+    return dt.placements.for_model(build(kind), DATA[kind][:1], size=size)
+
+
+def test_fused_heads_outside_of_their_projections() -> None:
+    assert_expected_inline(
+        str(derived(Interleaved, 4)),
+        """\
+{
+    # vocabulary: rows that are elsewhere give zeros, and one sum joins them
+    "table": dict(tp=dt.Row()),
+    # column: 6 heads, 12 wide, each attended alone
+    "mixed": dict(tp=dt.Column(unit=12)),
+    # row: it contracts what mixed splits
+    "out": dict(tp=dt.Row(unit=4)),
+    # column: elementwise ops lead to back; 2 projections in one
+    "gated": dict(tp=dt.Column(blocks=2)),
+    # row: it contracts what gated splits
+    "back": dict(tp=dt.Row()),
+    # vocabulary: the loss is computed on its parts
+    "words.weight": dict(tp=dt.Row()),
+}""",
+    )
+
+
+def test_what_is_in_the_way_stays_whole() -> None:
+    assert_expected_inline(
+        str(derived(Mixer, 2)),
+        """\
+{
+    # column: elementwise ops lead to time_down
+    "time_up.weight": dict(tp=dt.Row()),
+    # row: it contracts what time_up splits
+    "time_down.weight": dict(tp=dt.Column()),
+    # column: 4 heads, 4 wide, each attended alone
+    "query.weight": dict(tp=dt.Row()),
+    # row: it contracts what query splits
+    "join.weight": dict(tp=dt.Column()),
+    # whole: widen.weight
+    #   aten.native_layer_norm.default cannot split its output dim (test_derive.py:68)
+    # whole: narrow.weight
+    #   its output dim would also split query.weight
+    # whole: value.weight
+    #   dt.attention.default cannot split its output dim (test_derive.py:71)
+    # whole: key.weight
+    #   dt.attention.default cannot split its output dim (test_derive.py:71)
+    # whole: classes.weight
+    #   no weight contracts what its output dim would split
+}""",
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", [Interleaved, Mixer])
+def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:
+    model = build(kind)
+    placed = dt.parallelize(model, dt.Mesh(tp=size), derived(kind, size))
+    step = dt.train_step(placed, loss_fn, torch.optim.AdamW(model.parameters()))
+    found = step.gradients(*DATA[kind])
+    plain = build(kind)
+    loss_fn(plain, *DATA[kind]).backward()
+    assert_gradients_close(
+        found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    )
+
+
+def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    placements = dt.placements.for_model(GPT(), (ids,), size=2)
+    assert dict(placements) == {
+        "embed.weight": dict(tp=dt.Row()),
+        "blocks.*.attn.qkv.weight": dict(tp=dt.Row(blocks=3)),
+        "blocks.*.attn.proj.weight": dict(tp=dt.Shard(1)),
+        "blocks.*.mlp.up.weight": dict(tp=dt.Row()),
+        "blocks.*.mlp.down.weight": dict(tp=dt.Shard(1)),
+    }
+
+
+def test_the_result_is_a_dict_that_can_be_edited() -> None:
+    placements = dt.placements.for_model(MLP(), (torch.zeros(4, 16),), axis="x")
+    del placements["down.weight"]
+    placements["up.weight"] = dict(x=dt.Replicate())
+    mesh = dt.Mesh(x=2)
+    model = MLP()
+    step = dt.train_step(
+        dt.parallelize(model, mesh, placements),
+        lambda model, x: model(x).pow(2).mean(),
+        torch.optim.AdamW(model.parameters()),
+    )
+    assert kinds(step.plan(torch.zeros(4, 16))) == Counter()
+    assert '"up.weight": dict(x=dt.Replicate())' in str(placements)
+    assert '"down.weight"' not in str(placements)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(dt.PlanningError, match="for_model takes an nn.Module, not function"):
+        dt.placements.for_model(loss_fn)  # type: ignore[arg-type]
+    with pytest.raises(dt.PlanningError, match="size=0: an axis has at least 1 rank"):
+        dt.placements.for_model(MLP(), (torch.zeros(4, 16),), size=0)

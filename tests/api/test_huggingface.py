@@ -1,0 +1,231 @@
+"""GPT-2, Llama and BERT of Hugging Face, unmodified, under placements that were derived.
+
+Their losses and all gradients are plain torch's under every placement; on Ray they are in-process's
+to the bit; and the collectives are those that Megatron's layers would make.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+import dtensor as dt
+from tests.api.training import assert_same_bits
+from tests.plans import kinds
+
+pytest.importorskip("transformers")
+
+from tests.huggingface import MODELS, STAGES, batch, build, derived, loss_fn, reference
+
+MESHES: dict[str, dict[str, int]] = {
+    "tp2": dict(tp=2),
+    "dp2": dict(dp=2),
+    "tp3": dict(tp=3),
+    "dp2_tp2": dict(dp=2, tp=2),
+    "pp2_tp2": dict(pp=2, tp=2),
+    "zero3": dict(dp=2),
+}
+
+
+def make_step(name: str, mesh: str) -> dt.TrainStep:
+    model, axes = build(name), MESHES[mesh]
+    tp = axes.get("tp")
+    placed = dt.parallelize(
+        model,
+        dt.Mesh(**axes),
+        derived(name, tp) if tp else {},
+        stages=STAGES[name] if "pp" in axes else None,
+        zero=dict(dp=3) if mesh == "zero3" else None,
+    )
+    return dt.train_step(
+        placed,
+        loss_fn,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        inputs=dict(dp=dt.Row()) if "dp" in axes else None,
+        schedule=dt.OneFOneB(microbatches=2 if "pp" in axes else 1),
+    )
+
+
+def outcome(name: str, mesh: str, **launch: Any) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one step and the gradients that it was made from."""
+    step = make_step(name, mesh)
+    with dt.launch(step.model.mesh, **launch):
+        found = step.gradients(*batch())
+        loss = float(step(*batch()))
+        dt.gather_state_dict(step.model, step.optimizer)
+    return loss, found
+
+
+def is_zero(name: str) -> bool:
+    """What is added to all keys moves each row of scores alike, and softmax does not see it: the
+    exact gradient is zero, what is computed is rounding alone and has no scale of its own."""
+    return name.endswith("attention.self.key.bias")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
+    loss, found = outcome(name, mesh)
+    expected_loss, expected = reference(name)
+    assert loss == pytest.approx(expected_loss, abs=2e-6)
+    assert set(found) == set(expected)
+    for parameter, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        if is_zero(parameter):
+            scale = expected[parameter.replace("key", "query")].abs().max().item()
+            assert gradient.abs().max() < 1e-6 * scale
+        error = (found[parameter] - gradient).abs().max().item()
+        assert error <= 1e-5 * scale, f"{parameter}: {error:.3e} of {scale:.3e}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_collectives_are_megatrons(name: str) -> None:
+    """Forward, each row-parallel product and the embedding; backward, the input of each pair of
+    layers; cross entropy over a split vocabulary: three numbers a token, and the input of the head.
+    """
+    plan = make_step(name, "tp2").plan(*batch())
+    layers, pairs = 2, 2
+    forward = layers * pairs + 1 + 3
+    assert kinds(plan, "forward") == Counter({"all_reduce@tp": forward})
+    assert kinds(plan, "backward") == Counter({"all_reduce@tp": layers * pairs + 1})
+    assert kinds(plan, "optimizer") == Counter()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_value_crosses_between_stages(name: str) -> None:
+    plan = make_step(name, "pp2_tp2").plan(*batch())
+    crossing = [c for c in plan.collectives if c.kind == "transfer"]
+    assert [c.phase for c in crossing] == ["forward", "backward"]
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("gpt2", "tp2"), ("llama", "dp2_tp2"), ("bert", "pp2_tp2")]
+)
+def test_ray_is_in_process(name: str, mesh: str, ray_session: None) -> None:
+    expected_loss, expected = outcome(name, mesh)
+    loss, found = outcome(name, mesh, backend="ray")
+    assert loss == expected_loss
+    assert_same_bits(found, expected)
+
+
+# -- what is derived -------------------------------------------------------------------------------
+
+
+def test_gpt2() -> None:
+    assert_expected_inline(
+        str(derived("gpt2", None)),
+        """\
+{
+    # column: 8 heads, 8 wide, each attended alone; 3 projections in one
+    "transformer.h.*.attn.c_attn.weight": dict(tp=dt.Column(blocks=3, unit=8)),
+    # row: it contracts what c_attn splits
+    "transformer.h.*.attn.c_proj.weight": dict(tp=dt.Row(unit=8)),
+    # column: elementwise ops lead to c_proj
+    "transformer.h.*.mlp.c_fc.weight": dict(tp=dt.Column()),
+    # row: it contracts what c_fc splits
+    "transformer.h.*.mlp.c_proj.weight": dict(tp=dt.Row()),
+    # vocabulary: the loss is computed on its parts, and the embedding reads it by its rows
+    "transformer.wte.weight": dict(tp=dt.Row()),
+    # whole: transformer.wpe.weight
+    #   a table of which no argument says what rows are read
+}""",
+    )
+
+
+def test_llama_over_three_ranks() -> None:
+    assert_expected_inline(
+        str(derived("llama", 3)),
+        """\
+{
+    # vocabulary: rows that are elsewhere give zeros, and one sum joins them
+    "model.embed_tokens.weight": dict(tp=dt.Row()),
+    # column with k_proj and v_proj: 4 groups of heads, 16 wide, each attended alone
+    "model.layers.*.self_attn.q_proj.weight": dict(tp=dt.Row(unit=16)),
+    # column with q_proj and v_proj: 4 groups of heads, 8 wide, each attended alone
+    "model.layers.*.self_attn.k_proj.weight": dict(tp=dt.Row(unit=8)),
+    # column with q_proj and k_proj: 4 groups of heads, 8 wide, each attended alone
+    "model.layers.*.self_attn.v_proj.weight": dict(tp=dt.Row(unit=8)),
+    # row: it contracts what q_proj and k_proj and v_proj split
+    "model.layers.*.self_attn.o_proj.weight": dict(tp=dt.Column(unit=16)),
+    # column with up_proj: elementwise ops lead to down_proj
+    "model.layers.*.mlp.gate_proj.weight": dict(tp=dt.Row()),
+    # column with gate_proj: elementwise ops lead to down_proj
+    "model.layers.*.mlp.up_proj.weight": dict(tp=dt.Row()),
+    # row: it contracts what gate_proj and up_proj split
+    "model.layers.*.mlp.down_proj.weight": dict(tp=dt.Column()),
+    # vocabulary: the loss is computed on its parts
+    "lm_head.weight": dict(tp=dt.Row()),
+}""",
+    )
+
+
+def test_llama_with_fewer_groups_of_heads_than_ranks() -> None:
+    placements = derived("llama", 8)
+    assert not [pattern for pattern in placements if "attn" in pattern]
+    assert placements.reasons["model.layers.*.self_attn.q_proj.weight"] == (
+        "4 groups of heads are too few for 8 ranks; fix: size=4, on an axis of 4 beside one of 2"
+    )
+    assert [pattern for pattern in derived("llama", 4) if "attn" in pattern]
+
+
+def test_bert() -> None:
+    text = re.sub(r" \(modeling_bert.py:\d+\)", "", str(derived("bert", 2)))
+    assert_expected_inline(
+        text,
+        """\
+{
+    # column with key and value: 8 heads, 8 wide, each attended alone
+    "bert.encoder.layer.*.attention.self.query.weight": dict(tp=dt.Row()),
+    # column with query and value: 8 heads, 8 wide, each attended alone
+    "bert.encoder.layer.*.attention.self.key.weight": dict(tp=dt.Row()),
+    # column with query and key: 8 heads, 8 wide, each attended alone
+    "bert.encoder.layer.*.attention.self.value.weight": dict(tp=dt.Row()),
+    # row: it contracts what self.query and self.key and self.value split
+    "bert.encoder.layer.*.attention.output.dense.weight": dict(tp=dt.Column()),
+    # column: elementwise ops lead to output.dense
+    "bert.encoder.layer.*.intermediate.dense.weight": dict(tp=dt.Row()),
+    # row: it contracts what intermediate.dense splits
+    "bert.encoder.layer.{0..1}.output.dense.weight": dict(tp=dt.Column()),
+    # vocabulary: the loss is computed on its parts, and the embedding reads it by its rows
+    "bert.embeddings.word_embeddings.weight": dict(tp=dt.Row()),
+    # whole: bert.embeddings.position_embeddings.weight
+    #   a table of which no argument says what rows are read
+    # whole: bert.embeddings.token_type_embeddings.weight
+    #   a table of which no argument says what rows are read
+    # whole: cls.predictions.transform.dense.weight
+    #   aten.native_layer_norm.default cannot split its output dim
+}""",
+    )
+
+
+def test_roles_of_transposed_and_plain_layers_are_stated_alike() -> None:
+    """GPT-2's Conv1D weights are (in, out), Llama's Linear weights (out, in)."""
+    stated: dict[str, dict[str, Any]] = {
+        "gpt2": {
+            "*.c_attn": dict(tp=dt.ColumnParallel(blocks=3)),
+            "*.c_fc": dict(tp=dt.ColumnParallel()),
+            "*.c_proj": dict(tp=dt.RowParallel()),
+            "*.wte": dict(tp=dt.RowParallel()),
+        },
+        "llama": {
+            "*.{q,k,v,gate,up}_proj": dict(tp=dt.ColumnParallel()),
+            "*.{o,down}_proj": dict(tp=dt.RowParallel()),
+            "*.embed_tokens": dict(tp=dt.RowParallel()),
+            "lm_head": dict(tp=dt.ColumnParallel()),
+        },
+    }
+    for name, roles in stated.items():
+        model = build(name)
+        placed = dt.parallelize(model, dt.Mesh(tp=2), roles)
+        step = dt.train_step(placed, loss_fn, torch.optim.AdamW(model.parameters()))
+        expected = make_step(name, "tp2").plan(*batch())
+        found = step.plan(*batch())
+        assert [str(c) for c in found.collectives] == [str(c) for c in expected.collectives]
+        assert {i.label: i.spec for i in found.inputs} == {i.label: i.spec for i in expected.inputs}

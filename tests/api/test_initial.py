@@ -1,0 +1,220 @@
+"""Parameters made on the ranks: the same bits on every mesh, nothing whole, errors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.runtime import initialise
+from tests.models import DropoutGPT, batch, loss_fn
+
+MEGATRON: dict[str, Any] = {
+    "*.qkv.*": dict(tp=dt.Row(blocks=3)),
+    "*.proj.weight": dict(tp=dt.Column()),
+    "*.up.*": dict(tp=dt.Row()),
+    "*.down.weight": dict(tp=dt.Column()),
+    "embed.weight": dict(tp=dt.Row()),
+}
+MESHES: dict[str, tuple[dt.Mesh, dict[str, Any]]] = {
+    "tp2": (dt.Mesh(tp=2), MEGATRON),
+    "tp3": (dt.Mesh(tp=3), {"*.up.*": dict(tp=dt.Row()), "embed.*": dict(tp=dt.Row())}),
+    "dp2tp2": (dt.Mesh(dp=2, tp=2), MEGATRON),
+}
+
+
+def small_normal(model: nn.Module) -> None:
+    """As many models have it: Linear and Embedding; the norms keep what they had."""
+
+    def init(part: nn.Module) -> None:
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(part.weight, std=0.02, a=-0.03, b=0.03)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            part.bias.data.zero_()
+
+    model.apply(init)
+
+
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def values(mesh: dt.Mesh, pins: dict[str, Any], init: Any) -> dict[str, Tensor]:
+    dt.manual_seed(5)
+    model = dt.parallelize(on_meta(DropoutGPT), mesh, pins, init=init)
+    model.eval()
+    dt.compile(lambda m, x: m(x), mesh)(model, batch()[0])
+    return dt.gather_state_dict(model)["model"]
+
+
+INITS: dict[str, Any] = {"reset": "reset", "function": small_normal, "builder": DropoutGPT}
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_the_same_bits_on_every_mesh(init: str) -> None:
+    whole = values(dt.Mesh(), {}, INITS[init])
+    assert {t.device.type for t in whole.values()} == {"cpu"}
+    for mesh, pins in MESHES.values():
+        found = values(mesh, pins, INITS[init])
+        assert found.keys() == whole.keys()
+        for name in whole:
+            assert torch.equal(found[name], whole[name]), name
+
+
+def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank of a split parameter holds all of it."""
+    sizes: dict[str, set[int]] = {}
+    inner = initialise.make
+
+    def watched(recipe: Any, pieces: Any, device: torch.device) -> Tensor:
+        made = inner(recipe, pieces, device)
+        assert recipe.split
+        sizes.setdefault(recipe.name, set()).add(made.numel())
+        return made
+
+    monkeypatch.setattr(initialise, "make", watched)
+    values(*MESHES["tp2"], "reset")
+    assert sizes["blocks.0.up.weight"] == {4 * 16 * 16 // 2}
+    assert sizes["embed.weight"] == {32 * 16 // 2}
+    assert sizes["norm.weight"] == {16}
+
+
+def test_outside_a_launch_the_values_are_the_same() -> None:
+    dt.manual_seed(5)
+    model = dt.parallelize(on_meta(DropoutGPT), dt.Mesh(), init="reset")
+    before = dt.gather_state_dict(model)["model"]
+    after = values(dt.Mesh(), {}, "reset")
+    assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+def test_seeds_and_names_give_other_numbers() -> None:
+    first = values(dt.Mesh(), {}, "reset")
+    dt.manual_seed(6)
+    model = dt.parallelize(on_meta(DropoutGPT), dt.Mesh(), init="reset")
+    second = dt.gather_state_dict(model)["model"]
+    assert not torch.equal(first["embed.weight"], second["embed.weight"])
+    assert not torch.equal(first["blocks.0.up.weight"], first["blocks.1.up.weight"])
+
+
+def test_distributions_are_those_of_torch() -> None:
+    model = dt.parallelize(on_meta(lambda: nn.Linear(400, 300)), dt.Mesh(), init="reset")
+    state = dt.gather_state_dict(model)["model"]
+    bound = 1 / 400**0.5
+    assert abs(float(state["weight"].std()) - bound / 3**0.5) < 3e-4
+    assert float(state["weight"].abs().max()) <= bound
+
+    def truncated(m: nn.Module) -> None:
+        nn.init.trunc_normal_(m.weight, std=1.0, a=-1.0, b=2.0)  # type: ignore[arg-type]
+
+    model = dt.parallelize(on_meta(lambda: nn.Linear(400, 300)), dt.Mesh(), init=truncated)
+    drawn = dt.gather_state_dict(model)["model"]["weight"]
+    expected = torch.empty(300, 400)
+    nn.init.trunc_normal_(expected, std=1.0, a=-1.0, b=2.0)
+    assert float(drawn.min()) >= -1 and float(drawn.max()) <= 2
+    assert abs(float(drawn.mean() - expected.mean())) < 0.02
+    assert abs(float(drawn.std() - expected.std())) < 0.02
+
+
+class Odd(nn.Module):
+    """A padding row, a parameter made from a product, a rope cache, an orthogonal matrix."""
+
+    def __init__(self, square: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, padding_idx=3)
+        self.scaled = nn.Parameter(torch.randn(8, 4) * 0.02)
+        self.blocks = nn.Parameter(torch.empty(6, 4))
+        nn.init.ones_(self.blocks[:2])
+        nn.init.normal_(self.blocks[2:])
+        self.turned = nn.Parameter(torch.empty(square, square))
+        nn.init.orthogonal_(self.turned)
+        at = torch.arange(5.0)[:, None] * 10.0 ** -torch.arange(2.0)[None, :]
+        self.register_buffer("cos", at.cos(), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) @ self.scaled.T @ self.scaled
+        return x + (self.blocks @ x.T).sum() + self.turned.sum() + self.cos.sum()  # type: ignore[operator]
+
+
+def test_padding_rows_buffers_and_small_matrices() -> None:
+    def run(mesh: dt.Mesh, pins: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        dt.manual_seed(1)
+        model = dt.parallelize(on_meta(Odd), mesh, pins, init=Odd)
+        y = dt.compile(lambda m, x: m(x), mesh)(model, torch.tensor([0, 3, 8, 3, 1]))
+        return y.full_tensor(), dt.gather_state_dict(model)["model"]
+
+    y, state = run(dt.Mesh(), {})
+    assert float(state["embed.weight"][3].abs().max()) == 0
+    assert float(state["embed.weight"].abs().min(1).values.sum()) > 0
+    assert 0.01 < float(state["scaled"].std()) < 0.03
+    assert torch.equal(state["blocks"][:2], torch.ones(2, 4))
+    assert float(state["blocks"][2:].std()) > 0.5
+    torch.testing.assert_close(state["turned"] @ state["turned"].T, torch.eye(6))
+    pins = {"embed.*": dict(tp=dt.Row()), "blocks": dict(tp=dt.Row()), "turned": dict(tp=dt.Row())}
+    for mesh in (dt.Mesh(tp=2), dt.Mesh(tp=3)):
+        z, found = run(mesh, pins)
+        assert all(torch.equal(found[n], state[n]) for n in state)
+        torch.testing.assert_close(y, z)
+
+
+class Forgets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+def test_a_parameter_that_nothing_initialises() -> None:
+    with pytest.raises(dt.PlanningError, match=r"Nothing initialises all of gain.*\n.*\nfix: give"):
+        dt.parallelize(on_meta(Forgets), dt.Mesh(), init="reset")
+    model = dt.parallelize(on_meta(Forgets), dt.Mesh(), init=Forgets)
+    assert torch.equal(dt.gather_state_dict(model)["model"]["gain"], torch.ones(3))
+
+
+def test_what_needs_the_whole_matrix_is_refused_for_a_large_one() -> None:
+    with pytest.raises(
+        dt.PlanningError,
+        match=r"initialisation of turned cannot be done shard by shard: \w+ needs the whole tensor",
+    ):
+        dt.parallelize(on_meta(lambda: Odd(5000)), dt.Mesh(), init=lambda: Odd(5000))
+
+
+def test_values_that_decide() -> None:
+    def init(model: nn.Module) -> None:
+        if float(model.weight.sum()) > 0:  # type: ignore[arg-type, operator]
+            nn.init.zeros_(model.weight)  # type: ignore[arg-type]
+
+    with pytest.raises(dt.PlanningError, match="depends on a tensor's value"):
+        dt.parallelize(on_meta(lambda: nn.Linear(3, 3)), dt.Mesh(), init=init)
+
+
+def test_a_meta_model_without_init() -> None:
+    model = dt.parallelize(on_meta(lambda: nn.Linear(3, 3)), dt.Mesh())
+    with pytest.raises(dt.PlanningError, match=r"weight is on the meta device and has no value"):
+        dt.compile(lambda m, x: m(x), dt.Mesh())(model, torch.ones(2, 3))
+
+
+def test_loaded_values_replace_those_that_would_be_made() -> None:
+    mesh = dt.Mesh(tp=2)
+    torch.manual_seed(0)
+    real = DropoutGPT(p=0.0)
+    model = dt.parallelize(on_meta(lambda: DropoutGPT(p=0.0)), mesh, MEGATRON, init="reset")
+    dt.load_state_dict(model, None, {"model": real.state_dict()})
+    got = dt.compile(lambda m, x: m(x), mesh)(model, batch()[0]).full_tensor()
+    torch.testing.assert_close(got, real(batch()[0]).detach())
+
+
+def test_training_from_meta_is_the_same_under_placements() -> None:
+    def losses(mesh: dt.Mesh, pins: dict[str, Any]) -> list[float]:
+        dt.manual_seed(2)
+        model = dt.parallelize(on_meta(DropoutGPT), mesh, pins, init=small_normal)
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = dt.train_step(model, loss_fn, opt)
+        return [float(step(*batch(i))) for i in range(4)]
+
+    one = losses(dt.Mesh(), {})
+    assert one == pytest.approx(losses(*MESHES["tp2"]), abs=2e-6)

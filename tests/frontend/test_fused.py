@@ -1,0 +1,50 @@
+"""Layers that torch would take apart while differentiating stay whole; torch is left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._C import DispatchKey
+
+from dtensor.frontend.capture import capture
+from dtensor.frontend.fused import whole_layers
+
+aten = torch.ops.aten
+
+
+def _names(fn: object, *args: torch.Tensor) -> list[str]:
+    graph = capture(fn, args, grads="tangents")  # type: ignore[arg-type]
+    return [str(node.target) for node in graph.fx.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic", "nearest-exact"])
+def test_resizing_is_one_op_forward_and_one_backward(mode: str) -> None:
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    names = _names(lambda x: F.interpolate(x, size=(7, 5), mode=mode), x)
+    assert len(names) == 2
+    assert all("upsample" in name for name in names)
+    assert names[1].endswith("_backward.default")
+
+
+def test_margin_loss_with_targets_that_end_early_is_the_kernel() -> None:
+    # Torch's decomposition counts targets after the end mark -1; its kernel does not.
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[1, 3, -1, 0, 0], [0, -1, 2, 1, 1], [4, 2, 0, -1, 3], [-1, 0, 1, 2, 3]])
+    names = _names(F.multilabel_margin_loss, x, target)
+    assert [name for name in names if "getitem" not in name] == [
+        "aten.multilabel_margin_loss_forward.default",
+        "aten.multilabel_margin_loss_backward.default",
+    ]
+
+
+def test_registrations_come_back() -> None:
+    op = aten.upsample_bilinear2d.default
+    before = dict(op.py_kernels)
+    assert DispatchKey.Autograd in before
+    with whole_layers():
+        assert DispatchKey.Autograd not in op.py_kernels
+    assert op.py_kernels == before
+    with pytest.raises(ValueError, match="inside"), whole_layers():
+        raise ValueError("inside")
+    assert op.py_kernels == before

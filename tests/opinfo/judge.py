@@ -1,0 +1,360 @@
+"""One entry of the OpInfo database, run under placements and compared with plain torch.
+
+    record = judge(entry, "even")
+    record.verdict           # "split" | "whole" | "refused" | "wrong" | "not counted"
+
+Each placement is planned, lowered and run on 4 ranks in this process, forward and backward with a
+random cotangent. Results and gradients are compared by `torch.testing.assert_close` with its
+default tolerances (float32: rtol 1.3e-6, atol 1e-5). Where float32 differs by more, the sample is
+run again in float64 (1e-7, 1e-7): a wrong rule is wrong there too, and what passes there differed
+by rounding only; such placements are counted.
+
+A placement ran *split* where an op of its forward that is more than a view ran with an operand or
+a result of which a rank holds a part (of programs of views alone: a view; of those without ops: a
+result). An entry is split where at least one of its placements is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.testing._internal.opinfo.core import OpInfo
+
+from dtensor.frontend import decompose
+from dtensor.sharding.placements import Placement, Shard
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.prices import is_view
+from dtensor.sharding.rules.whole import reasons
+from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.steps import Compute
+from dtensor.testing import execute
+from dtensor.testing.execute import Evaluation, RanksDisagree, Traced
+from tests.opinfo.entries import (
+    MESH,
+    SIZES,
+    Sample,
+    drawn,
+    leaves_of,
+    name_of,
+    pending,
+    placements,
+    samples,
+    seed,
+    supported,
+)
+from tests.opinfo.record import Record
+from tests.opinfo.words import OutOfTime, add_once, first_line, limited, placements_text
+
+PER_OP, PER_SAMPLE, SAMPLES, PENDING = 48, 12, 8, 4
+SECONDS = 240
+
+# what torch documents as not initialised
+_UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty"}
+_UNDEFINED |= {"new_empty_strided"}
+
+
+class NotCounted(Exception):
+    """The entry cannot be run by any system of this kind; the message says why."""
+
+
+def judge(entry: OpInfo, kind: str) -> Record:
+    """Run one entry with the sizes of ``kind`` ("even" or "uneven")."""
+    record = Record(name=name_of(entry))
+    try:
+        with limited(SECONDS):
+            _judge(entry, kind, record)
+    except NotCounted as reason:
+        record.note = str(reason)
+        return record
+    except OutOfTime:
+        add_once(record.errors, f"not done within {SECONDS} seconds")
+        record.forward["refused"] += 1
+    if record.wrong:
+        record.verdict = "wrong"
+    elif record.forward["refused"] or record.gradient["refused"]:
+        record.verdict = "refused"
+    else:
+        record.verdict = "split" if record.split else "whole"
+    known = reasons()
+    record.note = record.note or "; ".join(
+        dict.fromkeys(known[name] for name in record.whole_ops if name in known)
+    )
+    return record
+
+
+def chosen_samples(entry: OpInfo, kind: str, record: Record) -> list[Sample]:
+    """The entry's samples that plain torch runs, twice alike; NotCounted where there is none."""
+    if torch.float32 not in entry.dtypes:
+        raise NotCounted("takes no float32")
+    if entry.name in _UNDEFINED:
+        raise NotCounted("its values are not defined: uninitialised memory")
+    for wanted in (SIZES[kind], {}):  # {}: torch's own, for an entry that has numbers of its own
+        found = drawn(entry, wanted)
+        if not any(leaves_of(s) for s in found):
+            raise NotCounted("no tensor input: nothing to place")
+        found = [s for s in found if leaves_of(s)]
+        if not any(all(supported(x) for x in leaves_of(s)) for s in found):
+            raise NotCounted("takes sparse, nested or quantized tensors only")
+        chosen = samples(found, entry, SAMPLES)
+        problems = [_plain_problem(s) for s in chosen]
+        if 2 * sum(map(bool, problems)) < len(chosen):
+            break
+    for problem in filter(None, problems):
+        record.left_out += 1
+        record.note = problem
+    usable = [s for s, problem in zip(chosen, problems, strict=True) if problem is None]
+    if not usable:
+        raise NotCounted(record.note)
+    return usable
+
+
+def _judge(entry: OpInfo, kind: str, record: Record) -> None:
+    traced: list[tuple[Sample, Traced]] = []
+    for sample in chosen_samples(entry, kind, record):
+        made = _traced(sample, record)
+        if made is not None:
+            traced.append((sample, made))
+    if not traced:
+        if record.left_out and not record.forward:
+            raise NotCounted(record.note)
+        return
+    if record.left_out:
+        record.note = f"{record.left_out} samples left out: {record.note}"
+    record.differentiable = entry.supports_autograd and any(t.grads for _, t in traced)
+    queue = [placements(s.leaves, even=kind == "even", limit=PER_SAMPLE) for s, _ in traced]
+    budgets = shares([len(q) for q in queue], PER_OP)
+    partial = PENDING
+    for (sample, made), options, budget in zip(traced, queue, budgets, strict=True):
+        sums = pending(sample.leaves)[: min(partial, 2)]
+        partial -= len(sums)
+        _Runner(sample, made, record).all((*options[:budget], *sums))
+
+
+def shares(lengths: Sequence[int], total: int) -> list[int]:
+    """How many of each, dealt one after the other until all or ``total`` are dealt."""
+    shares = [0] * len(lengths)
+    while sum(shares) < total and shares != list(lengths):
+        for i, length in enumerate(lengths):
+            if shares[i] < length and sum(shares) < total:
+                shares[i] += 1
+    return shares
+
+
+def _traced(sample: Sample, record: Record) -> Traced | None:
+    """The captured sample; None where it is left out or refused, which is recorded."""
+    wanted = any(x.requires_grad for x in sample.leaves) and differentiable(sample)
+    for grads in (True, False) if wanted else (False,):
+        try:
+            with _recording_expansions(record):
+                return execute.trace(sample.fn, sample.leaves, grads=grads)
+        except Exception as error:  # whatever capture says is this entry's outcome
+            reason = _cannot_capture(error)
+            if reason is not None:
+                record.left_out += 1
+                record.note = reason
+                return None
+            add_once(record.errors, f"{sample.text}: {first_line(error)}")
+            (record.gradient if grads else record.forward)["refused"] += 1
+    return None
+
+
+def _plain_problem(sample: Sample) -> str | None:
+    """Why plain torch gives nothing to compare with, if it does not."""
+    outputs: list[tuple[torch.Tensor, ...]] = []
+    for value in (0, 1):
+        seed(value)
+        try:
+            with torch.no_grad():
+                out = sample.fn(*(x.detach().clone() for x in sample.leaves))
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+            return f"plain torch refuses the sample: {first_line(error)}"
+        outputs.append(execute.tensors_of(out))
+    first, second = outputs
+    same = len(first) == len(second) and all(
+        a.shape == b.shape and difference(a, b, exact=True) is None for a, b in zip(first, second)
+    )
+    if not same:
+        return "random"
+    if not all(map(supported, first)):
+        return "returns sparse or nested tensors"
+    return None if first else "returns no tensor"
+
+
+def differentiable(sample: Sample) -> bool:
+    """Whether plain torch has a derivative for it."""
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in sample.leaves]
+    try:
+        results = [r for r in execute.tensors_of(sample.fn(*leaves)) if r.requires_grad]
+        asked = [x for x in leaves if x.requires_grad]
+        ones = [torch.ones_like(r) for r in results]
+        torch.autograd.grad(results, asked, ones, allow_unused=True)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    return bool(results)
+
+
+_REASONS = (
+    ("no counter-based form", "random"),
+    ("changes an argument in place", "changes its argument in place"),
+    ("depends on a tensor's value", "its result's shape or a branch depends on data"),
+    ("DynamicOutputShape", "its result's shape depends on data"),
+    ("DataDependent", "its result's shape or a branch depends on data"),
+    ("unbacked symbols", "its result's shape depends on data"),
+    ("GuardOnDataDependent", "its result's shape or a branch depends on data"),
+    ("Jiterator is only supported on CUDA", "CUDA only"),
+)
+
+
+def _cannot_capture(error: Exception) -> str | None:
+    text = f"{type(error).__name__}: {error}"
+    return next((reason for part, reason in _REASONS if part in text), None)
+
+
+# -- one sample ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Runner:
+    sample: Sample
+    traced: Traced
+    record: Record
+    _wide: Traced | None = None
+
+    def all(self, options: Sequence[tuple[Placement, ...]]) -> None:
+        expected = execute.reference(self.traced)
+        for option in options:
+            self.one(option, expected)
+
+    def one(self, option: tuple[Placement, ...], expected: Evaluation) -> None:
+        record = self.record
+        try:
+            found = self._run(self.traced, option)
+        except RanksDisagree as error:
+            self._wrong("forward", option, first_line(error))
+            return
+        except Exception as error:  # whatever planning or running says is this entry's outcome
+            add_once(
+                record.errors, f"{self.sample.text} {placements_text(option)}: {first_line(error)}"
+            )
+            if not self.traced.grads:
+                record.forward["refused"] += 1
+                return
+            # the backward may be what is refused: the forward alone
+            record.gradient["refused"] += 1
+            self.traced = execute.trace(self.sample.fn, self.sample.leaves, grads=False)
+            self.one(option, expected)
+            return
+        self._count(found, option, expected)
+
+    def _run(self, traced: Traced, option: tuple[Placement, ...]) -> Evaluation:
+        return execute.run(traced, MESH, [{"x": p} for p in option])
+
+    def _count(
+        self, found: Evaluation, option: tuple[Placement, ...], expected: Evaluation
+    ) -> None:
+        record = self.record
+        assert found.plan is not None
+        wrong = _differences(found, expected, self.traced.grads)
+        if wrong:
+            again = self._in_double(option)
+            if again:
+                for phase in again:
+                    self._wrong(phase, option, wrong.get(phase, again[phase]))
+                if "gradient" in again and "forward" not in again:
+                    record.forward["right"] += 1
+                return
+            record.rounding += 1
+        record.forward["right"] += 1
+        if self.traced.grads:
+            record.gradient["right"] += 1
+        forward = [c for c in found.plan.collectives if c.phase == "forward"]
+        record.free += not forward
+        record.free_all += not found.plan.collectives
+        record.split += ran_split(found.plan)
+        if found.plan.flow is not self.traced.flow:  # the planner wrote an op out
+            kept = {op.name for op in found.plan.flow.ops}
+            for op in self.traced.flow.ops:
+                if op.name not in kept:
+                    add_once(record.expanded, op.call.name)
+        for step in found.plan.steps:
+            if isinstance(step, Compute) and step.phase == "forward":
+                name = step.op.call.name
+                add_once(record.all_ops, name)
+                if name in reasons():
+                    add_once(record.whole_ops, name)
+
+    def _in_double(self, option: tuple[Placement, ...]) -> dict[str, str]:
+        """What differs when the sample is run in float64; RanksDisagree counts as a result."""
+        sample = self.sample.in_double()
+        if self._wide is None:
+            self._wide = execute.trace(sample.fn, sample.leaves, grads=self.traced.grads)
+        try:
+            found = self._run(self._wide, option)
+        except RanksDisagree as error:
+            return {"forward": first_line(error)}
+        return _differences(found, execute.reference(self._wide), self.traced.grads)
+
+    def _wrong(self, phase: str, option: tuple[Placement, ...], what: str) -> None:
+        (self.record.forward if phase == "forward" else self.record.gradient)["wrong"] += 1
+        add_once(
+            self.record.wrong, f"{phase} of {self.sample.text} {placements_text(option)}: {what}"
+        )
+
+
+def _differences(found: Evaluation, expected: Evaluation, grads: bool) -> dict[str, str]:
+    """Phase -> what differs first."""
+    result: dict[str, str] = {}
+    for number, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
+        problem = difference(a, b)
+        if problem:
+            result.setdefault("forward", f"result {number}: {problem}")
+    for number, (a, b) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        if not grads or (a is None and b is None):
+            continue
+        shape = b if b is not None else a
+        assert shape is not None
+        # no gradient and a gradient of zeros are the same
+        zero = torch.zeros_like(shape)
+        problem = difference(zero if a is None else a, zero if b is None else b)
+        if problem:
+            result.setdefault("gradient", f"gradient {number}: {problem}")
+    return result
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor, exact: bool = False) -> str | None:
+    tolerance = 0.0 if exact else None  # None: the dtype's default
+    try:
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=tolerance, atol=tolerance)
+    except AssertionError as error:
+        return " ".join(str(error).split())[:200]
+    return None
+
+
+def ran_split(plan: Plan) -> bool:
+    """Whether this plan's forward ran split; see the module docstring."""
+    forward = [s for s in plan.steps if isinstance(s, Compute) and s.phase == "forward"]
+    steps = [s for s in forward if not is_view(s.op)] or forward
+    specs: list[TensorSpec | None] = [
+        spec for s in steps for spec in (*s.operand_specs, *s.result_specs)
+    ]
+    if not steps:
+        specs = [o.spec for o in plan.outputs if o.kind == "result"]
+    return any(isinstance(p, Shard) for spec in specs if spec is not None for p in spec.placements)
+
+
+@contextlib.contextmanager
+def _recording_expansions(record: Record) -> Iterator[None]:
+    """Within: the ops that capture writes out by torch's decompositions are noted."""
+    inline = decompose._inline
+
+    def noted(module: Any, node: Any, inner: Any) -> Any:
+        add_once(record.expanded, str(node.target))
+        return inline(module, node, inner)
+
+    with mock.patch.object(decompose, "_inline", noted):
+        yield

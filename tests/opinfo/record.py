@@ -1,0 +1,57 @@
+"""What became of one entry, as a line of JSON; the table is made of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["split", "whole", "refused", "wrong", "not counted"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """One entry's outcome. ``forward`` and ``gradient`` count placements by outcome ("right",
+    "refused", "wrong"); ``free`` those whose forward had no collective, ``free_all`` those with
+    none in the backward either."""
+
+    name: str
+    verdict: Verdict = "not counted"
+    note: str = ""
+    differentiable: bool = False
+    forward: Counter[str] = field(default_factory=Counter)
+    gradient: Counter[str] = field(default_factory=Counter)
+    split: int = 0
+    free: int = 0
+    free_all: int = 0
+    rounding: int = 0
+    left_out: int = 0  # samples that cannot be captured
+    errors: list[str] = field(default_factory=list)  # first lines of refusals
+    wrong: list[str] = field(default_factory=list)
+    whole_ops: list[str] = field(default_factory=list)
+    expanded: list[str] = field(default_factory=list)  # ops that torch's decompositions replaced
+    all_ops: list[str] = field(default_factory=list)
+
+    @property
+    def counted(self) -> bool:
+        return self.verdict != "not counted"
+
+    @property
+    def forward_passes(self) -> bool:
+        return self.counted and set(self.forward) == {"right"}
+
+    @property
+    def passes(self) -> bool:
+        """Forward, and gradients where the entry has them."""
+        return self.forward_passes and set(self.gradient) <= {"right"}
+
+    def as_json(self) -> dict[str, Any]:
+        # not asdict, which makes a Counter of a Counter's pairs
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**values, "forward": dict(self.forward), "gradient": dict(self.gradient)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Record:
+        known = {**data, "forward": Counter(data["forward"]), "gradient": Counter(data["gradient"])}
+        return Record(**known)

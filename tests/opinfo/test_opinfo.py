@@ -1,0 +1,171 @@
+"""CI's part of the OpInfo run: a fixed sample of the entries, and that the run finds what is wrong.
+
+The whole is `make opinfo`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing._internal.distributed._tensor.common_dtensor import DTensorConverter
+from torch.testing._internal.opinfo.core import OpInfo
+
+from dtensor.sharding.placements import REPLICATE, Shard
+from dtensor.sharding.rules import pattern, registry
+from dtensor.testing import execute
+from tests.opinfo import judge as judging
+from tests.opinfo.entries import MESH, drawn, entries, name_of, placements, samples, spread
+from tests.opinfo.judge import judge, ran_split, shares
+from tests.opinfo.record import Record
+from tests.opinfo.table import crashed, numbers, summary
+
+ENTRIES = {name_of(entry): entry for entry in entries()}
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer placements than the whole run, for time."""
+    monkeypatch.setattr(judging, "PER_OP", 12)
+    monkeypatch.setattr(judging, "SAMPLES", 3)
+
+
+SAMPLED = (
+    ("even", "matmul"),
+    ("uneven", "addmm"),
+    ("uneven", "softmax"),
+    ("even", "nn.functional.layer_norm"),
+    ("uneven", "cat"),
+    ("even", "view"),
+    ("uneven", "expand"),
+    ("even", "var"),
+    ("uneven", "cumsum"),
+    ("even", "gather"),
+    ("uneven", "index_put"),
+    ("even", "nn.functional.conv2d"),
+    ("uneven", "nn.functional.avg_pool2d"),
+    ("even", "nn.functional.embedding"),
+    ("uneven", "nn.functional.cross_entropy"),
+    ("even", "sort"),
+    ("uneven", "linalg.cholesky"),
+    ("even", "fft.rfft"),
+)
+
+
+@pytest.mark.parametrize(("kind", "name"), SAMPLED)
+def test_entry(kind: str, name: str) -> None:
+    record = judge(ENTRIES[name], kind)
+    assert not record.wrong, record.wrong
+    assert record.passes, record.errors
+    assert record.forward["right"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("rand_like", "random"),
+        ("arange", "no tensor input: nothing to place"),
+        ("empty_like", "its values are not defined: uninitialised memory"),
+        ("bitwise_and", "takes no float32"),
+        ("nonzero", "its result's shape or a branch depends on data"),
+    ],
+)
+def test_not_counted(name: str, reason: str) -> None:
+    record = judge(ENTRIES[name], "even")
+    assert (record.verdict, record.note) == ("not counted", reason)
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of a part of a dim do not know of the parts before it."""
+    monkeypatch.setitem(registry._BUILDERS, "aten.cumsum.default", pattern("... -> ..."))
+    record = judge(ENTRIES["cumsum"], "even")
+    assert record.verdict == "wrong"
+    assert all("(S" in line for line in record.wrong)
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of a mean that divides by the number of local elements."""
+    wrong = pattern(", ..., ... -> ...", linear=((0,),))
+    monkeypatch.setitem(registry._BUILDERS, "aten.mse_loss_backward.default", wrong)
+    record = judge(ENTRIES["nn.functional.mse_loss"], "even")
+    assert record.verdict == "wrong"
+    assert set(record.forward) == {"right"}
+    assert record.gradient["wrong"] > 0
+
+
+def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry._BUILDERS, "aten.mm.default")
+    record = judge(ENTRIES["mm"], "even")
+    assert record.verdict == "refused"
+    assert "aten.mm.default" in record.errors[0]
+
+
+class FourRanks:
+    """What DTensorConverter asks of a mesh."""
+
+    def size(self) -> int:
+        return 4
+
+
+def test_placements_are_those_of_dtensor() -> None:
+    leaves = (torch.randn(8, 4), torch.randn(4, 1, 6), torch.ones(8, dtype=torch.bool))
+    converter = DTensorConverter(FourRanks(), leaves, {})  # type: ignore[arg-type]
+    theirs = {
+        tuple(Shard(p.dim) if p.is_shard() else REPLICATE for p in option)  # type: ignore
+        for option in itertools.product(
+            *(converter.gen_sharding_choices_for_arg(x) for x in leaves)
+        )
+    }
+    ours = placements(leaves, even=True, limit=100)
+    assert set(ours) | {(REPLICATE,) * 3} == theirs
+    assert len(set(ours)) == len(ours)
+
+
+def test_few_of_many_placements() -> None:
+    leaves = [torch.randn(8, 8, 8)] * 4
+    found = placements(leaves, even=False, limit=12)
+    assert len(set(found)) == 12
+    assert (Shard(0),) * 4 in found
+    assert any(sum(p != REPLICATE for p in option) == 1 for option in found)
+    assert found == placements(leaves, even=False, limit=12)
+
+
+def test_budgets_and_spread() -> None:
+    assert shares([1, 5, 5], 7) == [1, 3, 3]
+    assert spread(list(range(10)), 3) == [0, 3, 6]
+
+
+def test_split_means_that_an_op_ran_on_a_part() -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.t().exp()
+
+    traced = execute.trace(total, (torch.randn(8, 4),))
+    split = execute.planned(traced, MESH, [{"x": Shard(0)}])
+    whole = execute.planned(traced, MESH, [{"x": REPLICATE}])
+    assert (ran_split(split), ran_split(whole)) == (True, False)
+
+
+def test_samples_are_the_same_each_time() -> None:
+    entry: OpInfo = ENTRIES["addmm"]
+    first, second = (samples(drawn(entry, {}), entry, 3) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.text == b.text
+        assert all(torch.equal(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
+
+
+def test_records_survive_json() -> None:
+    record = judge(ENTRIES["mul"], "even")
+    again = Record.from_json(json.loads(json.dumps(record.as_json())))
+    assert again == record
+    figures = numbers([record, crashed("dead"), Record(name="random", note="random")])
+    assert (figures["counted"], figures["forward"], figures["wrong"]) == (2, 1, 0)
+    assert "| 50.0% |" in summary({"even": [record, crashed("dead")]})
+
+
+def test_the_committed_table_has_no_wrong_numbers() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| wrong numbers |"))
+    assert line.split("|")[2:4] == [" 0 ", " 0 "]

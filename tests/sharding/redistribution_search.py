@@ -1,0 +1,337 @@
+"""What redistribution is held to: exact values, and the least price that any path has.
+
+    python -m tests.sharding.redistribution_search [--pairs 20000]
+
+The price is found again by other means: a breadth-first search over *all* shardings of a tensor
+(every placement that occurs on an axis, with every one on the others), one axis changed at a
+time, at most `STEPS` steps, the axes left alone on which both ends agree; what a step sends is
+counted on sets of elements. It shares with the library what a placement means and the formula of
+seconds, but neither its search nor its counting.
+
+`run` moves values by the real lowering: a program without ops whose input is pinned one way and
+whose result is wanted another, on ranks in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeAlias
+
+import torch
+
+from dtensor.daft import launch_cluster
+from dtensor.errors import PlanningError
+from dtensor.runtime.lower import lower
+from dtensor.sharding.call import Meta
+from dtensor.sharding.cost import Topology
+from dtensor.sharding.dataflow import Dataflow, Input, Output
+from dtensor.sharding.local import assemble, shard_of
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.placements import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    index_sets,
+    same,
+)
+from dtensor.sharding.planner import Request, plan
+from dtensor.sharding.redistribute import WORTH, Move, moves, seconds
+from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.steps import Convert
+from dtensor.testing.oracle_trial import cut
+
+STEPS = 6
+SMALL = Topology(latency=0.0, bandwidth=1e6)
+"""Bytes alone count, so that small tensors show which path sends fewest."""
+SUM, MAX, MIN = Partial("sum"), Partial("max"), Partial("min")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A mesh, a shape, and the placements that are combined on it."""
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    kinds: tuple[Placement, ...]
+
+    def specs(self) -> list[TensorSpec]:
+        """All combinations, with two axes on a dim in each order; what fits the shape."""
+        found: dict[TensorSpec, None] = {}
+        for placements in itertools.product(self.kinds, repeat=len(self.mesh.axes)):
+            stated = dict(zip(self.mesh.axes, placements, strict=True))
+            for order in itertools.permutations(self.mesh.axes):
+                try:
+                    pins = {axis: stated[axis] for axis in order}
+                    spec = make_spec(self.shape, torch.int64, self.mesh, pins)
+                except PlanningError:  # units that do not fit the pieces of the major axis
+                    continue
+                found[spec] = None
+        return list(found)
+
+
+SHARDS = (Shard(0), Shard(1), Shard(0, blocks=3), Shard(0, blocks=(8, 4)), Shard(0, unit=2))
+KINDS: tuple[Placement, ...] = (REPLICATE, SUM, *SHARDS, Shard(0, blocks=3, unit=2))
+UNEVEN: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1), Shard(0, blocks=(4, 3)))
+FEW: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1))
+
+FAMILIES = (
+    Family(Mesh(a=2), (12, 5), (*KINDS, MAX, MIN)),
+    Family(Mesh(a=3), (12, 5), (*KINDS, MAX, MIN)),
+    Family(Mesh(a=4), (7, 6), (*UNEVEN, MAX, MIN)),  # a rank holds nothing
+    Family(Mesh(a=3), (2, 4), FEW),
+    Family(Mesh(a=2, b=2), (12, 5), KINDS),
+    Family(Mesh(a=2, b=2), (12, 5), (REPLICATE, MAX, Shard(0), Shard(1))),
+    Family(Mesh(a=2, b=3), (12, 5), KINDS),
+    Family(Mesh(a=2, b=2), (7, 6), UNEVEN),
+    Family(Mesh(a=3, b=2), (2, 3), FEW),  # most ranks hold nothing
+    Family(Mesh(a=2, b=2, c=2), (8, 6), FEW),
+    Family(Mesh(a=2, b=2, c=2), (7, 5), FEW),
+)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The shards under ``dst``, moved by the lowered program of an empty dataflow."""
+    meta = Meta(src.shape, src.dtype)
+    flow = Dataflow(
+        inputs=(Input(name="x", meta=meta, kind="argument", label="x"),),
+        ops=(),
+        outputs=(Output("x", "result", 0),),
+    )
+    # as majors come first in specs, pins by axis would refine again: state the finished spec
+    request = Request(
+        name="move",
+        flow=flow,
+        mesh=src.mesh,
+        pins={"x": stated(src)},
+        results={0: dict(dst.sharding)},
+    )
+    found = plan(request)
+    assert next(i.spec for i in found.inputs) == src
+    emitted = [s.move for s in found.steps if isinstance(s, Convert)]
+    assert _kinds(emitted) == _kinds(moves(src, dst, Topology()))
+    lowered = lower(found, None)
+    with launch_cluster(src.mesh.size) as cluster:
+        handle = cluster.load(lowered.program)
+        results = cluster.run(handle, [{"x": shard} for shard in local]).get()
+    return [result["result 0"] for result in results]
+
+
+def check_values(src: TensorSpec, dst: TensorSpec, rng: torch.Generator) -> None:
+    """Pending sources are fed as random parts that are nowhere zero; whole numbers are exact."""
+    x = torch.randint(-99, 99, src.shape, generator=rng)
+    found = run(src, dst, cut(x, src, rng))
+    assert torch.equal(assemble(found, dst), x), f"{src} -> {dst}"
+    if not any(isinstance(p, Partial) for p in dst.placements):
+        for rank, shard in enumerate(found):
+            expected = shard_of(x, dst, src.mesh.coordinates(rank))
+            assert torch.equal(shard, expected), f"{src} -> {dst}, rank {rank}"
+
+
+def stated(spec: TensorSpec) -> dict[str, Placement]:
+    """Placements in an order of axes from which make_spec gives ``spec`` again."""
+    for order in itertools.permutations(spec.mesh.axes):
+        for kinds in itertools.product((None, 1), repeat=len(order)):
+            found: dict[str, Placement] = {}
+            for axis, blocks in zip(order, kinds, strict=True):
+                placement = spec.placement(axis)
+                if isinstance(placement, Shard) and blocks is not None:
+                    placement = Shard(placement.dim, 1, placement.unit)
+                found[axis] = placement
+            try:
+                if make_spec(spec.shape, spec.dtype, spec.mesh, found) == spec:
+                    return found
+            except PlanningError:
+                continue
+    raise AssertionError(f"{spec} comes from no order of axes")
+
+
+def _kinds(path: Sequence[Move]) -> list[tuple[str, str]]:
+    """A move that changes names alone may be left out."""
+    return [(m.kind, m.axis) for m in path if m.kind != "relabel"]
+
+
+# -- the least price -------------------------------------------------------------------------------
+
+
+Best: TypeAlias = dict[tuple[Placement, ...], float]
+
+
+class Search:
+    """All shardings that mix the placements of a family, and what each change of one axis costs."""
+
+    def __init__(self, specs: Sequence[TensorSpec], topology: Topology) -> None:
+        self.topology = topology
+        mesh = specs[0].mesh
+        occurring = [
+            list(dict.fromkeys(s.placements[k] for s in specs)) for k in range(len(mesh.axes))
+        ]
+        self.every: list[TensorSpec] = []
+        for placements in itertools.product(*occurring):
+            if len({p.op for p in placements if isinstance(p, Partial)}) < 2:
+                self.every.append(
+                    TensorSpec(specs[0].shape, specs[0].dtype, mesh, tuple(placements))
+                )
+        self.index = {spec.placements: i for i, spec in enumerate(self.every)}
+        self.edges: list[list[tuple[int, float, int]]] = [[] for _ in self.every]
+        for k, axis in enumerate(mesh.axes):
+            lines: defaultdict[object, list[int]] = defaultdict(list)
+            for i, spec in enumerate(self.every):
+                lines[spec.placements[:k] + spec.placements[k + 1 :]].append(i)
+            for line in lines.values():
+                for i, j in itertools.permutations(line, 2):
+                    price = _step_seconds(self.every[i], self.every[j], axis, topology)
+                    if price is not None:
+                        self.edges[i].append((j, price, k))
+
+    def from_(self, src: TensorSpec) -> Best:
+        """The least price to every sharding that differs on exactly the axes that may move."""
+        best: Best = {}
+        num = len(src.placements)
+        for moving in itertools.product((False, True), repeat=num):
+            for placements, price in self._moving(src, moving).items():
+                differs = tuple(p != q for p, q in zip(src.placements, placements, strict=True))
+                if differs == moving:
+                    best[placements] = price
+        return best
+
+    def _moving(self, src: TensorSpec, moving: tuple[bool, ...]) -> Best:
+        """The least price to every sharding within `STEPS` steps, each on an axis that may move."""
+        start = self.index[src.placements]
+        best = {start: 0.0}
+        frontier = {start}
+        for _ in range(STEPS):
+            found: dict[int, float] = {}
+            for i in frontier:
+                for j, price, axis in self.edges[i]:
+                    total = best[i] + price if moving[axis] else float("inf")
+                    if total < best.get(j, float("inf")) and total < found.get(j, float("inf")):
+                        found[j] = total
+            best.update(found)
+            frontier = set(found)
+        return {self.every[i].placements: price for i, price in best.items()}
+
+
+def _step_seconds(src: TensorSpec, dst: TensorSpec, axis: str, topology: Topology) -> float | None:
+    """The price of changing ``axis`` alone; None where no collective does that."""
+    before, after = src.placement(axis), dst.placement(axis)
+    num = src.mesh.axis_size(axis)
+    item = src.dtype.itemsize
+    copied = topology.compute_seconds(flops=0, bytes_moved=max(map(len, held(dst))) * item)
+    match before, after:
+        case (Replicate(), Shard()) | (Replicate(), Partial("sum")):
+            return copied
+        case Shard(), Shard() if same(before, after, src.shape, num):
+            return 0.0
+        case Shard(), Shard():
+            kind = "all_to_all"
+            sent = max(len(a - b) for a, b in zip(held(src), held(dst), strict=True))
+        case Partial(), Shard():
+            kind = "reduce_scatter"
+            sent = max(len(a - b) for a, b in zip(held(src), held(dst), strict=True))
+        case Shard(), Replicate():
+            kind = "all_gather"
+            sent = max(map(len, held(src))) * (num - 1)
+        case Partial(), Replicate():
+            kind = "all_reduce"
+            nbytes = -(-2 * max(map(len, held(src))) * item * (num - 1) // num)
+            return topology.collective_seconds(kind, axis, num=num, bytes_sent=nbytes)
+        case _:
+            return None
+    return topology.collective_seconds(kind, axis, num=num, bytes_sent=sent * item)
+
+
+@cache
+def held(spec: TensorSpec) -> tuple[frozenset[int], ...]:
+    """Per rank, the numbers of the elements that it holds."""
+    grid = torch.arange(math.prod(spec.shape)).view(spec.shape)
+    found: list[frozenset[int]] = []
+    for rank in range(spec.mesh.size):
+        here = spec.mesh.coordinates(rank)
+        inside = torch.ones(spec.shape, dtype=torch.bool)
+        for axis, placement in spec.sharding.items():
+            if not isinstance(placement, Shard):
+                continue
+            size = spec.shape[placement.dim]
+            mask = torch.zeros(size, dtype=torch.bool)
+            for lo, hi in index_sets(placement, size, spec.mesh.axis_size(axis))[here[axis]]:
+                mask[lo:hi] = True
+            shape = [-1 if d == placement.dim else 1 for d in range(len(spec.shape))]
+            inside = inside & mask.view(shape)
+        found.append(frozenset(grid[inside].tolist()))
+    return tuple(found)
+
+
+def check_price(src: TensorSpec, dst: TensorSpec, best: Best, topology: Topology) -> str:
+    """ "least", or "within 1%" where one collective fewer was worth that; AssertionError else."""
+    price = seconds(src, dst, topology)
+    least = best.get(dst.placements, float("inf"))
+    if least == float("inf"):
+        assert price == least, f"{src} -> {dst}: a path where there is none"
+        return "no path"
+    whole = TensorSpec(src.shape, src.dtype, src.mesh, (REPLICATE,) * len(src.mesh.axes))
+    if not any(isinstance(p, Partial) and p.op != "sum" for p in dst.placements):
+        through = seconds(src, whole, topology, whole=True)
+        through += seconds(whole, dst, topology, whole=True)
+        assert price <= through * (1 + 1e-9), f"{src} -> {dst}: dearer than gather, then slice"
+    if price < least * (1 - 1e-9):
+        return "less"
+    if price <= least * (1 + 1e-9):
+        return "least"
+    if price <= least / (1 - WORTH):
+        return "within 1%"
+    # where bytes alone count: by way of blocks that neither end has, or beyond MAX_EXPANDED
+    bound = 1.25 if len(src.mesh.axes) < 3 else 2.0
+    assert topology == SMALL and price <= bound * least, f"{src} -> {dst}: {price}, least {least}"
+    return f"within {bound:.2f}x"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5000, help="of each family, values moved")
+    parser.add_argument("--sources", type=int, default=1000, help="of each family, for prices")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for family in FAMILIES:
+        start = time.perf_counter()
+        specs = family.specs()
+        every = list(itertools.product(specs, specs))
+        rng = random.Random(0)
+        counts: Counter[str] = Counter()
+        for topology in (SMALL, Topology()):
+            search = Search(specs, topology)
+            for src in rng.sample(specs, min(len(specs), arguments.sources)):
+                best = search.from_(src)
+                for dst in specs:
+                    counts[check_price(src, dst, best, topology)] += 1
+        chosen = every if len(every) <= arguments.pairs else rng.sample(every, arguments.pairs)
+        generator = torch.Generator().manual_seed(0)
+        moved = 0
+        for src, dst in chosen:
+            if seconds(src, dst, Topology()) < float("inf"):
+                check_values(src, dst, generator)
+                moved += 1
+        print(
+            f"{family.mesh!s:24} {list(family.shape)!s:8} {len(specs):4} shardings, "
+            f"{len(search.every):5} searched; "
+            f"{sum(counts.values()):6} prices: "
+            f"{', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}; "
+            f"{moved} moved exactly; {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

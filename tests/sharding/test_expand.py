@@ -1,0 +1,88 @@
+"""A composite op over a dim that is split: written out where that is cheaper, fused where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtensor as dt
+from dtensor.sharding.plan import Plan
+from dtensor.testing.execute import planned, reference, run, trace
+
+Fn = Callable[..., torch.Tensor]
+COLUMN = {"tp": dt.Column()}
+WIDE = (96, 20001)
+SLOW = dt.Topology(bandwidth=20e9)  # between hosts: reducing a number per row costs less than rows
+
+
+def _ops(plan: Plan) -> set[str]:
+    return {step.op.call.name for step in plan.steps if hasattr(step, "op")}
+
+
+def _kinds(plan: Plan) -> set[str]:
+    return {collective.kind for collective in plan.collectives}
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[1:])
+
+
+FUNCTIONS: dict[str, Fn] = {
+    "softmax": lambda x: x.softmax(-1) * x.shape[-1],
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "rms_norm": _rms,
+    "var": lambda x: x.var(-1),
+    "std": lambda x: x.std(1, correction=0),
+    "logsumexp": lambda x: x.logsumexp(1),
+}
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_split_dim_is_not_gathered(name: str, num: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(WIDE, dtype=torch.float64, generator=generator).requires_grad_()
+    traced = trace(FUNCTIONS[name], (x,))
+    found = run(traced, dt.Mesh(tp=num), [COLUMN], topology=SLOW)
+    want = reference(traced)
+    torch.testing.assert_close(found.tensors[0], want.tensors[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.gradients[0], want.gradients[0], rtol=1e-9, atol=1e-9)
+    assert found.plan is not None and _kinds(found.plan) == {"all_reduce"}
+
+
+def test_short_rows_are_gathered_and_stay_fused() -> None:
+    traced = trace(FUNCTIONS["softmax"], (torch.randn(4, 6).requires_grad_(),))
+    plan = planned(traced, dt.Mesh(tp=2), [COLUMN])
+    assert _ops(plan) >= {"aten._softmax.default"} and "all_gather" in _kinds(plan)
+
+
+def test_a_whole_dim_stays_fused() -> None:
+    traced = trace(FUNCTIONS["softmax"], (torch.randn(WIDE).requires_grad_(),))
+    plan = planned(traced, dt.Mesh(tp=2), [{"tp": dt.Row()}])
+    assert _ops(plan) >= {"aten._softmax.default", "aten._softmax_backward_data.default"}
+    assert not plan.collectives
+
+
+def test_only_the_op_whose_dim_is_split_is_written_out() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1).sum(0) + y.log_softmax(-1).sum(0)
+
+    traced = trace(fn, (torch.randn(WIDE), torch.randn(WIDE)), grads=False)
+    plan = planned(traced, dt.Mesh(tp=2), [COLUMN, {"tp": dt.Row()}], topology=SLOW)
+    assert "aten._softmax.default" not in _ops(plan)
+    assert "aten._log_softmax.default" in _ops(plan)
+    assert "softmax_amax" in str(plan)
+
+
+def test_it_is_never_dearer() -> None:
+    traced = trace(FUNCTIONS["layer_norm"], (torch.randn(WIDE).requires_grad_(),))
+    fused = trace(FUNCTIONS["layer_norm"], (torch.randn(WIDE).requires_grad_(),))
+    for op in fused.flow.ops:
+        object.__setattr__(op, "expand", None)
+    mesh = dt.Mesh(tp=2)
+    found = planned(traced, mesh, [COLUMN], topology=SLOW).cost.seconds
+    assert found < 0.8 * planned(fused, mesh, [COLUMN], topology=SLOW).cost.seconds

@@ -1,0 +1,208 @@
+"""ZeRO in the plan: what is stored how, what is sent when, and the papers' memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.daft import Call, Collective, Wait
+from dtensor.runtime.lower import lower
+from dtensor.runtime.rank_lower import Roles
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.spec import make_spec
+from dtensor.sharding.steps import Bucket
+from dtensor.sharding.zero import layer_of, stored_spec
+from tests.models import GPT, batch, loss_fn
+
+
+class Stack(nn.Module):
+    """Three layers of 16 x 16 without biases: 1 KiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def plan_of(level: int, microbatches: int = 1, clip: float | None = None) -> Plan:
+    module = Stack()
+    model = dt.parallelize(module, dt.Mesh(dp=4), {}, zero={"dp": level})
+    step = dt.train_step(
+        model,
+        mean_square,
+        torch.optim.AdamW(module.parameters()),
+        inputs=dict(dp=dt.Row()),
+        schedule=dt.GPipe(microbatches),
+        clip_grad_norm=clip,
+    )
+    return step.plan(torch.empty(16, 16, device="meta"))
+
+
+def sent(plan: Plan) -> list[str]:
+    return [
+        f"{c.phase} {c.kind} {c.bytes_sent}" + (f" x{c.times}" if c.times > 1 else "")
+        for c in plan.collectives
+        if c.bytes_sent > 100
+    ]
+
+
+# 3/4 of a layer of 1024 bytes is 768, of all three 2304
+FORWARD = ["forward all_gather 768"] * 3
+SCATTER = "backward reduce_scatter 768"
+GOLDEN = {
+    0: ["optimizer all_reduce 4608"],
+    1: ["optimizer reduce_scatter 2304", "optimizer all_gather 2304"],
+    2: [SCATTER, SCATTER, SCATTER, "optimizer all_gather 2304"],
+    # the first layer's weight is not read in the backward: its input needs no gradient
+    3: [*FORWARD, "backward all_gather 768", "backward all_gather 768", SCATTER, SCATTER, SCATTER],
+}
+
+
+@pytest.mark.parametrize("level", GOLDEN)
+def test_collectives_of_each_level(level: int) -> None:
+    assert sorted(sent(plan_of(level))) == sorted(GOLDEN[level])
+    repeated = [
+        text + " x2" if level >= 2 and not text.startswith("optimizer") else text
+        for text in GOLDEN[level]
+    ]
+    assert sorted(sent(plan_of(level, microbatches=2))) == sorted(repeated)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_memory_is_the_papers(microbatches: int) -> None:
+    """Rajbhandari et al. 2020, section 5, for n = 4 and AdamW's two tensors, all in float32."""
+    whole = 3 * 1024
+    found = [plan_of(level, microbatches).memory[0] for level in range(4)]
+    assert [(m.parameters, m.gradients, m.optimizer) for m in found] == [
+        (whole, whole, 2 * whole),
+        (whole, whole, 2 * whole // 4),
+        (whole, whole // 4, 2 * whole // 4),
+        (whole // 4, whole // 4, 2 * whole // 4),
+    ]
+
+
+def test_storage_opens_no_factor() -> None:
+    assert plan_of(3).opened == plan_of(0).opened
+    specs = [{i.label: i.spec for i in plan_of(level).inputs} for level in (0, 3)]
+    assert specs[0] == specs[1]
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_text_says_it(level: int) -> None:
+    plan = plan_of(level)
+    plan.verify()
+    text = str(plan)
+    what = ["", "optimizer state", "gradients, optimizer state"]
+    kept = [*what, "parameters, gradients, optimizer state"][level]
+    assert f"zero    dp: {level} ({kept} stored over dp)" in text
+    assert ("f32[16@dp,16]  parameter, used as f32[16,16]" in text) == (level == 3)
+    assert ("all_gather(3 updated parameters, dp)" in text) == (level < 3)
+    assert ("all_gather(1 parameter, dp)" in text) == (level == 3)
+    assert f"zero {level}: stores" in plan.explain("layers.1.weight")
+
+
+def gathers(plan: Plan, phase: str) -> list[tuple[str, ...]]:
+    found = [s for s in plan.steps if isinstance(s, Bucket) and s.kind == "all_gather"]
+    return [s.of for s in found if s.phase == phase]
+
+
+def test_a_layer_is_one_message_and_the_next_is_on_its_way() -> None:
+    """In the program of a rank: gather 0, gather 1, wait 0, compute, gather 2, wait 1, ..."""
+    plan = plan_of(3)
+    assert gathers(plan, "forward") == [(f"layers.{i}.weight",) for i in range(3)]
+    assert gathers(plan, "backward") == [("layers.2.weight",), ("layers.1.weight",)]
+    state = {i.name: i.label for i in plan.inputs if i.kind == "parameter"}
+    program = lower(plan, None, roles=Roles(state=state, optimizer="opt")).program
+    events: list[str] = []
+    for item in program.ranks[0].instructions:
+        if isinstance(item, Collective) and item.kind == "all_gather":
+            events.append(f"start {item.outputs[0].split('.')[0]}")
+        elif isinstance(item, Wait) and item.label.startswith(("F0", "B0")):
+            if "all_gather" in item.label:
+                events.append(f"wait {item.values[0].split('.')[0]}")
+        elif isinstance(item, Call) and "mm" in dict(program.functions)[item.fn].source:
+            events.append("compute")
+    names = [f"parameters_dp{n}" for n in ("", "_2", "_3")]
+    forward = [e for e in events[: events.index(f"wait {names[2]}") + 1]]
+    assert forward == [
+        f"start {names[0]}",
+        f"start {names[1]}",
+        f"wait {names[0]}",
+        "compute",
+        f"start {names[2]}",
+        f"wait {names[1]}",
+        "compute",
+        f"wait {names[2]}",
+    ]
+
+
+def test_what_was_gathered_does_not_outlive_its_phase() -> None:
+    """No value of the forward that the backward reads is a view of a gathered parameter."""
+    for microbatches in (1, 2):
+        plan = plan_of(3, microbatches)
+        made: dict[str, str] = {}
+        for step in plan.steps:
+            if isinstance(step, Bucket) and step.kind == "all_gather":
+                made.update(dict.fromkeys(step.results, step.phase))
+        for step in plan.steps:
+            for name in getattr(step, "operands", ()):
+                assert made.get(name, step.phase) == step.phase  # type: ignore[union-attr]
+        assert not any(getattr(s, "once", False) for s in plan.steps if "permute" in str(s))
+
+
+def test_parameters_of_one_numbered_module_are_a_layer() -> None:
+    assert layer_of("model.layers.3.self_attn.q_proj.weight") == "model.layers.3"
+    assert layer_of("embed.weight") == "embed"
+    assert layer_of("stages.0.blocks.12.norm.bias") == "stages.0.blocks.12"
+    assert layer_of("scale") == ""
+    plan = gpt_plan(3)
+    assert Counter(len(of) for of in gathers(plan, "forward")) == {12: 2, 2: 1, 1: 2}
+
+
+def gpt_plan(level: int, **axes: int) -> Plan:
+    module = GPT()
+    mesh = dt.Mesh(**(axes or dict(dp=2)))
+    model = dt.parallelize(module, mesh, {}, zero={"dp": level})
+    opt = torch.optim.AdamW(module.parameters())
+    return dt.train_step(model, loss_fn, opt, inputs=dict(dp=dt.Row())).plan(*batch())
+
+
+SPECS: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
+    ((8, 16), {}, "f32[8@dp,16]"),
+    ((7, 16), {}, "f32[7,16@dp]"),  # 7 rows leave 2 on the fullest rank, 16 columns split evenly
+    ((7, 3), {}, "f32[7@dp,3]"),
+    ((3,), {}, "f32[3@dp]"),  # one rank holds none
+    ((1,), {}, None),
+    ((), {}, None),
+    ((8, 16), dict(tp=dt.Row()), "f32[8@tp,16@dp]"),  # a dim that no other axis splits
+    ((8, 3), dict(tp=dt.Row()), "f32[8@(tp,dp),3]"),  # the stored split is the last on its dim
+    ((48,), dict(tp=dt.Row(blocks=3)), "f32[3*16@(tp,dp)]"),
+    ((8, 16), dict(dp=dt.Row()), None),  # pinned over it
+]
+
+
+@pytest.mark.parametrize(("shape", "stated", "expected"), SPECS, ids=str)
+def test_where_the_stored_split_goes(
+    shape: tuple[int, ...], stated: dict[str, Any], expected: str | None
+) -> None:
+    mesh = dt.Mesh(dp=4, tp=2)
+    spec = make_spec(shape, torch.float32, mesh, stated)
+    found = stored_spec(spec, "dp")
+    assert (None if found is None else str(found)) == expected
+    if found is not None:
+        total = sum(found.local_nbytes(mesh.coordinates(r)) for r in range(8))
+        copies = 1 if "tp" in stated else 2
+        assert total == copies * spec.nbytes

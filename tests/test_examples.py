@@ -1,0 +1,62 @@
+"""Each example of examples/parallelisms is short and trains as one device does."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.api.training import assert_losses_close
+
+HERE = Path(__file__).parent.parent / "examples" / "parallelisms"
+EXAMPLES = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "model")
+OWN_MODEL = {"huggingface"}
+
+
+def run(name: str) -> dict[str, Any]:
+    return runpy.run_module(f"examples.parallelisms.{name}")
+
+
+@functools.cache
+def single() -> list[float]:
+    return run("single")["losses"]
+
+
+def test_all_are_there() -> None:
+    wanted = {"single", "tensor", "sequence", "vocabulary", "data", "pipeline", "huggingface"}
+    assert wanted <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name: str) -> None:
+    assert len((HERE / f"{name}.py").read_text().splitlines()) < 30
+
+
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if n not in {"single", *OWN_MODEL}])
+def test_its_losses_are_those_of_one_device(name: str) -> None:
+    losses = run(name)["losses"]
+    assert_losses_close(losses, single())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_huggingface() -> None:
+    pytest.importorskip("transformers")
+    found = run("huggingface")
+    losses: list[float] = found["losses"]
+    torch.manual_seed(0)
+    model = type(found["model"])(found["model"].config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch: Callable[[], tuple[torch.Tensor, torch.Tensor]] = found["batch"]
+    expected: list[float] = []
+    for _ in losses:
+        loss = model(input_ids=batch()[0], labels=batch()[0]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert_losses_close(losses, expected, limit=2e-5)  # after steps of AdamW

@@ -1,0 +1,89 @@
+"""The examples of docs/testing.md run, and print what the page says they print."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(language, text) in the order of the page."""
+    return [(m[1], m[2]) for m in _BLOCK.finditer(PAGE.read_text())]
+
+
+def files() -> dict[str, str]:
+    """The blocks that begin with a comment that names a file."""
+    found: dict[str, str] = {}
+    for language, text in blocks():
+        name = re.match(r"# (\w+\.py)\n", text)
+        if language == "python" and name:
+            found[name[1]] = text
+    return found
+
+
+def test_every_block_is_one_that_runs_or_what_one_prints() -> None:
+    kinds = [language for language, _ in blocks()]
+    assert set(kinds) == {"python", "text"}
+    assert kinds.count("text") == 2
+    assert set(files()) == {"conftest.py", "test_attention.py"}
+
+
+def test_blocks_run_and_print_what_is_written() -> None:
+    namespace: dict[str, Any] = {"__name__": "docs_testing"}
+    printed, ran = "", 0
+    for language, text in blocks():
+        if language == "text":
+            assert printed == text
+            continue
+        if text in files().values():
+            continue
+        # source lines of the page are found by plans and by capture
+        linecache.cache["docs_testing.py"] = (
+            len(text),
+            None,
+            text.splitlines(keepends=True),
+            "docs_testing.py",
+        )
+        before = set(namespace)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(text, "docs_testing.py", "exec"), namespace)
+        printed = out.getvalue()
+        for name in sorted(set(namespace) - before):
+            if name.startswith("test_"):
+                namespace[name]()
+                ran += 1
+    assert ran == 5
+
+
+def test_the_fixture_in_files_of_ones_own(tmp_path: Path) -> None:
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
+    outcome = Outcome()
+    # in this process, as a new one would import torch again
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    code = pytest.main([*options, f"--rootdir={tmp_path}", str(tmp_path)], plugins=[outcome])
+    assert code == 0, outcome.failed
+    assert outcome.passed == 5
+
+
+class Outcome:
+    """Counts what the tests of the inner run did."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.passed += report.when == "call" and report.passed
+        if report.failed:
+            self.failed.append(report.longreprtext)

@@ -1,0 +1,220 @@
+"""The oracle's own parts: what it varies, what it says, what is missing and what it would save."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.call import OpCall
+from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.notation import parse_rule
+from dtensor.sharding.placements import REPLICATE, Partial, Shard
+from dtensor.sharding.rule import Rule
+from dtensor.sharding.rules import NoRule, rule_for
+from dtensor.sharding.spec_text import parse
+from dtensor.testing import Certificate, certify
+from dtensor.testing.certify.__main__ import main
+from dtensor.testing.certify.table import Row, recorded_missing, recorded_ops, table
+from dtensor.testing.certify.vary import negated, other_sizes, to_half, without_error
+from dtensor.testing.oracle import certify_autograd, certify_call
+from dtensor.testing.oracle_missing import Missing
+from dtensor.testing.oracle_trial import cut, equal, tolerance_of
+
+aten = torch.ops.aten
+
+
+def _randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def _whole_mm(call: OpCall) -> Rule:
+    return parse_rule("m! k!, k! n! -> m! n!", call.operands, call.results)
+
+
+# -- cutting and comparing -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_pending_values_are_cut_into_parts_that_are_none_of_them_the_value(op: Any) -> None:
+    x = _randn(3, 4)
+    spec = parse("f64[3,4]", Mesh(a=2, b=2)).with_placements(a=Partial(op), b=Shard(1))
+    shards = cut(x, spec, torch.Generator().manual_seed(0))
+    left, right = [shards[0], shards[2]], [shards[1], shards[3]]
+    whole = torch.cat([_reduced(left, op), _reduced(right, op)], 1)
+    torch.testing.assert_close(whole, x)
+    assert not any(torch.equal(s, x[:, :2]) or not s.any() for s in left)
+
+
+def _reduced(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    a, b = parts
+    return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
+
+
+def test_tolerance_is_that_of_the_coarsest_dtype() -> None:
+    assert tolerance_of([torch.float64, torch.int64]) == 1e-9
+    assert tolerance_of([torch.float64, torch.float32]) == 1e-4
+    assert tolerance_of([torch.bfloat16, torch.float32]) == 1e-1
+    x = torch.tensor([1.0, float("nan")], dtype=torch.complex128)
+    assert equal(x, x + 1e-12, 1e-9)
+    assert not equal(x, x + 1e-6, 1e-9)
+    assert not equal(x, x.real, 1e-9)
+
+
+# -- variations ------------------------------------------------------------------------------------
+
+
+def test_other_sizes_keep_operands_together() -> None:
+    shapes = [
+        tuple(tuple(t.shape) for t in args)
+        for args, _ in other_sizes(aten.mm.default, (_randn(4, 6), _randn(6, 2)), {}, rule_for)
+    ]
+    assert shapes == [
+        ((5, 7), (7, 3)),
+        ((2, 2), (2, 3)),
+        ((4, 1), (1, 2)),
+        ((1, 6), (6, 2)),
+        ((4, 6), (6, 1)),
+    ]
+
+
+def test_negated_and_half_change_floats_alone() -> None:
+    x, i = _randn(2), torch.tensor([1, 2])
+    (y, j, number), named = negated((x, i, 3.0), {"k": i})
+    assert torch.equal(y, -x) and torch.equal(j, i) and number == 3.0 and torch.equal(named["k"], i)
+    (h, j), _ = to_half((x, i), {})
+    assert h.dtype == torch.bfloat16 and j.dtype == torch.int64
+
+
+def test_arguments_that_the_op_rejects_are_not_tried() -> None:
+    assert without_error(aten.mm.default, (_randn(2, 3), _randn(3, 2)), {})
+    assert not without_error(aten.mm.default, (_randn(2, 3), _randn(2, 2)), {})
+
+
+# -- missing ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_strategy_says_what_it_would_save() -> None:
+    found = certify(aten.mm.default, _randn(6, 6), _randn(6, 6), rule=_whole_mm)
+    assert found.wrong == ()
+    by_operands = {m.operands: m for m in found.missing}
+    rows = by_operands[Shard(0), REPLICATE]
+    assert rows.results == (Shard(0),)
+    assert rows.instead == ("all_gather of operand 0",)
+    assert rows.bytes == 6 * 6 * 8 // 2  # half of the matrix, from one rank to the other
+    contracted = by_operands[Shard(1), Shard(0)]
+    assert contracted.results == (Partial("sum"),)
+    assert contracted.instead == ("all_gather of operand 0", "all_gather of operand 1")
+    assert contracted.saving.endswith("(288 bytes per rank)")
+    assert certify(aten.mm.default, _randn(6, 4), _randn(4, 6)).missing == ()
+
+
+# -- forward and backward --------------------------------------------------------------------------
+
+
+def test_ops_without_a_rule_are_certified_as_what_torch_makes_of_them() -> None:
+    def nothing_for_softplus(call: OpCall) -> Rule:
+        if call.name == "aten.softplus.default":
+            raise NoRule("not here")
+        return rule_for(call)
+
+    found = certify_autograd(F.softplus, _randn(4), rule=nothing_for_softplus)
+    assert found.refused == () and found.wrong == ()
+    assert found.checked > certify_autograd(F.softplus, _randn(4)).checked
+
+
+def test_random_ops_are_refused() -> None:
+    found = certify_autograd(lambda x: torch.bernoulli(x.sigmoid()), _randn(4))
+    assert len(found.refused) == 1
+    assert "aten.bernoulli" in found.refused[0]
+
+
+def test_in_place_ops_are_certified_as_their_functional_twins() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).add_(x).pow_(2)
+
+    found = certify(fn, _randn(4))
+    assert found.refused == () and found.wrong == ()
+
+
+def test_functions_of_trees() -> None:
+    def fn(pair: tuple[torch.Tensor, torch.Tensor], *, scale: float) -> dict[str, torch.Tensor]:
+        return {"sum": pair[0] + pair[1], "product": pair[0] * pair[1] * scale}
+
+    found = certify(fn, (_randn(4), _randn(4)), scale=2.0)
+    assert found.wrong == () and found.checked > 20
+
+
+# -- certificates, the table, the command ----------------------------------------------------------
+
+
+def test_a_certificate_reads() -> None:
+    gap = Missing(op="a.b.c", operands=(Shard(0),), results=(Shard(0),))
+    one = Certificate(("first",), (gap,), 3, ("no rule says how x.\nfix: y",))
+    assert (
+        str(one + one)
+        == """\
+6 strategies run: 2 wrong, 1 missing, 1 ops refused
+  wrong    first
+  wrong    first
+  missing  a.b.c: [Shard(0)] -> [Shard(0)]: saves no communication
+  refused  no rule says how x."""
+    )
+
+
+def test_the_table_can_be_read_back() -> None:
+    found = certify(aten.mm.default, _randn(6, 6), _randn(6, 6), rule=_whole_mm)
+    rows = [
+        Row(op="aten.mm.default", rule="m k, k n -> m n", certificate=found),
+        Row(op="aten.add.Tensor", rule="a, a -> a", certificate=Certificate(checked=7)),
+    ]
+    text = table(rows)
+    assert text == table(rows[::-1])
+    assert recorded_ops(text) == ["aten.add.Tensor", "aten.mm.default"]
+    assert set(recorded_missing(text)["aten.mm.default"]) == {str(m) for m in found.missing}
+    assert "| `aten.add.Tensor` | `a, a -> a` | 7 | 0 | 0 | 0 |" in text
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aten.neg.default", "aten::mm"]) == 0
+    out = capsys.readouterr().out
+    assert "m k, k n -> m n" in out
+    assert "2 rules, " in out and ": 0 wrong" in out
+
+
+def test_the_command_names_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["aten.negg.default"], ["aten.mm.default", "--table", "x.md"]):
+        with pytest.raises(SystemExit) as raised:
+            main(given)
+        assert raised.value.code == 2
+    assert "nearest names" in capsys.readouterr().err
+
+
+def test_the_command_fails_on_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Certificate(("aten.neg.default: bad",), checked=1)
+    # by its full name: dtensor.testing.certify, as an attribute, is the function
+    command = importlib.import_module("dtensor.testing.certify.__main__")
+    monkeypatch.setattr(command, "certify_samples", lambda *a, **k: wrong)
+    assert main(["aten.neg.default"]) == 1
+
+
+def test_an_op_without_samples_needs_arguments() -> None:
+    with pytest.raises(PlanningError, match="no samples of aten.bernoulli.default"):
+        certify("aten.bernoulli.default")
+
+
+def test_the_same_seed_gives_the_same_certificate() -> None:
+    x, w = _randn(4, 6), _randn(6, 3)
+    for seed in (0, 5):
+        one, two = (certify(torch.mm, x, w, seed=seed, rule=rule_for) for _ in range(2))
+        assert one == two
+    call = (aten.gelu.default, (x,))
+    wrong = lambda c: parse_rule("a b -> a b", c.operands, c.results, linear=((0,),))  # noqa: E731
+    texts = [certify_call(*call, rule=wrong, seed=seed).wrong for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] and all(texts)
+    assert all(a.count("Partial") for a in itertools.chain(*texts))
