@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dtensor.errors import PlanningError
 from dtensor.runtime.schedule import (
     Action,
+    Costs,
     Custom,
     GPipe,
     Grid,
@@ -19,6 +20,7 @@ from dtensor.runtime.schedule import (
     in_flight,
     validate,
 )
+from dtensor.runtime.schedule.grid import KINDS
 
 SIZES = [(p, m) for p in range(1, 5) for m in range(1, 9)]
 
@@ -58,8 +60,9 @@ def test_closed_forms(schedule: type[GPipe] | type[OneFOneB], p: int, m: int):
     assert Grid.parse(str(grid)) == grid
     assert (grid.num_stages, grid.num_microbatches) == (p, m)
     # The closed form holds whatever a forward and a backward cost, as long as stages are equal.
-    for forward, backward in ((1.0, 2.0), (1.0, 1.0), (1.0, 3.0)):
-        assert bubble(grid, forward, backward) == pytest.approx((p - 1) / (m + p - 1))
+    for backward in (2.0, 1.0, 3.0):
+        costs = Costs(forward=1.0, input=backward / 2, weight=backward / 2)
+        assert bubble(grid, costs) == pytest.approx((p - 1) / (m + p - 1))
     held = (m,) * p if schedule is GPipe else tuple(min(p - s, m) for s in range(p))
     assert in_flight(grid) == held
 
@@ -88,10 +91,8 @@ def test_schedules_agree_on_the_order_of_gradients():
             assert backwards == [0, 1, 2, 3]
 
 
-entries = st.one_of(
-    st.none(),
-    st.builds(Action, st.sampled_from(["F", "B"]), st.integers(0, 12), st.integers(0, 12)),
-)
+numbers = st.integers(0, 12)
+entries = st.one_of(st.none(), st.builds(Action, st.sampled_from(KINDS), numbers, numbers))
 
 
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.tuples(*[entries] * n), min_size=1)))
@@ -124,7 +125,7 @@ def test_validate_names_what_is_wrong(grid: str, message: str):
         Custom(grid)
 
 
-@pytest.mark.parametrize("entry", ["F", "0", "I0", "F0.2", "-1F0", "f0"])
+@pytest.mark.parametrize("entry", ["F", "0", "X0", "F0.2", "-1F0", "f0"])
 def test_parse_names_what_it_cannot_read(entry: str):
     with pytest.raises(PlanningError, match=f"'{entry}' on rank 1"):
         Grid.parse(f"F0\n{entry}")
@@ -137,7 +138,7 @@ def test_an_empty_grid_is_refused(empty: str):
 
 
 def test_schedules_say_which_stages_they_take():
-    with pytest.raises(PlanningError, match="4 stages for 2 ranks.*GPipe"):
+    with pytest.raises(PlanningError, match="4 stages for 2 ranks.*Interleaved1F1B"):
         OneFOneB(8).grid(4, 2)
     with pytest.raises(PlanningError, match="3 stages do not divide over 2 ranks"):
         GPipe(8).grid(3, 2)

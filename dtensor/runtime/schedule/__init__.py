@@ -1,0 +1,61 @@
+"""Pipeline schedules as data: which rank runs which stage on which microbatch, and when.
+
+    print(OneFOneB(microbatches=3).grid(num_stages=2, num_ranks=2))
+
+    F0 F1 .  B0 F2 B1 .  B2
+    .  F0 B0 F1 B1 F2 B2 .
+
+A schedule is a small frozen value that makes a `Grid` for a number of stages and ranks; the grid is
+all that lowering reads. Communication is inserted from the grid, never written.
+
+- grid.py: what a grid is, prints as, parses from, and must keep.
+- published.py, zero_bubble.py: schedules of the literature, on the domains their papers define.
+- custom.py: one's own. search.py: one that is searched for.
+- measure.py: time, bubble and what is in flight.
+"""
+
+from dtensor.runtime.schedule.custom import Custom, Ordered
+from dtensor.runtime.schedule.grid import Action, Grid, place, validate
+from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, span_bubble, timeline
+from dtensor.runtime.schedule.published import GPipe, Interleaved1F1B, LoopedBFS, OneFOneB
+from dtensor.runtime.schedule.search import Found, Searched, search
+from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
+
+__all__ = [
+    "ZBH1",
+    "ZBH2",
+    "ZBV",
+    "Action",
+    "Costs",
+    "Custom",
+    "DualPipeV",
+    "Found",
+    "GPipe",
+    "Grid",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "OneFOneB",
+    "Ordered",
+    "Schedule",
+    "Searched",
+    "bubble",
+    "in_flight",
+    "place",
+    "search",
+    "span_bubble",
+    "timeline",
+    "validate",
+]
+
+Schedule = (
+    GPipe
+    | LoopedBFS
+    | OneFOneB
+    | Interleaved1F1B
+    | ZBH1
+    | ZBH2
+    | ZBV
+    | DualPipeV
+    | Custom
+    | Ordered
+)

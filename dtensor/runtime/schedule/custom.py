@@ -1,0 +1,71 @@
+"""A schedule of one's own: as a text, or as a function of the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.schedule.grid import Action, Grid, parse_action, place, validate
+from dtensor.runtime.schedule.published import check_microbatches
+
+Orders = Callable[[int, int, int, int], Sequence[str | Action]]
+"""(rank, stages, ranks, microbatches) -> the rank's actions in order, as `2F0` or `Action`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """A schedule written by hand, as `Grid.parse` reads it; validated when it is made."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        validate(Grid.parse(self.text))
+
+    @property
+    def microbatches(self) -> int:
+        return Grid.parse(self.text).num_microbatches
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        grid = Grid.parse(self.text)
+        if (grid.num_stages, grid.num_ranks) != (num_stages, num_ranks):
+            raise PlanningError(
+                f"This schedule is for {grid.num_stages} stages on {grid.num_ranks} ranks, and the "
+                f"model has {num_stages} stages on {num_ranks} ranks:\n{grid}"
+            )
+        return grid
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A schedule by a function of the rank; what waits for what is found from it.
+
+    def one_by_one(rank, stages, ranks, microbatches):
+        return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
+
+    Ordered(one_by_one, microbatches=4)
+    """
+
+    orders: Orders
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        rows = [
+            [
+                a if isinstance(a, Action) else parse_action(a, rank)
+                for a in self.orders(rank, num_stages, num_ranks, self.microbatches)
+            ]
+            for rank in range(num_ranks)
+        ]
+        found = place(rows)
+        validate(found)
+        if (found.num_stages, found.num_microbatches) != (num_stages, self.microbatches):
+            raise PlanningError(
+                f"{self.orders.__name__} gives {found.num_stages} stages and "
+                f"{found.num_microbatches} microbatches, and {num_stages} and {self.microbatches} "
+                f"were asked for:\n{found}"
+            )
+        return found

@@ -1,0 +1,248 @@
+"""A grid of pipeline actions: which rank runs which stage on which microbatch, and in what order.
+
+A `Grid` holds one row per rank of the pipeline and one column per step; an entry is an `Action`,
+or None where the rank idles. It prints as a table and parses back to the same value. 1F1B on two
+stages with three microbatches:
+
+    F0 F1 .  B0 F2 B1 .  B2
+    .  F0 B0 F1 B1 F2 B2 .
+
+`F` is a forward, `B` a backward; a backward may stand in two halves, `I`, the gradients of the
+stage's inputs, which the stage before waits for, and `W`, those of its weights, for which nobody
+waits (Qi et al. 2023, arXiv:2401.10241). An entry is `F0`, the forward of microbatch 0, where every
+rank holds exactly the stage of its own number; otherwise `2F0`, with the stage first, as
+torch.distributed.pipelining writes it.
+
+Invariants, checked by `validate`: each stage and microbatch has one F and either one B or one I and
+one W; F(s, m) comes strictly after F(s-1, m), B or I(s, m) after F(s, m) and after B or I(s+1, m),
+W(s, m) after I(s, m); a stage keeps to one rank. A step is an order, not a duration: `timeline`
+replays the order with costs.
+
+It does not communicate and does not place parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dtensor.errors import PlanningError
+
+Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+Event = tuple[Literal["output", "gradient"], int, int]
+"""What others wait for: the output of a stage or the gradient of its input, stage, microbatch."""
+
+_TOKEN = re.compile(r"(?P<stage>\d+)?(?P<kind>[FBIW])(?P<microbatch>\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One stage's F, B, I or W on one microbatch; prints as `2F0`."""
+
+    kind: Kind
+    microbatch: int
+    stage: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanningError(f'An action is "F", "B", "I" or "W", not {self.kind!r}.')
+        if self.microbatch < 0 or self.stage < 0:
+            raise PlanningError(
+                "Stages and microbatches are numbered from 0, and this action has "
+                f"stage={self.stage}, microbatch={self.microbatch}."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    def gives(self) -> tuple[Event, ...]:
+        match self.kind:
+            case "F":
+                return (("output", self.stage, self.microbatch),)
+            case "B" | "I":
+                return (("gradient", self.stage, self.microbatch),)
+            case "W":
+                return ()
+
+    def takes(self, num_stages: int) -> tuple[Event, ...]:
+        m, s = self.microbatch, self.stage
+        match self.kind:
+            case "F":
+                return (("output", s - 1, m),) if s > 0 else ()
+            case "B" | "I":
+                above: tuple[Event, ...] = (("gradient", s + 1, m),) if s + 1 < num_stages else ()
+                return (("output", s, m), *above)
+            case "W":
+                return (("gradient", s, m),)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Actions by rank of the pipeline (rows, all of one length) and step (columns)."""
+
+    ranks: tuple[tuple[Action | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        lengths = sorted({len(row) for row in self.ranks})
+        if len(lengths) != 1 or lengths == [0]:
+            raise PlanningError(
+                "A grid has at least one rank, and all its rows have the same number of steps, at "
+                f"least one; these rows have {lengths} steps. Fill a row with None (`.` in text)."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def num_stages(self) -> int:
+        """One more than the highest stage."""
+        return 1 + max((a.stage for _, _, a in self.actions()), default=-1)
+
+    @property
+    def num_microbatches(self) -> int:
+        """One more than the highest microbatch."""
+        return 1 + max((a.microbatch for _, _, a in self.actions()), default=-1)
+
+    def actions(self) -> Iterator[tuple[int, int, Action]]:
+        """(step, rank, action) in the order of steps, then ranks."""
+        for step, column in enumerate(zip(*self.ranks, strict=True)):
+            for rank, action in enumerate(column):
+                if action is not None:
+                    yield step, rank, action
+
+    def order(self, rank: int) -> tuple[Action, ...]:
+        """What one rank does, in order, without its idle steps."""
+        return tuple(action for action in self.ranks[rank] if action is not None)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, ascending."""
+        return tuple(sorted({action.stage for action in self.order(rank)}))
+
+    def home(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        found = {a.stage: rank for _, rank, a in self.actions()}
+        return tuple(found[stage] for stage in range(self.num_stages))
+
+    def __str__(self) -> str:
+        short = all(set(self.stages_of(rank)) <= {rank} for rank in range(self.num_ranks))
+        rows = [
+            ["." if a is None else str(a)[len(str(a.stage)) * short :] for a in row]
+            for row in self.ranks
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """The grid that `text` shows: a line per rank, `.` for idle; short rows are filled up.
+
+        `F0` without a stage is the stage that has the number of its row.
+        """
+        lines = [line.split() for line in text.splitlines() if line.strip()]
+        rows = [[_parse_entry(entry, rank) for entry in line] for rank, line in enumerate(lines)]
+        return fill(rows)
+
+
+def _parse_entry(entry: str, rank: int) -> Action | None:
+    return None if entry == "." else parse_action(entry, rank)
+
+
+def parse_action(entry: str, rank: int) -> Action:
+    """`2F0`; `F0` is that of the stage with the rank's number."""
+    found = _TOKEN.fullmatch(entry)
+    if found is None:
+        raise PlanningError(
+            f"{entry!r} on rank {rank} of a schedule is no action. Write `F0` or `B0` (the forward "
+            "or backward of microbatch 0), `I0` or `W0` (the backward's halves: inputs, weights), "
+            "`2F0` (of stage 2), or `.` (idle)."
+        )
+    kind = KINDS["FBIW".index(found["kind"])]
+    stage = rank if found["stage"] is None else int(found["stage"])
+    return Action(kind, int(found["microbatch"]), stage)
+
+
+def fill(rows: Sequence[Sequence[Action | None]]) -> Grid:
+    steps = max(map(len, rows), default=0)
+    return Grid(tuple((*row, *[None] * (steps - len(row))) for row in rows))
+
+
+# -- what a grid must keep -------------------------------------------------------------------------
+
+
+def validate(grid: Grid) -> None:
+    """Raise `PlanningError` unless the grid keeps every invariant of this module."""
+    seen: dict[Action, tuple[int, int]] = {}
+    home: dict[int, int] = {}
+    for step, rank, action in grid.actions():
+        if action in seen:
+            earlier = seen[action]
+            raise _broken(grid, f"{action} stands twice", (action, earlier), (action, (step, rank)))
+        if home.setdefault(action.stage, rank) != rank:
+            raise PlanningError(
+                f"Stage {action.stage} runs on rank {home[action.stage]} and on rank {rank} "
+                f"({action} at step {step}), and its parameters are on one.\n{grid}"
+            )
+        seen[action] = (step, rank)
+    for stage in range(grid.num_stages):
+        for microbatch in range(grid.num_microbatches):
+            _complete(grid, seen, stage, microbatch)
+    given = {event: action for action in seen for event in action.gives()}
+    for action, (step, rank) in seen.items():
+        for event in action.takes(grid.num_stages):
+            needed = given[event]
+            if seen[needed][0] >= step:
+                fact = f"{action} is not after {needed}, whose result it needs"
+                raise _broken(grid, fact, (needed, seen[needed]), (action, (step, rank)))
+
+
+def _complete(grid: Grid, seen: Container[Action], stage: int, microbatch: int) -> None:
+    """One F, and one B or one I and one W."""
+    f, b, i, w = (Action(kind, microbatch, stage) for kind in KINDS)
+    missing = [f] if f not in seen else []
+    if b not in seen:
+        halves = [x for x in (i, w) if x not in seen]
+        missing += [b] if len(halves) == 2 else halves
+    if missing:
+        raise PlanningError(f"{missing[0]} is missing from the schedule:\n{grid}")
+    twice = [x for x in (i, w) if x in seen] if b in seen else []
+    if twice:
+        raise PlanningError(f"{twice[0]} repeats a half of {b}: remove one of them.\n{grid}")
+
+
+def _broken(grid: Grid, fact: str, *places: tuple[Action, tuple[int, int]]) -> PlanningError:
+    where = ", ".join(f"{a} at step {step} on rank {rank}" for a, (step, rank) in places)
+    return PlanningError(f"{fact}: {where}.\n{grid}")
+
+
+def place(orders: Sequence[Sequence[Action]]) -> Grid:
+    """Give each action the earliest step that its rank's order and its inputs allow."""
+    num_stages = 1 + max(action.stage for order in orders for action in order)
+    at: dict[Event, int] = {}
+    rows: list[list[Action | None]] = [[] for _ in orders]
+    position = [0] * len(orders)
+    step = 0
+    while any(position[rank] < len(order) for rank, order in enumerate(orders)):
+        for rank, order in enumerate(orders):
+            action = order[position[rank]] if position[rank] < len(order) else None
+            if action is not None and all(
+                at.get(needed, step) < step for needed in action.takes(num_stages)
+            ):
+                at.update(dict.fromkeys(action.gives(), step))
+                position[rank] += 1
+            else:
+                action = None
+            rows[rank].append(action)
+        if all(row[-1] is None for row in rows):
+            stuck = [str(o[position[r]]) for r, o in enumerate(orders) if position[r] < len(o)]
+            raise PlanningError(f"These orders wait for each other: {', '.join(stuck)} are next.")
+        step += 1
+    return fill(rows)

@@ -1,0 +1,116 @@
+"""What a grid costs: how long it takes, how much of that is idle, what it holds.
+
+    costs = Costs(forward=1.0, input=1.0, weight=1.0)
+    bubble(OneFOneB(8).grid(4, 4), costs)       # 3 / 11
+    timeline(grid, costs)[Action("F", 0, 1)]    # (1.0, 2.0): when it begins and ends
+
+Each rank runs its actions in the grid's order, each as soon as its inputs are there. A transfer
+takes no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.schedule.grid import Action, Event, Grid
+
+__all__ = ["Costs", "bubble", "in_flight", "span_bubble", "timeline"]
+
+PerStage = float | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The time of a stage's forward and of the two halves of its backward, in any unit.
+
+    A number holds for every stage, a tuple has one number per stage. B lasts as long as I and W.
+    """
+
+    forward: PerStage = 1.0
+    input: PerStage = 1.0
+    weight: PerStage = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "input", "weight"):
+            given = getattr(self, name)
+            if any(not c >= 0 for c in (given if isinstance(given, tuple) else (given,))):
+                raise PlanningError(f"A cost is 0 or more, and {name} is {given}.")
+
+    def of(self, action: Action) -> float:
+        match action.kind:
+            case "F":
+                return _at(self.forward, action.stage)
+            case "I":
+                return _at(self.input, action.stage)
+            case "W":
+                return _at(self.weight, action.stage)
+            case "B":
+                return _at(self.input, action.stage) + _at(self.weight, action.stage)
+
+
+def _at(cost: PerStage, stage: int) -> float:
+    return cost[stage] if isinstance(cost, tuple) else cost
+
+
+EQUAL = Costs()
+
+
+def timeline(grid: Grid, costs: Costs = EQUAL) -> Mapping[Action, tuple[float, float]]:
+    """When each action begins and ends."""
+    found: dict[Action, tuple[float, float]] = {}
+    done: dict[Event, float] = {}
+    free = [0.0] * grid.num_ranks
+    # In the order of steps, whatever an action takes has been timed before it.
+    for _, rank, action in grid.actions():
+        begin = max([free[rank], *(done[event] for event in action.takes(grid.num_stages))])
+        free[rank] = begin + costs.of(action)
+        done.update(dict.fromkeys(action.gives(), free[rank]))
+        found[action] = begin, free[rank]
+    return found
+
+
+def bubble(grid: Grid, costs: Costs = EQUAL) -> float:
+    """The fraction of the ranks' time that is idle, from the first action of all to the last."""
+    times = timeline(grid, costs)
+    total = max((end for _, end in times.values()), default=0.0) * grid.num_ranks
+    return 1.0 - sum(end - begin for begin, end in times.values()) / total if total else 0.0
+
+
+def span_bubble(grid: Grid, costs: Costs = EQUAL) -> float:
+    """The idle fraction of the rank that idles most between its own first and last action.
+
+    That is what counts where a rank begins its next step without waiting for the others, as the
+    zero-bubble schedules assume (Qi et al. 2023, section 4).
+    """
+    times = timeline(grid, costs)
+    worst = 0.0
+    for rank in range(grid.num_ranks):
+        mine = [times[action] for action in grid.order(rank)]
+        if not mine:
+            continue
+        span = max(end for _, end in mine) - min(begin for begin, _ in mine)
+        busy = sum(end - begin for begin, end in mine)
+        worst = max(worst, 1.0 - busy / span if span else 0.0)
+    return worst
+
+
+def in_flight(grid: Grid) -> tuple[int, ...]:
+    """Per stage, the most microbatches whose activations it holds at once.
+
+    An activation lives from its forward to the end of its backward, which is that of its W where
+    the backward stands in halves.
+    """
+    held = [0] * grid.num_stages
+    most = [0] * grid.num_stages
+    for _, _, action in grid.actions():
+        match action.kind:
+            case "F":
+                held[action.stage] += 1
+            case "B" | "W":
+                held[action.stage] -= 1
+            case "I":
+                pass
+        most[action.stage] = max(most[action.stage], held[action.stage])
+    return tuple(most)

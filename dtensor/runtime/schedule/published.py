@@ -1,0 +1,161 @@
+"""Schedules whose backward is one action: GPipe, breadth-first, 1F1B, interleaved 1F1B.
+
+p ranks, v stages a rank, m microbatches; stages are dealt out in turn: stage s is on rank s mod p.
+
+Backwards run in ascending order of microbatches everywhere, also where a paper's figure has them
+descending, so that gradients add up in the same order under every schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.schedule.grid import Action, Grid, place
+
+
+@dataclass(frozen=True, slots=True)
+class GPipe:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
+
+    The bubble is (p-1)/(m+p-1) of the time, and every stage holds the activations of all m
+    microbatches. Several stages per rank run as in `LoopedBFS`.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        return _breadth_first("GPipe", self.microbatches, num_stages, num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedBFS:
+    """Each rank ends one stage on all microbatches before its next (breadth-first:
+    Lamy-Poirier 2023, arXiv:2211.05953).
+
+    For m >= p the bubble is (p-1)/(v m + p-1) of the time, v times smaller than GPipe's; every
+    stage holds the activations of all m microbatches.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        return _breadth_first("LoopedBFS", self.microbatches, num_stages, num_ranks)
+
+
+def _breadth_first(name: str, microbatches: int, num_stages: int, num_ranks: int) -> Grid:
+    check_dealt(name, num_stages, num_ranks)
+    orders: list[list[Action]] = []
+    for rank in range(num_ranks):
+        mine = range(rank, num_stages, num_ranks)
+        forwards = [Action("F", m, s) for s in mine for m in range(microbatches)]
+        backwards = [Action("B", m, s) for s in mine[::-1] for m in range(microbatches)]
+        orders.append(forwards + backwards)
+    return place(orders)
+
+
+@dataclass(frozen=True, slots=True)
+class OneFOneB:
+    """One forward, one backward (PipeDream-flush: Narayanan et al. 2021, arXiv:2006.09503).
+
+    One stage per rank. The bubble is (p-1)/(m+p-1) of the time, as for GPipe, but stage s holds
+    the activations of at most min(p-s, m) microbatches.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        check_one_each(
+            "1F1B", num_stages, num_ranks, f"Interleaved1F1B(microbatches={self.microbatches})"
+        )
+        orders: list[list[Action]] = []
+        for stage in range(num_stages):
+            # The forwards that fill the pipeline below this stage before its first backward.
+            ahead = min(num_stages - stage - 1, self.microbatches)
+            forwards = [Action("F", m, stage) for m in range(self.microbatches)]
+            backwards = [Action("B", m, stage) for m in range(self.microbatches)]
+            orders.append(alternate(forwards, backwards, ahead))
+        return place(orders)
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved1F1B:
+    """1F1B over v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    A rank runs p microbatches through one of its stages, the same p through its next, and so on.
+    For m a multiple of p the bubble is (p-1)/(v m + p-1) of the time. Other m must be a multiple
+    of max(1, m // p), the number of rounds, each of which takes as many microbatches.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        check_dealt("Interleaved1F1B", num_stages, num_ranks)
+        rounds = max(1, self.microbatches // num_ranks)
+        if self.microbatches % rounds:
+            raise PlanningError(
+                f"Interleaved1F1B runs {self.microbatches} microbatches over {num_ranks} ranks in "
+                f"{rounds} rounds, which do not divide them.\n"
+                f"fix: microbatches={self.microbatches // num_ranks * num_ranks}, a multiple of "
+                f"the ranks, or LoopedBFS(microbatches={self.microbatches})"
+            )
+        each = self.microbatches // rounds
+        v = num_stages // num_ranks
+        orders: list[list[Action]] = []
+        for rank in range(num_ranks):
+            mine = range(rank, num_stages, num_ranks)
+            batches = [range(each * n, each * (n + 1)) for n in range(rounds)]
+            forwards = [Action("F", m, s) for group in batches for s in mine for m in group]
+            backwards = [Action("B", m, s) for group in batches for s in mine[::-1] for m in group]
+            # all stages but the last on the first round, and two for each rank further down: the
+            # forward and the backward that pass through it meanwhile
+            ahead = (v - 1) * each + (2 if v > 1 else 1) * (num_ranks - 1 - rank)
+            orders.append(alternate(forwards, backwards, min(ahead, len(forwards))))
+        return place(orders)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """``ahead`` forwards, then one forward and one backward in turn, then the other backwards."""
+    order = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        order += [*forwards[ahead + number : ahead + number + 1], backward]
+    return order
+
+
+# -- what schedules take -------------------------------------------------------------------------
+
+
+def check_microbatches(microbatches: int) -> None:
+    if microbatches < 1:
+        raise PlanningError(
+            f"A schedule has at least one microbatch, and this one has {microbatches}."
+        )
+
+
+def check_dealt(name: str, num_stages: int, num_ranks: int) -> None:
+    if num_ranks < 1 or num_stages < 1 or num_stages % num_ranks:
+        raise PlanningError(
+            f"{name} deals stages out to ranks in turn, and {num_stages} stages do not divide "
+            f"over {num_ranks} ranks. Use a multiple of {num_ranks} stages."
+        )
+
+
+def check_one_each(name: str, num_stages: int, num_ranks: int, other: str) -> None:
+    if num_ranks < 1 or num_stages != num_ranks:
+        raise PlanningError(
+            f"{name} holds one stage per rank, and there are {num_stages} stages for {num_ranks} "
+            f"ranks. State {max(num_ranks, 1)} stages, or use {other}, which takes several stages "
+            f"per rank."
+        )

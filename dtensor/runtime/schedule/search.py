@@ -1,0 +1,353 @@
+"""A schedule that is searched for: given what stages cost and what a rank may hold.
+
+    found = search(4, 2, 6, costs=Costs(forward=(1, 3, 1, 1)), most_held=4)
+    print(found)                # the grid, and: 62 of time, 4.2% above the lower bound 59.5
+
+List scheduling (Graham 1966): time goes on, and a rank that is free starts the ready action from
+which the longest chain of others still hangs. Many runs with perturbed chains (seeded), then
+exchanges of neighbours in a rank's order that shorten the whole; the published schedules of the
+same shape compete. So the result is never worse than theirs; how far it is from the best is not
+known, but a lower bound is.
+
+It is no published schedule, and serves where none is defined: any number of stages on any ranks,
+unequal costs, any memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place
+from dtensor.runtime.schedule.measure import EQUAL, Costs, timeline
+from dtensor.runtime.schedule.published import (
+    GPipe,
+    Interleaved1F1B,
+    LoopedBFS,
+    OneFOneB,
+    check_dealt,
+    check_microbatches,
+)
+from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
+
+Orders = tuple[tuple[Action, ...], ...]
+
+_RUNS, _EXCHANGES = 48, 400
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A grid, how long it takes, and what no grid can be faster than."""
+
+    grid: Grid
+    time: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound: 0.1 is 10%."""
+        return self.time / self.bound - 1.0 if self.bound else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.grid}\n"
+            f"{self.time:.6g} of time, {100 * self.gap:.1f}% above the lower bound {self.bound:.6g}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """The schedule that `search` finds; not a published one.
+
+    ``most_held``: the most activations, counted as (stage, microbatch), that a rank may hold at
+    once; None: no limit. ``halves``: backwards may stand as I and W. Stages are dealt out in turn.
+    """
+
+    microbatches: int
+    costs: Costs = EQUAL
+    most_held: int | None = None
+    halves: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        return self.search(num_stages, num_ranks).grid
+
+    def search(self, num_stages: int, num_ranks: int) -> Found:
+        """The grid with its time and the lower bound."""
+        return search(
+            num_stages,
+            num_ranks,
+            self.microbatches,
+            costs=self.costs,
+            most_held=self.most_held,
+            halves=self.halves,
+            seed=self.seed,
+        )
+
+
+@lru_cache(maxsize=32)
+def search(
+    num_stages: int,
+    num_ranks: int,
+    microbatches: int,
+    *,
+    costs: Costs = EQUAL,
+    most_held: int | None = None,
+    halves: bool = True,
+    seed: int = 0,
+) -> Found:
+    """The fastest grid found. Raises PlanningError where ``most_held`` admits none."""
+    check_dealt("Searched", num_stages, num_ranks)
+    each = num_stages // num_ranks
+    if most_held is not None and most_held < each:
+        raise PlanningError(
+            f"a rank may hold {most_held} activations and has {each} stages, each of which holds "
+            f"one while a microbatch is on its way.\nfix: most_held={each}, or more"
+        )
+    problem = _Problem(num_stages, num_ranks, microbatches, costs, most_held, halves)
+    draw = random.Random(seed)
+    best: tuple[float, Orders] | None = None
+    for orders in (*_published(problem), *(problem.listed(draw, n) for n in range(_RUNS))):
+        if orders is not None and problem.fits(orders):
+            time = problem.time(orders)
+            if time is not None and (best is None or time < best[0]):
+                best = time, orders
+    assert best is not None  # one microbatch after the other fits; see `listed`
+    best = _exchanged(problem, best, draw)
+    grid = place(best[1])
+    return Found(grid, max(end for _, end in timeline(grid, costs).values()), problem.bound())
+
+
+def _published(problem: _Problem) -> Iterator[Orders]:
+    """Those of the published schedules that are defined here and keep the stages where they are."""
+    schedules: list[Callable[[int], GPipe | OneFOneB]] = [GPipe, LoopedBFS, OneFOneB]  # type: ignore
+    schedules += [Interleaved1F1B]  # type: ignore[list-item]
+    if problem.halves:
+        schedules += [ZBH1, ZBH2, ZBV, DualPipeV]  # type: ignore[list-item]
+    for schedule in schedules:
+        try:
+            grid = schedule(problem.microbatches).grid(problem.num_stages, problem.num_ranks)
+        except PlanningError:
+            continue
+        if grid.home() == tuple(problem.home(s) for s in range(problem.num_stages)):
+            yield tuple(grid.order(rank) for rank in range(problem.num_ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    num_stages: int
+    num_ranks: int
+    microbatches: int
+    costs: Costs
+    most_held: int | None
+    halves: bool
+
+    def home(self, stage: int) -> int:
+        return stage % self.num_ranks
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return ("F", "I", "W") if self.halves else ("F", "B")
+
+    def actions(self) -> list[Action]:
+        return [
+            Action(kind, m, s)
+            for m in range(self.microbatches)
+            for s in range(self.num_stages)
+            for kind in self.kinds
+        ]
+
+    def bound(self) -> float:
+        """No grid is faster: each rank's work between what must come before and after it, and the
+        way of one microbatch through all stages."""
+        of = self.costs.of
+        back: Kind = "I" if self.halves else "B"
+        down = [of(Action("F", 0, s)) for s in range(self.num_stages)]
+        up = [of(Action(back, 0, s)) for s in range(self.num_stages)]
+        work = [0.0] * self.num_ranks
+        for action in self.actions():
+            work[self.home(action.stage)] += of(action)
+        ranks = [
+            # the rank's first stage is the first to start and the last to end
+            sum(down[:rank]) + work[rank] + (0.0 if self.halves else sum(up[:rank]))
+            for rank in range(self.num_ranks)
+        ]
+        last = of(Action("W", 0, 0)) if self.halves else 0.0
+        return max(sum(down) + sum(up) + last, *ranks)
+
+    def fits(self, orders: Orders) -> bool:
+        for order in orders:
+            held = 0
+            for action in order:
+                held += _held(action)
+                if self.most_held is not None and held > self.most_held:
+                    return False
+        return True
+
+    def time(self, orders: Orders) -> float | None:
+        """When the last action ends; None where the orders wait for each other."""
+        done: dict[Event, float] = {}
+        free = [0.0] * len(orders)
+        at = [0] * len(orders)
+        moved = True
+        while moved:
+            moved = False
+            for rank, order in enumerate(orders):
+                while at[rank] < len(order):
+                    action = order[at[rank]]
+                    needed = action.takes(self.num_stages)
+                    if any(event not in done for event in needed):
+                        break
+                    begin = max([free[rank], *(done[event] for event in needed)])
+                    free[rank] = begin + self.costs.of(action)
+                    done.update(dict.fromkeys(action.gives(), free[rank]))
+                    at[rank] += 1
+                    moved = True
+        if any(n < len(order) for n, order in zip(at, orders, strict=True)):
+            return None
+        return max(free)
+
+    def listed(self, draw: random.Random, run: int) -> Orders | None:
+        """One run of list scheduling; None where it got stuck in its memory.
+
+        Run 0 takes one microbatch after the other, which always fits.
+        """
+        if run == 0:
+            return tuple(
+                tuple(
+                    Action(kind, m, s)
+                    for m in range(self.microbatches)
+                    for kind in self.kinds
+                    for s in (stages if kind == "F" else stages[::-1])
+                )
+                for stages in (
+                    range(rank, self.num_stages, self.num_ranks) for rank in range(self.num_ranks)
+                )
+            )
+        noise = 0.0 if run == 1 else draw.choice([0.02, 0.1, 0.3])
+        late = draw.random() * 2 if run > 1 else 1.0  # how much a microbatch's number weighs
+        rank_of = self._priorities(late)
+        chosen = {a: p * (1 + noise * draw.uniform(-1, 1)) for a, p in rank_of.items()}
+        waiting = {a: len(a.takes(self.num_stages)) for a in chosen}
+        ready: list[list[Action]] = [[] for _ in range(self.num_ranks)]
+        readers: dict[Event, list[Action]] = {}
+        for action in chosen:
+            for event in action.takes(self.num_stages):
+                readers.setdefault(event, []).append(action)
+            if not waiting[action]:
+                ready[self.home(action.stage)].append(action)
+        orders: list[list[Action]] = [[] for _ in range(self.num_ranks)]
+        held, free = [0] * self.num_ranks, [0.0] * self.num_ranks
+        ends: list[tuple[float, int, Action]] = []
+        now, count = 0.0, 0
+        while True:
+            for rank in range(self.num_ranks):
+                if free[rank] > now:
+                    continue
+                allowed = [a for a in ready[rank] if self._may(a, held[rank], orders[rank])]
+                if not allowed:
+                    continue
+                action = max(allowed, key=lambda a: (chosen[a], -a.microbatch, a.kind))
+                ready[rank].remove(action)
+                orders[rank].append(action)
+                held[rank] += _held(action)
+                free[rank] = now + self.costs.of(action)
+                count += 1
+                heapq.heappush(ends, (free[rank], count, action))
+            if not ends:
+                break
+            now, _, action = heapq.heappop(ends)
+            for event in action.gives():
+                for reader in readers.get(event, ()):
+                    waiting[reader] -= 1
+                    if not waiting[reader]:
+                        ready[self.home(reader.stage)].append(reader)
+        if sum(map(len, orders)) < len(chosen):
+            return None
+        return tuple(map(tuple, orders))
+
+    def _may(self, action: Action, held: int, order: Sequence[Action]) -> bool:
+        """Microbatches of a stage in order; and a forward leaves room for the later stages of the
+        microbatches that are on their way."""
+        last = -1
+        for done in reversed(order):
+            if done.stage == action.stage and done.kind == action.kind:
+                last = done.microbatch
+                break
+        if action.microbatch != last + 1:
+            return False
+        if action.kind != "F" or self.most_held is None:
+            return True
+        own = range(self.home(action.stage), self.num_stages, self.num_ranks)
+        later = sum(1 for s in own if s > action.stage)
+        return held + 1 + later <= self.most_held or (later == 0 and held < self.most_held)
+
+    def _priorities(self, late: float) -> dict[Action, float]:
+        """The longest chain that hangs from each action, less for later microbatches."""
+        of = self.costs.of
+        back: Kind = "I" if self.halves else "B"
+        chain: dict[Action, float] = {}
+        step = sum(of(Action(k, 0, s)) for s in range(self.num_stages) for k in self.kinds)
+        step /= self.num_ranks
+        for m in range(self.microbatches):
+            after = 0.0
+            for s in range(self.num_stages):
+                if self.halves:
+                    chain[Action("W", m, s)] = of(Action("W", m, s))
+                after += of(Action(back, m, s))
+                chain[Action(back, m, s)] = after
+            for s in reversed(range(self.num_stages)):
+                after += of(Action("F", m, s))
+                chain[Action("F", m, s)] = after
+        lowest = 1e-3
+        return {
+            a: value
+            if a.kind == "W"
+            else value + max(self.microbatches - a.microbatch, lowest) * (late * step)
+            for a, value in chain.items()
+        }
+
+
+def _held(action: Action) -> int:
+    match action.kind:
+        case "F":
+            return 1
+        case "B" | "W":
+            return -1
+        case "I":
+            return 0
+
+
+def _exchanged(
+    problem: _Problem, best: tuple[float, Orders], draw: random.Random
+) -> tuple[float, Orders]:
+    """Exchange neighbours in the order of a rank as long as that does not cost time."""
+    time, orders = best
+    bound = problem.bound()
+    for _ in range(_EXCHANGES):
+        if time <= bound * (1 + 1e-12):
+            break
+        rank = draw.randrange(problem.num_ranks)
+        if len(orders[rank]) < 2:
+            continue
+        at = draw.randrange(len(orders[rank]) - 1)
+        first, second = orders[rank][at : at + 2]
+        if first.stage == second.stage and (
+            first.kind == second.kind or first.microbatch == second.microbatch
+        ):
+            continue
+        row = (*orders[rank][:at], second, first, *orders[rank][at + 2 :])
+        trial = (*orders[:rank], row, *orders[rank + 1 :])
+        if not problem.fits((row,)):
+            continue
+        found = problem.time(trial)
+        if found is not None and found <= time:
+            time, orders = found, trial
+    return time, orders

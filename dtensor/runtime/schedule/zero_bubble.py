@@ -1,0 +1,235 @@
+"""Schedules whose backward stands in halves, or that bend the pipeline into a V.
+
+p ranks, m microbatches; F, I and W of a stage last f, i and w; B lasts i + w.
+
+ZBH1, ZBH2: one stage per rank. ZBV, DualPipeV: two, as a V: stage s on rank s for s < p, on rank
+2p-1-s for the others, so that rank 0 has the first and the last stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.schedule.grid import Action, Grid, Kind, place
+from dtensor.runtime.schedule.published import check_microbatches, check_one_each
+
+
+@dataclass(frozen=True, slots=True)
+class ZBH1:
+    """1F1B whose W wait, so that they fill the end (Qi et al. 2023, arXiv:2401.10241, section 2.1).
+
+    Stage s runs the W of microbatch j after the I of j + s. Every stage holds the activations of at
+    most min(p, m) microbatches, as many as 1F1B's first stage. For m >= p and w <= i the idle time
+    of a rank is (p-1)(f+i-w); for f = i = w a third of 1F1B's.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        check_one_each("ZB-H1", num_stages, num_ranks, "ZBV, with two")
+        return place(
+            [
+                _waiting_weights(stage, self.microbatches, ahead=num_stages - stage - 1, lag=stage)
+                for stage in range(num_stages)
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ZBH2:
+    """ZB-H1 with twice the memory and no bubble (Qi et al. 2023, arXiv:2401.10241, section 2.2).
+
+    Stage s runs 2(p-s-1) forwards ahead, and the W of microbatch j after the I of j + 2s, and holds
+    at most min(2p-1, m) microbatches. For f = i = w and m >= 2p-1 no rank idles between its own
+    first and last action. Ranks begin and end f apart; a step that ends for all ranks at once, as
+    one with a global gradient norm does, idles for (p-1) f.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        check_one_each("ZB-H2", num_stages, num_ranks, "ZBV, with two")
+        return place(
+            [
+                _waiting_weights(
+                    stage, self.microbatches, ahead=2 * (num_stages - stage - 1), lag=2 * stage
+                )
+                for stage in range(num_stages)
+            ]
+        )
+
+
+def _waiting_weights(stage: int, microbatches: int, ahead: int, lag: int) -> list[Action]:
+    """1F1B with ``ahead`` forwards first, where each W comes ``lag`` microbatches after its I."""
+    forwards = [Action("F", m, stage) for m in range(microbatches)]
+    order = forwards[:ahead]
+    for m in range(microbatches):
+        order += [*forwards[ahead + m : ahead + m + 1], Action("I", m, stage)]
+        if m >= lag:
+            order.append(Action("W", m - lag, stage))
+    return order + [Action("W", m, stage) for m in range(max(microbatches - lag, 0), microbatches)]
+
+
+class _Rank:
+    """The actions of one rank of a V, its stages called 0 (going down) and 1 (coming back)."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.stages = (rank, 2 * num_ranks - 1 - rank)
+        self.order: list[Action] = []
+        self.forwards = [0, 0]
+        self.backwards = [0, 0]
+        self.waiting: list[tuple[int, int]] = []  # (stage, microbatch) of I without W
+
+    def forward(self, which: int) -> None:
+        self._add("F", which, self.forwards)
+
+    def full(self, which: int) -> None:
+        self._add("B", which, self.backwards)
+
+    def input(self, which: int) -> None:
+        self.waiting.append((self.stages[which], self.backwards[which]))
+        self._add("I", which, self.backwards)
+
+    def weight(self, which: int | None = None) -> None:
+        """The W that waits longest, of one of the stages or of either; none, if none waits."""
+        for stage, microbatch in self.waiting:
+            if which is None or stage == self.stages[which]:
+                self.waiting.remove((stage, microbatch))
+                self.order.append(Action("W", microbatch, stage))
+                return
+
+    def weights(self, which: int | None = None) -> None:
+        while any(which is None or stage == self.stages[which] for stage, _ in self.waiting):
+            self.weight(which)
+
+    def _add(self, kind: Kind, which: int, counts: list[int]) -> None:
+        self.order.append(Action(kind, counts[which], self.stages[which]))
+        counts[which] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class ZBV:
+    """Zero bubble at 1F1B's memory (Qi et al. 2024, arXiv:2401.10241, section 6).
+
+    For f = i = w and m >= 2p-1 no rank idles between its own first and last action. Each rank holds
+    the activations of at most 2p of its half-sized stages.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        _check_v("ZBV", num_stages, num_ranks)
+        # the pattern is that of a full pipeline; microbatches that are not there are left out
+        m = max(self.microbatches, 2 * num_ranks - 1)
+        orders = [_zbv(rank, num_ranks, m) for rank in range(num_ranks)]
+        return place([[a for a in o if a.microbatch < self.microbatches] for o in orders])
+
+
+def _zbv(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
+    own = _Rank(rank, num_ranks)
+    for _ in range(2 * (num_ranks - rank) - 1):
+        own.forward(0)
+    for _ in range(rank):
+        own.forward(1)
+        own.forward(0)
+    for _ in range(num_ranks - rank):
+        own.forward(1)
+        own.input(1)
+        own.weight(1)
+    while own.forwards[1] < max(own.forwards[0], microbatches):
+        if own.forwards[0] < microbatches:
+            own.forward(0)
+        own.input(0)
+        own.weight(0)
+        own.forward(1)
+        own.input(1)
+        own.weight(1)
+    for _ in range(rank):
+        own.input(0)
+        own.input(1)
+    for _ in range(num_ranks - rank):
+        own.input(0)
+        own.weight(0)
+    own.weights(1)
+    own.weights(0)
+    return own.order
+
+
+@dataclass(frozen=True, slots=True)
+class DualPipeV:
+    """DeepSeek's DualPipe cut in half (DeepSeek-AI 2024, arXiv:2412.19437; "DualPipeV" of its
+    published code): two microbatches pass a rank in opposite directions, so that the
+    communication of one hides behind the compute of the other.
+
+    m >= 2p. Its authors give an idle time of (p-1)(FB + B - 3w) for a rank, where FB is a forward
+    and a backward that run as one. Here they run one after the other, and what waits for the
+    forward need not wait for both: for f = i = w a rank idles for (p-1) f.
+    """
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid:
+        _check_v("DualPipeV", num_stages, num_ranks)
+        if self.microbatches < 2 * num_ranks:
+            raise PlanningError(
+                f"DualPipeV runs at least two microbatches for each rank, and there are "
+                f"{self.microbatches} for {num_ranks} ranks.\n"
+                f"fix: microbatches={2 * num_ranks}, or ZBV(microbatches={self.microbatches})"
+            )
+        return place([_dualpipe(rank, num_ranks, self.microbatches) for rank in range(num_ranks)])
+
+
+def _dualpipe(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
+    own = _Rank(rank, num_ranks)
+    below = num_ranks - rank - 1
+    for _ in range(2 * below):
+        own.forward(0)
+    for _ in range(rank + 1):
+        own.forward(0)
+        own.forward(1)
+    for _ in range(below):
+        own.input(1)
+        own.weight()
+        own.forward(1)
+    for _ in range(microbatches - 2 * num_ranks + rank + 1):
+        own.forward(0)
+        own.full(1)
+        own.forward(1)
+        own.full(0)
+    for _ in range(below):
+        own.full(1)
+        own.forward(1)
+        own.full(0)
+    # the second half of what drains runs in halves: stage 1 first on odd ranks, stage 0 on even
+    halves = False
+    for number in range(rank + 1):
+        for which in (1, 0):
+            if number == (rank + 1) // 2 and which == (1 if rank % 2 else 0):
+                halves = True
+            (own.input if halves else own.full)(which)
+    for _ in range(below):
+        own.weight()
+        (own.input if halves else own.full)(0)
+    own.weights()
+    return own.order
+
+
+def _check_v(name: str, num_stages: int, num_ranks: int) -> None:
+    if num_ranks < 1 or num_stages != 2 * num_ranks:
+        raise PlanningError(
+            f"{name} holds two stages per rank, and there are {num_stages} stages for {num_ranks} "
+            f"ranks. State {2 * max(num_ranks, 1)} stages."
+        )

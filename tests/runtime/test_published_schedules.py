@@ -1,0 +1,242 @@
+"""The published schedules: their closed forms, and PyTorch's own tables."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.schedule import (
+    ZBH1,
+    ZBH2,
+    ZBV,
+    Costs,
+    DualPipeV,
+    GPipe,
+    Grid,
+    Interleaved1F1B,
+    LoopedBFS,
+    OneFOneB,
+    Ordered,
+    Schedule,
+    bubble,
+    in_flight,
+    span_bubble,
+    timeline,
+    validate,
+)
+
+# (schedule, stages per rank)
+ALL: list[tuple[Callable[[int], Schedule], int]] = [
+    (GPipe, 1),
+    (LoopedBFS, 2),
+    (LoopedBFS, 3),
+    (OneFOneB, 1),
+    (Interleaved1F1B, 1),
+    (Interleaved1F1B, 2),
+    (Interleaved1F1B, 3),
+    (ZBH1, 1),
+    (ZBH2, 1),
+    (ZBV, 2),
+    (DualPipeV, 2),
+]
+
+
+def grid_of(schedule: Callable[[int], Schedule], v: int, p: int, m: int) -> Grid | None:
+    """None outside the schedule's domain."""
+    try:
+        return schedule(m).grid(v * p, p)
+    except PlanningError as error:
+        assert schedule in (Interleaved1F1B, DualPipeV), error
+        assert "fix: " in str(error)
+        return None
+
+
+@pytest.mark.parametrize(("schedule", "v"), ALL)
+def test_every_grid_is_valid_and_parses_back(schedule: Callable[[int], Schedule], v: int) -> None:
+    found = 0
+    for p in range(1, 6):
+        for m in range(1, 13):
+            grid = grid_of(schedule, v, p, m)
+            if grid is None:
+                continue
+            found += 1
+            validate(grid)
+            assert Grid.parse(str(grid)) == grid
+            assert (grid.num_ranks, grid.num_stages, grid.num_microbatches) == (p, v * p, m)
+            for rank in range(p):  # gradients add up in the same order under every schedule
+                for stage in grid.stages_of(rank):
+                    last = [
+                        a.microbatch
+                        for a in grid.order(rank)
+                        if a.stage == stage and a.kind in ("B", "W")
+                    ]
+                    assert last == list(range(m))
+    assert found >= 25
+
+
+def total(grid: Grid, costs: Costs) -> float:
+    return max(end for _, end in timeline(grid, costs).values())
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
+def test_closed_forms(p: int) -> None:
+    for f, i, w in ((1.0, 1.0, 1.0), (1.0, 1.5, 0.5), (2.0, 1.0, 1.0)):
+        costs = Costs(forward=f, input=i, weight=w)
+        for rounds in (1, 2, 3):
+            m = rounds * p
+            for v in (1, 2, 3):
+                for schedule in (LoopedBFS, Interleaved1F1B):
+                    idle = total(schedule(m).grid(v * p, p), costs) - v * m * (f + i + w)
+                    assert idle == pytest.approx((p - 1) * (f + i + w))
+            h1 = ZBH1(m).grid(p, p)
+            assert total(h1, costs) - m * (f + i + w) == pytest.approx((p - 1) * (f + i - w))
+            assert max(in_flight(h1)) == min(p, m)
+    for m in (2 * p - 1, 2 * p, 3 * p):
+        h2 = ZBH2(m).grid(p, p)
+        assert span_bubble(h2) == pytest.approx(0)
+        assert total(h2, Costs()) == pytest.approx(3 * m + p - 1)
+        assert max(in_flight(h2)) == 2 * p - 1
+        zbv = ZBV(m).grid(2 * p, p)
+        assert span_bubble(zbv) == pytest.approx(0)
+        assert max(held(zbv)) <= 2 * p
+    for m in (2 * p, 3 * p):
+        both = DualPipeV(m).grid(2 * p, p)
+        assert total(both, Costs()) == pytest.approx(6 * m + p - 1)
+        assert max(held(both)) <= 2 * p + 1
+
+
+def held(grid: Grid) -> list[int]:
+    """By rank, the most (stage, microbatch) in flight at once."""
+    most = [0] * grid.num_ranks
+    for rank in range(grid.num_ranks):
+        now = 0
+        for action in grid.order(rank):
+            now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+            most[rank] = max(most[rank], now)
+    return most
+
+
+def torchs(name: str, p: int, m: int, v: int) -> list[list[str]] | None:
+    """PyTorch's table, by rank, without idle steps; pairs that it overlaps one after the other."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rows = get_schedule_ops(name, p, m, v if v > 1 else None)
+    except ValueError:
+        return None
+    return [
+        [
+            f"{a.stage_index}{a.computation_type.value}{a.microbatch_index}"
+            for slot in row
+            if slot is not None
+            for a in (slot.sub_actions or (slot,))
+            if a.computation_type.value in "FBIW"
+        ]
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name", "v"),
+    [
+        (GPipe, "GPipe", 1),
+        (LoopedBFS, "LoopedBFS", 2),
+        (Interleaved1F1B, "Interleaved1F1B", 2),
+        (Interleaved1F1B, "Interleaved1F1B", 3),
+        (ZBV, "ZBVZeroBubble", 2),
+        (DualPipeV, "DualPipeV", 2),
+    ],
+)
+def test_tables_are_pytorchs(schedule: Callable[[int], Schedule], name: str, v: int) -> None:
+    """But for breadth-first's backwards, which PyTorch runs from the last microbatch."""
+    compared = 0
+    for p in (2, 3, 4):
+        for m in range(1, 13):
+            theirs, grid = torchs(name, p, m, v), grid_of(schedule, v, p, m)
+            assert (theirs is None) == (grid is None)
+            if theirs is None or grid is None:
+                continue
+            ours = [[str(a) for a in grid.order(rank)] for rank in range(p)]
+            if schedule is LoopedBFS:
+                ours = [sorted(row, key=breadth_first) for row in ours]
+                theirs = [sorted(row, key=breadth_first) for row in theirs]
+            assert ours == theirs
+            compared += 1
+    assert compared >= 18
+
+
+def breadth_first(action: str) -> tuple[bool, int, int]:
+    stage, kind, microbatch = int(action[0]), action[1], int(action[2:])
+    return kind == "B", -stage if kind == "B" else stage, microbatch
+
+
+def test_1f1b_has_the_shape_of_pytorchs() -> None:
+    """PyTorch's table of it (not its schedule) counts the last ranks' microbatches from p - 1."""
+    for p in (2, 3, 4):
+        for m in range(p, 9):
+            theirs = torchs("1F1B", p, m, 1)
+            grid = OneFOneB(m).grid(p, p)
+            assert theirs is not None
+            shape = [[a[:2] for a in row] for row in theirs]
+            assert shape == [[str(a)[:2] for a in grid.order(rank)] for rank in range(p)]
+
+
+def test_costs_by_stage() -> None:
+    """One slow stage: the others wait for it."""
+    grid = OneFOneB(4).grid(2, 2)
+    slow = Costs(forward=(1.0, 2.0), input=(1.0, 2.0), weight=(1.0, 2.0))
+    assert total(grid, slow) == 1 + 4 * 6 + 2  # its forward, four times the slow one, its backward
+    assert bubble(grid, slow) == pytest.approx(1 - (4 * 3 + 4 * 6) / (2 * 27))
+    with pytest.raises(PlanningError, match="0 or more"):
+        Costs(forward=-1.0)
+
+
+def test_a_schedule_by_a_function() -> None:
+    def one_by_one(rank: int, stages: int, ranks: int, microbatches: int) -> list[str]:
+        return [f"{kind}{m}" for m in range(microbatches) for kind in "FIW"]
+
+    assert str(Ordered(one_by_one, 2).grid(2, 2)) == (
+        "F0 .  .  I0 W0 F1 .  .  I1 W1\n.  F0 I0 W0 .  .  F1 I1 W1 ."
+    )
+    with pytest.raises(PlanningError, match="2 stages and 2 microbatches, and 4 and 2 were asked"):
+        Ordered(one_by_one, 2).grid(4, 2)
+    with pytest.raises(PlanningError, match="wait for each other: 0B0"):
+        Ordered(lambda *_: ["0B0", "0F0"], 1).grid(1, 1)
+    with pytest.raises(PlanningError, match="'Q0' on rank 0"):
+        Ordered(lambda *_: ["Q0"], 1).grid(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks", "message"),
+    [
+        (ZBH1(4), 4, 2, "ZB-H1 holds one stage per rank"),
+        (ZBH2(4), 4, 2, "ZB-H2 holds one stage per rank"),
+        (ZBV(4), 2, 2, "ZBV holds two stages per rank, and there are 2 stages for 2 ranks"),
+        (DualPipeV(4), 6, 2, "DualPipeV holds two stages per rank"),
+        (DualPipeV(3), 4, 2, "at least two microbatches for each rank.*\nfix: microbatches=4"),
+        (Interleaved1F1B(5), 4, 2, "2 rounds, which do not divide.*\nfix: microbatches=4"),
+        (LoopedBFS(5), 3, 2, "3 stages do not divide over 2 ranks"),
+    ],
+)
+def test_domains(schedule: Schedule, stages: int, ranks: int, message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        schedule.grid(stages, ranks)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ("F0 I0", "0W0 is missing"),
+        ("F0 W0", "0I0 is missing"),
+        ("F0 W0 I0", "0W0 is not after 0I0"),
+        ("F0 B0 W0", "0W0 repeats a half of 0B0"),
+        ("F0 .  I0 W0 \n.  F0 W0 I0", "is not after"),
+    ],
+)
+def test_halves(grid: str, message: str) -> None:
+    with pytest.raises(PlanningError, match=message):
+        validate(Grid.parse(grid))
