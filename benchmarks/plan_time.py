@@ -1,6 +1,7 @@
 """CPU seconds from a model to a verified program, stage by stage; and whether layers cost choices.
 
     python -m benchmarks.plan_time [--layers 12] [--microbatches 8] [--profile lower]
+    python -m benchmarks.plan_time --large [--depths 2 8 32]     # Llama-7B's shape: plan_large.py
 
 A GPT (width 768, 12 heads, 1024 positions, vocabulary 50304) on Mesh(pp=2, dp=2, tp=2) under
 Megatron's pins. Nothing is computed and no parameter is allocated: the model is on the meta
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from benchmarks.plan_large import report
 from dtensor.api.placing import input_pins, planner_pins, resolve
 from dtensor.api.stages import stage_of
 from dtensor.daft import verify
@@ -135,8 +137,13 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--case", choices=sorted(CASES), default="gpt")
     parser.add_argument("--profile")
+    parser.add_argument("--large", action="store_true", help="Llama-7B's shape (plan_large.py)")
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 32])
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.large:
+        report(given.depths)
+        return
     seconds, full = measure(given.layers, given.microbatches, given.case, given.profile)
     fewer = max(2, given.layers // 2)
     _, half = measure(fewer, given.microbatches, given.case)

@@ -12,19 +12,36 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
+from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager_policy import implicit_redistribution
 from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
 from dtensor.api.rule import rule
 from dtensor.api.session import launch
+from dtensor.api.simulate import simulate
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.tensor import DTensor, distribute, spec
 from dtensor.api.training import Loss, TrainStep, train_step
 from dtensor.api.transfer import transfer, transfer_plan
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
-from dtensor.runtime.schedule import Custom, GPipe, OneFOneB, Schedule
+from dtensor.runtime.schedule import (
+    ZBH1,
+    ZBH2,
+    ZBV,
+    Costs,
+    Custom,
+    DualPipeV,
+    GPipe,
+    Interleaved1F1B,
+    LoopedBFS,
+    OneFOneB,
+    Ordered,
+    Schedule,
+    Searched,
+)
+from dtensor.runtime.trace import Trace
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Column, Partial, Placement, Replicate, Row, Shard
@@ -33,14 +50,24 @@ from dtensor.sharding.roles import ColumnParallel, RowParallel
 from dtensor.sharding.spec import TensorSpec
 
 __all__ = [
+    "ZBH1",
+    "ZBH2",
+    "ZBV",
     "Column",
     "ColumnParallel",
+    "Compared",
+    "Comparison",
+    "Costs",
     "Custom",
     "DTensor",
+    "DualPipeV",
     "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
     "Loss",
     "Mesh",
     "OneFOneB",
+    "Ordered",
     "ParallelModule",
     "Partial",
     "Placement",
@@ -50,11 +77,14 @@ __all__ = [
     "Row",
     "RowParallel",
     "Schedule",
+    "Searched",
     "Shard",
     "TensorSpec",
     "Topology",
+    "Trace",
     "TrainStep",
     "annotate",
+    "compare",
     "compile",
     "daft",
     "distribute",
@@ -66,6 +96,7 @@ __all__ = [
     "parallelize",
     "placements",
     "rule",
+    "simulate",
     "spec",
     "testing",
     "train_step",

@@ -1,8 +1,8 @@
 """Captured graphs shared between tests: most of a small test's time is torch's export.
 
-A graph depends on the function, on the structure of the modules and on shapes alone, so tests that
-train the same small model may share it. What a function closes over is not looked into: such
-functions, and methods, are captured anew each time.
+A graph depends on the function, on the structure of the modules, on shapes and on the autocast
+around the call alone, so tests that train the same small model may share it. What a function
+closes over is not looked into: such functions, and methods, are captured anew each time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dtensor.frontend.autocast import surrounding
 from dtensor.frontend.capture import capture
 from dtensor.frontend.graph import Graph
 
@@ -33,7 +34,8 @@ def shared_capture(
     if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__:
         return capture(fn, args, kwargs, grads=grads)
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    key = (fn.__code__, fn.__module__, grads, str(tree), *map(_key, leaves))
+    around = surrounding()
+    key = (fn.__code__, fn.__module__, grads, around, str(tree), *map(_key, leaves))
     if key not in _found:
         _found[key] = capture(fn, args, kwargs, grads=grads)
     return _found[key]

@@ -10,13 +10,13 @@ stay on the actors. A program is captured anew for new shapes, placements or mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dtensor.api.checks import check_fit
+from dtensor.api.outputs import Out, pinned_results
 from dtensor.api.program import Call, Options, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for
@@ -26,15 +26,11 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.lower import Lowered, fed_spec, holders, lower, on_mesh
 from dtensor.runtime.rank_lower import Roles
 from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Placement
 from dtensor.sharding.plan import Plan
-from dtensor.sharding.spec import TensorSpec, alike, make_spec
+from dtensor.sharding.spec import TensorSpec, alike
 from dtensor.sharding.zero import gather_stored
-
-Out = Mapping[str, Placement] | Sequence[Mapping[str, Placement]] | None
 
 
 class CompiledFunction:
@@ -84,6 +80,8 @@ class CompiledFunction:
         if key not in self.planned:
             planned = plan_call(call, self.mesh, "none", self._options(), self._name)
             self.planned[key] = replace(planned, plan=gather_stored(planned.plan))
+            # capture ran fn, which may count its calls in an attribute of a module
+            self.planned[call.key()] = self.planned[key]
         return self.planned[key]
 
     @property
@@ -93,38 +91,10 @@ class CompiledFunction:
 
     def _options(self) -> Options:
         return Options(
-            results=lambda flow: pinned_results(self.out, flow, self.mesh),
+            results=lambda graph, flow: pinned_results(self.out, graph, flow, self.mesh),
             topology=self.topology,
             free=self.search == "free",
         )
-
-
-def pinned_results(out: Out, flow: Dataflow, mesh: Mesh) -> dict[int, Mapping[str, Placement]]:
-    """Result index to its pins. PlanningError for an axis, a number or a fit that is wrong."""
-    results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
-    if out is None:
-        return {}
-    stated = [out] * len(results) if isinstance(out, Mapping) else list(out)
-    if len(stated) != len(results):
-        raise PlanningError(
-            f"out= states placements of {len(stated)} results, the function returns "
-            f"{len(results)} tensors.\n"
-            f"fix: one dict for each tensor in the order of the results, or one dict for all"
-        )
-    pinned: dict[int, Mapping[str, Placement]] = {}
-    for index, value in results.items():
-        for axis, placement in stated[index].items():
-            mesh.axis_size(axis)
-            if not isinstance(placement, Placement):
-                raise PlanningError(
-                    f"out= states {axis}={placement!r}, which is not a placement; "
-                    f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
-                )
-        meta = flow.metas[value]
-        check_fit(f"result {index}", meta, stated[index], "out=", mesh)
-        spec = make_spec(meta.shape, meta.dtype, mesh, stated[index])
-        pinned[index] = {axis: spec.placement(axis) for axis in stated[index]}
-    return pinned
 
 
 def compile(
@@ -138,8 +108,8 @@ def compile(
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
 
     Args:
-        out: placements of the results by axis, for all, or one mapping per result; the default is
-            Replicate.
+        out: placements of the results by axis, for all; or such mappings in the structure that
+            ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
         topology: what the planner prices with.
         search: "predictable" splits only what pins reach; "free" lifts that.
 
@@ -267,5 +237,4 @@ def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
     restated = on_mesh(plan, spec)
     if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
         return restated
-    at = stage % plan.mesh.axis_size(plan.stage_axis)
-    return replace(restated, on=((plan.stage_axis, at),))
+    return replace(restated, on=((plan.stage_axis, plan.stage_ranks[stage]),))

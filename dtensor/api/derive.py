@@ -166,7 +166,7 @@ class _Derivation:
             yield self.boundaries[alike]
         size = self.flow.metas[value].shape[dim]
         if size not in self.blocks:
-            self.blocks[size] = _blocks(self.rules, size)
+            self.blocks[size] = _blocks(self.flow, self.rules, size)
         for sizes, any_size in ((_SIZES, True), ((self.size or 2,), False)):
             for blocks in self.blocks[size]:
                 parts = block_sizes(blocks, size)
@@ -315,9 +315,15 @@ def _list(labels: Iterable[str], own: str) -> str:
     return " and ".join(dict.fromkeys(short))
 
 
-def _blocks(rules: Mapping[str, Rule], size: int) -> list[_Blocks]:
+def _blocks(flow: Dataflow, rules: Mapping[str, Rule], size: int) -> list[_Blocks]:
     """One block, then the ways in which the program takes a dim of this size apart."""
     found: dict[_Blocks, None] = {1: None}
+    # nn.MultiheadAttention views its fused projection as (3 e) and takes each of the 3
+    taken = {
+        op.call.operands[0].shape[op.call.args[1]]
+        for op in flow.ops
+        if op.call.name == "aten.select.int"
+    }
     for rule in rules.values():
         for dims in (*rule.operands, *rule.results):
             for dim in dims:
@@ -327,6 +333,7 @@ def _blocks(rules: Mapping[str, Rule], size: int) -> list[_Blocks]:
                     parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
                     found[len(parts) if len(set(parts)) == 1 else parts] = None
                 for product in dim:
-                    if len(dim) == 1 and len(product) > 2:
-                        found[rule.size[product[0]]] = None
+                    major = rule.size[product[0]] if len(product) > 1 else 1
+                    if len(dim) == 1 and (len(product) > 2 or major in taken):
+                        found[major] = None
     return list(found)

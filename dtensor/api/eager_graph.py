@@ -252,6 +252,7 @@ class _Builder:
         for node in self.graph.nodes:
             if node.op != "output":
                 node.meta.update(phase="forward", source=None, module="", seq=None)
+                node.meta.update(calls=(), checkpoint=None)
         places = {node: f"operand {i}" for i, node in enumerate(roots)}
         arguments = tuple(
             Arg(i, places.get(node) or node.name)

@@ -60,8 +60,8 @@ class Initial:
 
     def load(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         """Keep the state's values of what is on the meta device, under each of its names."""
-        names = first_names(module)
-        firsts = {names[name]: value for name, value in state.items() if name in names}
+        names, keys = first_names(module), names_in_state(module)
+        firsts = {keys[key]: value for key, value in state.items() if key in keys}
         on_meta = {name for name, t in _tensors(module).items() if t.is_meta}
         for name in on_meta:
             if names[name] in firsts:
@@ -72,6 +72,19 @@ def first_names(module: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(t), name) for name, t in _tensors(module).items()}
+
+
+def names_in_state(module: nn.Module) -> dict[str, str]:
+    """Every key of the module's state dict to the first name of the tensor that stands there.
+
+    They differ in ties, and where a hook renames: that of torch's checkpoint wrapper leaves itself
+    out. A key whose tensor is none of the module's is its own name.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in _tensors(module).items():
+        first.setdefault(id(tensor), name)
+    held = module.state_dict(keep_vars=True)
+    return {key: first.get(id(value), key) for key, value in held.items()}
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ controller's values are copied there at first use, and come back by `gather_stat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from torch import nn
 from dtensor.api.initial import Init, Initial
 from dtensor.api.placing import ParameterPlacement, resolve
 from dtensor.api.randomness import Counter
+from dtensor.api.recompute import recompute_of
 from dtensor.api.roles import StatedRoles
 from dtensor.api.stages import StagePlan, stage_of
 from dtensor.api.zero import zero_of
 from dtensor.errors import PlanningError
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Placement
+from dtensor.sharding.planner import dealt
 
 
 class ParallelModule:
@@ -34,7 +37,8 @@ class ParallelModule:
     ``version``: raised when the controller's values change under `load_state_dict`;
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
-    ``zero``: the axis over which state is stored split, and the level.
+    ``zero``: the axis over which state is stored split, and the level;
+    ``recompute``: globs over names of modules whose forward runs again in the backward.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class ParallelModule:
         stages: StagePlan,
         init: Init | None = None,
         zero: tuple[str, int] | None = None,
+        recompute: tuple[str, ...] = (),
     ) -> None:
         self.module = module
+        self.recompute = recompute
         self.zero = zero
         self.initial = Initial(module, init)
         self.mesh = mesh
@@ -55,6 +61,20 @@ class ParallelModule:
         self.settled: dict[str, dict[str, Placement]] = {}
         self.version = 0
         self.steps = Counter()
+
+    def settle_stages(self, ranks: tuple[int, ...]) -> None:
+        """The rank of each stage, as a schedule has it. Raises where values lie otherwise."""
+        num = self.mesh.axis_size(self.stages.axis) if self.stages.axis else 1
+        before = self.stages.ranks or dealt(self.stages.num_stages, num)
+        if ranks == before:
+            return
+        if self.settled:
+            raise PlanningError(
+                f"the schedule has the stages on ranks {list(ranks)} of {self.stages.axis}, and "
+                f"programs of this model were planned with them on {list(before)}.\n"
+                f"fix: make the train_step first, or parallelize the module again"
+            )
+        self.stages = replace(self.stages, ranks=ranks)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -102,6 +122,7 @@ def parallelize(
     stages: Mapping[str, Sequence[Sequence[str]]] | None = None,
     init: Init | None = None,
     zero: Mapping[str, int] | None = None,
+    recompute: Sequence[str] | None = None,
 ) -> ParallelModule:
     """Place a module's parameters by globs over their names; the module is not changed.
 
@@ -115,6 +136,8 @@ def parallelize(
             after those, or a function without arguments that builds the model once more.
         zero: one axis and a level: over it are stored split at 1 the optimizer's state, at 2 the
             gradients too, at 3 the parameters too, which are gathered before use and then freed.
+        recompute: globs over names of modules whose activations are not kept for the backward but
+            computed again; `train_step` takes it too.
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
@@ -124,4 +147,6 @@ def parallelize(
         raise PlanningError("the module is parallelized already; pass the original, model.module")
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
-    return ParallelModule(module, mesh, placed, plan, init, zero_of(zero, mesh, plan.axis))
+    again = recompute_of(recompute, module)
+    split = zero_of(zero, mesh, plan.axis)
+    return ParallelModule(module, mesh, placed, plan, init, split, again)

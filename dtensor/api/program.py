@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch.utils import _pytree as pytree
 
+from dtensor.api.leaves import check_leaf, for_capture, leaf_key
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placing import (
     InputPins,
@@ -26,19 +26,23 @@ from dtensor.api.placing import (
     planner_pins,
     restated,
 )
+from dtensor.api.recompute import recomputed_modules
 from dtensor.api.stages import NO_STAGES, StagePlan
 from dtensor.api.tensor import DTensor
 from dtensor.errors import PlanningError
+from dtensor.frontend.autocast import surrounding
 from dtensor.frontend.capture import capture
 from dtensor.frontend.flow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.sharding.call import Meta
+from dtensor.sharding.collector import collector_paused
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import REPLICATE, Placement
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.planner import Request, Training, plan
+from dtensor.sharding.precision import uncast
 from dtensor.sharding.spec import TensorSpec
 
 Grads = Literal["none", "loss", "tangents"]
@@ -54,12 +58,16 @@ class Call:
 
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """PlanningError for an argument whose tensors are out of sight."""
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+        for leaf in leaves:
+            check_leaf(leaf)
         return Call(fn, tuple(leaves), tree)
 
     def key(self) -> object:
-        """What the captured program depends on: shapes, dtypes, placements, modules, numbers."""
-        return (str(self.tree), tuple(_leaf_key(leaf) for leaf in self.leaves))
+        """What the captured program depends on: shapes, dtypes, placements, modules, numbers, the
+        autocast around the call."""
+        return (str(self.tree), tuple(leaf_key(leaf) for leaf in self.leaves), surrounding())
 
     @property
     def model(self) -> ParallelModule | None:
@@ -75,42 +83,10 @@ class Call:
         return next(iter(found.values()), None)
 
     def graph(self, grads: Grads) -> Graph:
-        leaves = [_for_capture(leaf) for leaf in self.leaves]
+        leaves = [for_capture(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
         return capture(fn, args, kwargs, grads=grads)
-
-
-def _leaf_key(leaf: Any) -> object:
-    match leaf:
-        case DTensor():
-            return (leaf.spec, leaf.requires_grad)
-        case TensorSpec():
-            return leaf
-        case torch.Tensor():
-            return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        case ParallelModule():
-            return ("module", id(leaf), tuple(m.training for m in leaf.module.modules()))
-        case torch.nn.Module():
-            return ("module", id(leaf), tuple(m.training for m in leaf.modules()))
-        case int() | float() | str() | bool() | None:
-            return (type(leaf), leaf)
-        case _:
-            return id(leaf)
-
-
-def _for_capture(leaf: Any) -> Any:
-    match leaf:
-        case ParallelModule():
-            return leaf.module
-        case DTensor():
-            empty = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta")
-            return empty.requires_grad_(leaf.requires_grad)
-        case TensorSpec():
-            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            return empty.requires_grad_(leaf.requires_grad)
-        case _:
-            return leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +102,19 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a plan depends on besides the call."""
+    """What a plan depends on besides the call. ``graph``: the call's, where it is captured."""
 
     inputs: Mapping[str, Any] | None = None
-    results: Callable[[Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
+    results: Callable[[Graph, Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
     num_microbatches: int = 1
     topology: Topology | None = None
     training: Callable[[Graph], Training] | None = None
     free: bool = False
+    graph: Graph | None = None
+    recompute: tuple[str, ...] = ()
 
 
+@collector_paused()
 def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
     """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
     model = call.model
@@ -143,13 +122,15 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
         raise PlanningError(
             f"the model was parallelized on {model.mesh}, the program is for {mesh}"
         )
-    graph = call.graph(grads)
+    graph = options.graph or call.graph(grads)
     stages = model.stages if model is not None else NO_STAGES
     flow = dataflow(graph, stages.held, stages.num_stages)
     training = options.training(graph) if options.training else None
     if training is not None:  # parameters outside the optimizer are frozen: no gradient is made
-        flow = flow.pruned(
-            tuple(o for o in flow.outputs if o.kind != "gradient" or o.of in training.trained)
+        flow = uncast(
+            flow.pruned(
+                tuple(o for o in flow.outputs if o.kind != "gradient" or o.of in training.trained)
+            )
         )
     named = [
         (item, entry)
@@ -177,13 +158,15 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
         pinned_by=found.pinned_by,
         settled=frozenset(settled),
         batch=found.batch,
-        results=options.results(flow) if options.results else {},
+        results=options.results(graph, flow) if options.results else {},
         stage_axis=stages.axis,
+        stage_ranks=stages.ranks,
         num_microbatches=options.num_microbatches,
         topology=options.topology or Topology(),
         training=training,
         free=options.free,
         zero=model.zero if model is not None else None,
+        recompute=_recomputed(model, options, flow),
     )
     planned = plan(request)
     if model is not None:
@@ -195,6 +178,14 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
         model=model,
         request=request,
     )
+
+
+def _recomputed(model: ParallelModule | None, options: Options, flow: Dataflow) -> frozenset[str]:
+    """The modules whose forward runs again; none where the program has no backward."""
+    globs = options.recompute or (model.recompute if model is not None else ())
+    if model is None or not globs or all(op.phase == "forward" for op in flow.ops):
+        return frozenset()
+    return recomputed_modules(globs, model.module, flow)
 
 
 def _input_pins(

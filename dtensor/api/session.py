@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -21,13 +21,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.placed_optimizer import OptimizerHome
 from dtensor.daft import Cluster, Future, Mode, launch_cluster
 from dtensor.daft.part import Part
 from dtensor.errors import PlanningError
 from dtensor.frontend.recipe import Recipe
 from dtensor.runtime.initialise import init_program
 from dtensor.runtime.lower import holders, on_mesh
-from dtensor.runtime.optimizer import ShardOptimizer
 from dtensor.sharding.local import shard_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.philox import Pieces
@@ -57,14 +57,6 @@ class Resident:
 
     def name(self, label: str) -> str:
         return f"{self.prefix}{label}"
-
-
-@dataclass(slots=True)
-class OptimizerHome:
-    """One torch optimizer, and the table's name of its shards."""
-
-    optimizer: torch.optim.Optimizer
-    name: str
 
 
 class Session:
@@ -180,43 +172,6 @@ class Session:
             handle = self.cluster.load(init_program(made, self.cluster.device))
             self.run(handle, [{} for _ in made], kept).get()
 
-    def place_optimizer(
-        self,
-        model: ParallelModule,
-        optimizer: torch.optim.Optimizer,
-        groups: tuple[tuple[str, ...], ...],
-        held: Sequence[Collection[str]],
-    ) -> OptimizerHome:
-        """Put the shards of an optimizer's state where they are missing."""
-        resident = self.resident(model)
-        home = resident.optimizers.get(id(optimizer))
-        if home is not None:
-            return home
-        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
-        home = OptimizerHome(optimizer, name)
-        resident.optimizers[id(optimizer)] = home
-        state = optimizer_state(model, optimizer)
-        values: list[dict[str, object]] = []
-        for rank, labels in enumerate(held):
-            cut = {
-                label: {
-                    key: self._cut(value, resident.states[label], rank)
-                    for key, value in state[label].items()
-                }
-                for label in sorted(labels)
-                if label in state
-            }
-            values.append({name: ShardOptimizer(type(optimizer), groups, cut)})
-        self.put(values)
-        return home
-
-    def _cut(self, value: Any, spec: TensorSpec, rank: int) -> Any:
-        """A state tensor of the parameter's shape is cut as the parameter is."""
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
-            local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-            return shard_of(value, local, self.mesh.coordinates(rank))
-        return value
-
     def settle(self) -> None:
         """Wait for what is under way; a failure that nobody has read raises here."""
         if not self.failure_was_read:
@@ -281,14 +236,6 @@ def tensors_of(model: ParallelModule) -> dict[str, torch.Tensor]:
         found[name] = parameter.detach()
     found.update(model.module.named_buffers(remove_duplicate=False))
     return found
-
-
-def optimizer_state(
-    model: ParallelModule, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Any]]:
-    """Parameter name to the controller's optimizer state for it."""
-    names = {id(p): name for name, p in model.module.named_parameters()}
-    return {names[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in names}
 
 
 # -- which session ---------------------------------------------------------------------------------

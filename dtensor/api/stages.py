@@ -28,12 +28,14 @@ from dtensor.sharding.mesh import Mesh
 class StagePlan:
     """``held``: canonical name of a parameter or buffer to the stages that hold it, ascending.
 
-    Without stages ``axis`` is None, ``num_stages`` 1 and ``held`` empty.
+    ``ranks``: by stage, its coordinate on the axis; empty: stages are dealt out in turn. Without
+    stages ``axis`` is None, ``num_stages`` 1 and ``held`` empty.
     """
 
     axis: str | None
     num_stages: int
     held: Mapping[str, tuple[int, ...]]
+    ranks: tuple[int, ...] = ()
 
 
 NO_STAGES = StagePlan(axis=None, num_stages=1, held={})

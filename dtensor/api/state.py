@@ -4,8 +4,9 @@
     load_state_dict(model, opt, state)           # the same model, placed otherwise
 
 "model" is what `module.state_dict()` gives and "optimizer" what `opt.state_dict()` gives, so torch
-alone reads and writes them. "step" is the number of the next training step, which random numbers
-depend on; it is there once a step was taken.
+alone reads and writes them. Master weights are entries "master_param" of the optimizer's state, in
+float32 as their moments; from a state without them the next step makes them anew. "step" is the
+number of the next training step, which random numbers depend on; it is there once a step was taken.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 
+from dtensor.api.initial import names_in_state
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.session import OptimizerHome, Resident, Session, session_for
+from dtensor.api.placed_optimizer import OptimizerHome
+from dtensor.api.session import Resident, Session, session_for
 from dtensor.errors import PlanningError
 from dtensor.runtime.optimizer import ShardOptimizer
 from dtensor.sharding.local import assemble_at
@@ -37,14 +40,14 @@ def gather_state_dict(
     from_ranks: dict[str, torch.Tensor] = {}
     if resident is not None:
         session, home = resident
-        for name, value in _gather_model(session, home).items():
-            from_ranks.update({alias: value for alias in _aliases(model, name) if alias in held})
+        from_ranks = _gather_model(session, home)
         home.changed = False
+    names = names_in_state(model.module)
     values = {
-        name: from_ranks[name]
-        if name in from_ranks
-        else model.initial.value(name, t).detach().cpu().clone()
-        for name, t in held.items()
+        key: from_ranks[names[key]]
+        if names[key] in from_ranks
+        else model.initial.value(names[key], t).detach().cpu().clone()
+        for key, t in held.items()
     }
     state: dict[str, Any] = {"model": values}
     if model.steps.present():
@@ -80,7 +83,25 @@ def load_state_dict(
     if optimizer is not None and "optimizer" in state:
         # torch would keep the state's own tensors
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        _keep_values(optimizer, state["optimizer"])
     model.version += 1
+
+
+def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo torch's cast of state to the dtype and device of its parameter.
+
+    It rounds master weights and their moments to 16 bits, and empties the state of a parameter on
+    the meta device.
+    """
+    numbers = [n for group in saved["param_groups"] for n in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            held = optimizer.state[parameter].get(key)
+            if not (isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)):
+                continue
+            if (held.dtype, held.device) != (value.dtype, value.device):
+                optimizer.state[parameter][key] = value.detach().clone()
 
 
 def _resident(model: ParallelModule) -> tuple[Session, Resident] | None:
@@ -89,14 +110,6 @@ def _resident(model: ParallelModule) -> tuple[Session, Resident] | None:
     if home is None or home.version != model.version or not home.specs:
         return None
     return session, home
-
-
-def _aliases(model: ParallelModule, name: str) -> list[str]:
-    """All names under which the tensor called ``name`` stands in the module."""
-    named = dict(model.module.named_parameters(remove_duplicate=False))
-    if name not in named:
-        return [name]
-    return [other for other, p in named.items() if p is named[name]]
 
 
 def _gather_model(session: Session, home: Resident) -> dict[str, torch.Tensor]:

@@ -14,23 +14,25 @@ and is stepped without gradients, which changes nothing but satisfies schedulers
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtensor.api.compiled import load, on_stage
+from dtensor.api.loss import Loss
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.placed_optimizer import OptimizerHome, agreed, place_optimizer
 from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
 from dtensor.api.randomness import numbers_fed
+from dtensor.api.recompute import recompute_of
 from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import held_by
-from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.lower import holders
-from dtensor.runtime.optimizer import check_optimizer, hyperparameters, state_tensors
+from dtensor.runtime.optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.runtime.rank_lower import Roles
 from dtensor.runtime.schedule import GPipe, Grid, Schedule, bubble, in_flight
 from dtensor.sharding.cost import Topology
@@ -38,76 +40,11 @@ from dtensor.sharding.hints import hints as hints_of
 from dtensor.sharding.local import assemble_at
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.planner import Training
+from dtensor.sharding.precision import is_narrow
 from dtensor.sharding.spec import TensorSpec
 from dtensor.sharding.zero import gather_stored
 
 RUN_AHEAD = 2
-
-
-class Loss:
-    """A step's loss, which may still be on its way. Reading it waits and raises what failed.
-
-    ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
-    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
-    """
-
-    def __init__(self, future: Future, planned: Planned, session: Session) -> None:
-        self._future = future
-        self._planned = planned
-        self._session = session
-        self.was_read = False
-
-    def _get(self) -> list[dict[str, torch.Tensor]]:
-        """What each rank returned."""
-        self.was_read = True
-        try:
-            return self._future.get()
-        except DaftError:
-            self._session.failure_was_read = True
-            raise
-
-    def _result(self, index: int) -> torch.Tensor:
-        name = f"result {index}"
-        for found in self._get():
-            if name in found:
-                return found[name]
-        raise AssertionError(f"no rank returned {name}")
-
-    def done(self) -> bool:
-        """Whether reading would not wait."""
-        return self._future.done()
-
-    def tensor(self) -> torch.Tensor:
-        """The loss as a scalar CPU tensor."""
-        return self._result(0)
-
-    def item(self) -> float:
-        return float(self)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
-        tensors = [self._result(i) for i in range(count)]
-        outputs = self._planned.graph.unflatten(tensors)
-        if not isinstance(outputs, tuple):
-            return {}
-        return {name: float(value) for name, value in outputs[1].items()}
-
-    @property
-    def grad_norm(self) -> float | None:
-        for found in self._get():
-            if "norm" in found:
-                return float(found["norm"])
-        return None
-
-    def __float__(self) -> float:
-        return float(self.tensor())
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
-
-    def __repr__(self) -> str:
-        return f"Loss({float(self):.6g})" if self.done() else "Loss(running)"
 
 
 class TrainStep:
@@ -124,6 +61,8 @@ class TrainStep:
         topology: Topology | None,
         search: str,
         keep_gradients: bool,
+        recompute: tuple[str, ...] = (),
+        master_weights: bool = False,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -134,8 +73,12 @@ class TrainStep:
         self.topology = topology
         self.search = search
         self.grid = self._grid()
-        self.groups = self._groups()
+        self.groups: tuple[tuple[str, ...], ...] = ()
+        self._held: tuple[tuple[int, ...], ...] = ()  # the parameters that ``groups`` names, by id
+        self._read_groups()
         self.keep_gradients = keep_gradients
+        self.recompute = recompute
+        self.master_weights = master_weights
         self._last: Planned | None = None
         self._planned: dict[object, Planned] = {}
         self._running: deque[Loss] = deque()
@@ -154,11 +97,16 @@ class TrainStep:
             return planned.plan
         return replace(planned.plan, hints=hints_of(planned.request, planned.plan))
 
+    def plan_of(self, graph: Graph, *batch: Any, **kwargs: Any) -> Plan:
+        """`plan`, where ``graph`` is what such a step captures; several steps may share one."""
+        return self._plan(self._call(batch, kwargs), graph).plan
+
     def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         return Call.of(self.loss_fn, (self.model, *batch), kwargs)
 
-    def _plan(self, call: Call) -> Planned:
-        key = (call.key(), tuple(p.requires_grad for p in self.model.parameters()))
+    def _plan(self, call: Call, graph: Graph | None = None) -> Planned:
+        self._read_groups()
+        key = self._key(call)
         if key not in self._planned:
             options = Options(
                 inputs=self.inputs,
@@ -166,19 +114,28 @@ class TrainStep:
                 topology=self.topology,
                 training=self._training,
                 free=self.search == "free",
+                recompute=self.recompute,
+                graph=graph,
             )
             name = getattr(self.loss_fn, "__name__", "step").strip("<>")
             planned = plan_call(call, self.model.mesh, "loss", options, name)
-            self._planned[key] = replace(
-                planned,
-                plan=replace(
-                    gather_stored(planned.plan),  # the last pass over the steps
-                    bubble=bubble(self.grid),
-                    in_flight=in_flight(self.grid),
-                    schedule=str(self.grid) if self.schedule.microbatches > 1 else "",
-                ),
-            )
+            self._planned[key] = replace(planned, plan=self._scheduled(planned.plan))
+            # capture ran forward, which may count its calls in an attribute of a module
+            self._planned[self._key(call)] = self._planned[key]
         return self._planned[key]
+
+    def _key(self, call: Call) -> object:
+        trained = tuple(p.requires_grad for p in self.model.parameters())
+        return (call.key(), trained, self.groups)
+
+    def _scheduled(self, plan: Plan) -> Plan:
+        return replace(
+            gather_stored(plan),  # the last pass over the steps
+            bubble=bubble(self.grid),
+            in_flight=in_flight(self.grid),
+            schedule=str(self.grid) if self.schedule.microbatches > 1 else "",
+            plain=None if plan.plain is None else self._scheduled(plan.plain),
+        )
 
     def _training(self, graph: Graph) -> Training:
         known = parameter_labels(graph)
@@ -188,10 +145,14 @@ class TrainStep:
             trained=trained,
             state_tensors=state_tensors(self.optimizer),
             clip_grad_norm=self.clip_grad_norm,
+            master_weights=self.master_weights,
         )
 
-    def _groups(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the parameters of each of the optimizer's groups."""
+    def _read_groups(self) -> None:
+        """Names of the parameters of each of the optimizer's groups, where they changed."""
+        held = tuple(tuple(map(id, group["params"])) for group in self.optimizer.param_groups)
+        if held == self._held:
+            return
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups: list[tuple[str, ...]] = []
         for group in self.optimizer.param_groups:
@@ -202,12 +163,14 @@ class TrainStep:
                     f"not one of the model's; fix: build it over model.parameters()"
                 )
             groups.append(tuple(names[id(p)] for p in group["params"]))
-        return tuple(groups)
+        self.groups, self._held = tuple(groups), held
 
     def _grid(self) -> Grid:
         stages = self.model.stages
         ranks = self.model.mesh.axis_size(stages.axis) if stages.axis else 1
-        return self.schedule.grid(stages.num_stages, ranks)
+        grid = self.schedule.grid(stages.num_stages, ranks)
+        self.model.settle_stages(grid.home())
+        return grid
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -219,12 +182,12 @@ class TrainStep:
         call = self._call(batch, kwargs)
         planned = self._plan(call)
         session = session_for(self.model.mesh)
-        name = self._place_optimizer(session, planned)
-        roles = Roles(optimizer=name, gradients=self.keep_gradients)
+        home = self._place_optimizer(session, planned)
+        roles = Roles(optimizer=home.name, gradients=self.keep_gradients)
         program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
-        options = {"options": hyperparameters(self.optimizer)}
+        options = {"options": home.options(self.groups)}
         kept = self._kept(session, planned) if self.keep_gradients else {}
         numbers = numbers_fed(self.model.steps.advance(), "train")
         future = session.run(program.handle, program.feed(call, numbers, options), kept)
@@ -242,7 +205,8 @@ class TrainStep:
         """Parameter name to its gradient, whole, before clipping.
 
         With a batch: at the present values; nothing is changed. Without: of the last step, which
-        ``keep_gradients`` of `train_step` keeps.
+        ``keep_gradients`` of `train_step` keeps. In the parameter's dtype, as torch has it; with
+        master weights in float32, as the optimizer reads it.
         """
         session = session_for(self.model.mesh)
         if not batch and not kwargs:
@@ -253,33 +217,42 @@ class TrainStep:
                     "pass a batch: step.gradients(*batch)"
                 )
             kept = self._kept(session, self._last)
-            whole: dict[str, torch.Tensor] = {}
+            last: dict[str, torch.Tensor] = {}
             for label, spec in _gradient_specs(self._last).items():
                 ranks = held_by(spec)
                 shards = session.fetch(kept[f"gradient {label}"], ranks)
-                whole[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
-            return whole
+                last[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
+            return self._shown(last, self._last)
         call = self._call(batch, kwargs)
         planned = self._plan(call)
         program = load(session, planned, Roles(gradients=True), self.grid)
         numbers = numbers_fed(self.model.steps.present(), "train")
         found = session.run(program.handle, program.feed(call, numbers), {}).get()
-        return {
+        whole = {
             label: assemble_at({r: found[r][f"gradient {label}"] for r in held_by(spec)}, spec)
             for label, spec in _gradient_specs(planned).items()
         }
+        return self._shown(whole, planned)
+
+    def _shown(
+        self, gradients: Mapping[str, torch.Tensor], planned: Planned
+    ) -> dict[str, torch.Tensor]:
+        if self.master_weights:
+            return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
+        dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
+        return {n: g.to(dtypes[n]) for n, g in gradients.items()}
 
     def _kept(self, session: Session, planned: Planned) -> dict[str, str]:
         """Program output to the table's name of a gradient that stays on the actors."""
         prefix = session.resident(self.model).prefix
         return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
 
-    def _place_optimizer(self, session: Session, planned: Planned) -> str:
+    def _place_optimizer(self, session: Session, planned: Planned) -> OptimizerHome:
         """The optimizer's state goes to the cluster with the first step."""
         resident = session.resident(self.model)
         home = resident.optimizers.get(id(self.optimizer))
         if home is not None:
-            return home.name
+            return agreed(home, self.master_weights)
         # the parameters first: their specs say how the state is cut
         session.place(self.model, planned.plan)
         trained = {name for group in self.groups for name in group}
@@ -288,7 +261,14 @@ class TrainStep:
             if item.kind == "parameter" and item.label in trained:
                 for rank in holders(planned.plan, item):
                     held[rank].add(item.label)
-        return session.place_optimizer(self.model, self.optimizer, self.groups, held).name
+        return place_optimizer(
+            session,
+            self.model,
+            self.optimizer,
+            self.groups,
+            held,
+            masters=self.master_weights,
+        )
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):
@@ -322,6 +302,8 @@ def train_step(
     topology: Topology | None = None,
     search: str = "predictable",
     keep_gradients: bool = False,
+    recompute: Sequence[str] | None = None,
+    master_weights: bool = False,
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -329,9 +311,13 @@ def train_step(
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
         inputs: placements of every argument with the batch dim, or argument name to placements.
-        schedule: GPipe or OneFOneB with its number of microbatches; default one microbatch.
+        schedule: such as OneFOneB, with its number of microbatches; default one microbatch.
         clip_grad_norm: the global norm that gradients are scaled down to.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
+        recompute: globs over names of modules whose activations are not kept for the backward but
+            computed again; `parallelize` takes it too.
+        master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
+            these rounded; the copies are split as its state is, and saved with it.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -351,6 +337,15 @@ def train_step(
             f"clip_grad_norm={clip_grad_norm!r}: a norm to scale down to is above 0; "
             f"fix: leave it out for no clipping"
         )
+    if master_weights:
+        check_masters(optimizer)
+    again = recompute_of(recompute, model.module)
+    if again and model.recompute:
+        raise PlanningError(
+            f"recompute is stated twice.\n"
+            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
+            f"fix: leave it out of one of them"
+        )
     return TrainStep(
         model,
         loss_fn,
@@ -361,6 +356,8 @@ def train_step(
         topology,
         search,
         keep_gradients,
+        again,
+        master_weights,
     )
 
 

@@ -2,7 +2,8 @@
 
 Example: rank 0 starts `all_reduce.sum` of f32[4] where rank 1 starts one of f32[3]: refused, with
 both instructions. What may differ by rank: the input of an all_gather, the pieces of an
-all_to_all and reduce_scatter; then each piece must be what the other side expects.
+all_to_all and reduce_scatter; then each piece must be what the other side expects. A sum of bf16
+may come out in bf16, or in f32 on all ranks.
 
 It looks at declared buffers only; the engine compares them with the values when they are there.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
+import torch
+
 from dtensor.daft.errors import ProgramError
-from dtensor.daft.instructions import Buffer, Call, Collective, Free, Recv, Send, Wait
+from dtensor.daft.instructions import Buffer, Call, Collective, Free, Op, Recv, Send, Wait
 from dtensor.daft.order import Edges, Site, instruction_at
 from dtensor.daft.program import Program, format_instruction
 
@@ -52,15 +55,17 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
     outs = [member.out_buffers for member in members]
     match first.kind:
         case "all_reduce":
-            fits = bool(ins[0]) and all(b == ins[0] for b in (*ins, *outs))
+            fits = bool(ins[0]) and _reduced(ins[0], outs[0], first.op)
+            fits = fits and all(b == ins[0] for b in ins) and all(b == outs[0] for b in outs)
         case "all_gather":
             gathered = tuple(b[0] for b in ins if len(b) == 1)
             fits = all(b == gathered for b in outs) and _one_dtype(gathered)
         case "reduce_scatter":
             fits = all(len(b) == size for b in ins) and all(
-                outs[m] == (ins[0][m],) and all(b[m] == ins[0][m] for b in ins) for m in range(size)
+                _reduced((ins[0][m],), outs[m], first.op) and all(b[m] == ins[0][m] for b in ins)
+                for m in range(size)
             )
-            fits = fits and _one_dtype(ins[0])
+            fits = fits and _one_dtype(ins[0]) and _one_dtype([b for row in outs for b in row])
         case "all_to_all":
             fits = all(len(b) == size for b in (*ins, *outs)) and all(
                 outs[to][source] == ins[source][to] for to in range(size) for source in range(size)
@@ -72,6 +77,19 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
             assert_never(first.kind)
     if not fits:
         raise _disagree(program, sites, "do not fit together")
+
+
+def _reduced(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
+    """Whether a reduction gives these: of one shape each, and of one dtype, or a sum of narrow
+    floats left in the float32 that it is accumulated in."""
+    return len(ins) == len(outs) and all(
+        a.shape == b.shape and (a.dtype == b.dtype or (op == "sum" and _widens(a.dtype, b.dtype)))
+        for a, b in zip(ins, outs, strict=True)
+    )
+
+
+def _widens(given: torch.dtype, made: torch.dtype) -> bool:
+    return given.is_floating_point and given.itemsize < 4 and made == torch.float32
 
 
 def _one_dtype(buffers: Sequence[Buffer]) -> bool:

@@ -18,7 +18,7 @@ that owns it does both.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias, assert_never
 
 import torch
@@ -244,12 +244,16 @@ def peers_of(instruction: Instruction) -> tuple[int, ...]:
 
 @contextmanager
 def local_execution() -> Generator[None]:
-    """No autograd, and one kernel thread: the number of threads changes the bits of a sum."""
+    """No autograd, and no autocast of the caller, for programs have their own casts; one kernel
+    thread: the number of threads changes the bits of a sum."""
     threads = torch.get_num_threads()
     if threads != 1:
         torch.set_num_threads(1)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
             yield
     finally:
         if threads != 1:

@@ -51,12 +51,19 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The shape and dtype of a tensor that is sent or received; prints as `f32[2,3]`."""
+    """The shape and dtype of a tensor that is sent or received; prints as `f32[2,3]`.
+
+    A `variable` one is flat, and only who sends it knows how long it is: `u8[*]`. Its length goes
+    ahead of it. Collectives have none.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    variable: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.variable and self.shape:
+            raise ValueError(f"A variable buffer has no shape before it runs, got {self.shape}.")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"A buffer's sizes are 0 or more, got {self.shape}.")
         if self.dtype not in DTYPE_NAMES:
@@ -64,10 +71,18 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
+        """0 for a variable one: unknown before it runs."""
+        if self.variable:
+            return 0
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{DTYPE_NAMES[self.dtype]}[{','.join(map(str, self.shape))}]"
+        sizes = "*" if self.variable else ",".join(map(str, self.shape))
+        return f"{DTYPE_NAMES[self.dtype]}[{sizes}]"
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
+        return fits and tensor.dtype == self.dtype
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Buffer:
@@ -119,6 +134,8 @@ class Collective:
     - reduce_scatter: one input per member, 1 output: the fold of what each contributed to me.
     - all_to_all: one input for each member, one output from each.
     - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
+
+    A sum of floats narrower than 32 bits may come out in float32, in which it is accumulated.
     """
 
     kind: Kind
@@ -146,6 +163,11 @@ class Collective:
                 f"{self.kind} needs one buffer per value, got {len(self.inputs)} inputs with "
                 f"{len(self.in_buffers)} buffers and {len(self.outputs)} outputs with "
                 f"{len(self.out_buffers)}."
+            )
+        if any(buffer.variable for buffer in (*self.in_buffers, *self.out_buffers)):
+            raise ValueError(
+                f"The members of {self.kind} must know its sizes before it runs, got "
+                f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
             )
 
 

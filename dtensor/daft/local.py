@@ -133,18 +133,21 @@ class LocalTransport(Transport):
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Each member's results from each member's inputs, both in group order."""
     size = len(parts)
+    dtypes = [buffer.dtype for buffer in collective.out_buffers]  # a sum may come out wider
     match collective.kind:
         case "all_reduce":
             assert collective.op is not None
             op = collective.op
-            first = tuple(fold(column, op) for column in zip(*parts, strict=True))
+            columns = zip(zip(*parts, strict=True), dtypes, strict=True)
+            first = tuple(fold(column, op, dtype) for column, dtype in columns)
             return [first] + [tuple(map(_copy, first)) for _ in range(size - 1)]
         case "all_gather":
             return [tuple(_copy(part[0]) for part in parts) for _ in range(size)]
         case "reduce_scatter":
             assert collective.op is not None
             op = collective.op
-            return [(fold([part[member] for part in parts], op),) for member in range(size)]
+            (dtype,) = dtypes
+            return [(fold([part[m] for part in parts], op, dtype),) for m in range(size)]
         case "all_to_all":
             return [tuple(_copy(part[member]) for part in parts) for member in range(size)]
         case "broadcast":

@@ -96,12 +96,16 @@ class ExchangeTransport(Transport):
         if self._actor_of[rank] == self._actor_of[send.to]:
             return self._local.start_send(rank, send, value)
         sends = {send.to: as_bytes(value)}
+        if send.buffer.variable:
+            return self._start_variable_send(key_of(rank, send), sends)
         return _Posted(self._post(key_of(rank, send), sends, {}), tuple, sends)
 
     def start_recv(self, rank: int, recv: Recv) -> Pending:
         if self._actor_of[rank] == self._actor_of[recv.source_rank]:
             return self._local.start_recv(rank, recv)
         buffer = recv.buffer
+        if buffer.variable:
+            return self._start_variable_recv(key_of(rank, recv), recv)
         data = self._wire.empty(buffer.nbytes)
         works = self._post(key_of(rank, recv), {}, {recv.source_rank: data})
         return _Posted(works, lambda: (from_bytes(data, buffer),))
@@ -130,6 +134,27 @@ class ExchangeTransport(Transport):
         recvs = {member: data for member, data in recvs.items() if data.numel()}
         return self._wire.post(key, sends, recvs, half) if sends or recvs else ()
 
+    def _start_variable_send(self, key: Key, sends: Messages) -> Pending:
+        """The length, then the bytes, on a tag of their own: lengths of later ones may overtake."""
+        lengths = {m: as_bytes(torch.tensor([data.numel()])) for m, data in sends.items()}
+        first = _Posted(self._post(key, lengths, {}), tuple, lengths)
+        return _Posted(self._post(key, sends, {}, 1), first.wait, sends)
+
+    def _start_variable_recv(self, key: Key, recv: Recv) -> Pending:
+        source, buffer = recv.source_rank, recv.buffer
+        length = self._wire.empty(8)
+        works = self._post(key, {}, {source: length})
+
+        def rest() -> tuple[Tensor, ...]:
+            for work in works:
+                work.wait()
+            data = self._wire.empty(int(length.view(torch.int64).item()))
+            for work in self._post(key, {}, {source: data}, 1):
+                work.wait()
+            return (data.view(buffer.dtype),)
+
+        return self._wire.later(key, rest)
+
     def _start_large_all_reduce(
         self, rank: int, collective: Collective, values: Sequence[Tensor], key: Key
     ) -> Pending:
@@ -151,14 +176,20 @@ class ExchangeTransport(Transport):
             buffers = [Buffer.of(piece) for piece in pieces[rank]]
             parts = {member: unpack_bytes(data[member], buffers) for member in others}
             parts[rank] = tuple(pieces[rank])
-            folded = [fold([parts[m][i] for m in group], op) for i in range(len(values))]
-            message = pack_bytes(folded)
-            gathered = {
-                member: self._wire.empty(sum(p.nbytes for p in pieces[member])) for member in others
+            outs = [buffer.dtype for buffer in collective.out_buffers]
+            made = {
+                member: [
+                    Buffer(tuple(piece.shape), dtype)
+                    for piece, dtype in zip(pieces[member], outs, strict=True)
+                ]
+                for member in others
             }
+            folded = [fold([parts[m][i] for m in group], op, dtype) for i, dtype in enumerate(outs)]
+            message = pack_bytes(folded)
+            gathered = {m: self._wire.empty(sum(b.nbytes for b in made[m])) for m in others}
             for work in self._post(key, {m: message for m in others}, gathered, 1):
                 work.wait()
-            done = {m: unpack_bytes(gathered[m], [Buffer.of(p) for p in pieces[m]]) for m in others}
+            done = {m: unpack_bytes(gathered[m], made[m]) for m in others}
             done[rank] = tuple(folded)
             return tuple(
                 torch.cat([done[m][i] for m in group]).reshape(buffer.shape)
@@ -182,8 +213,9 @@ def messages(
             message = as_bytes(values[0])
             return {r: message for _, r in others}, {r: outs[m].nbytes for m, r in others}
         case "reduce_scatter":
+            own = collective.in_buffers[group.index(rank)]  # what comes out may be wider
             sends = {r: as_bytes(values[m]) for m, r in others}
-            return sends, {r: outs[0].nbytes for _, r in others}
+            return sends, {r: own.nbytes for _, r in others}
         case "all_to_all":
             sends = {r: as_bytes(values[m]) for m, r in others}
             return sends, {r: outs[m].nbytes for m, r in others}
@@ -206,9 +238,13 @@ def finish(
         case "all_reduce" | "reduce_scatter":
             op = collective.op
             assert op is not None
-            parts = {member: unpack_bytes(raw, outs) for member, raw in data.items()}
-            parts[rank] = (values[me],) if collective.kind == "reduce_scatter" else tuple(values)
-            return tuple(fold([parts[m][i] for m in group], op) for i in range(len(outs)))
+            scatters = collective.kind == "reduce_scatter"
+            ins = collective.in_buffers[me : me + 1] if scatters else collective.in_buffers
+            parts = {member: unpack_bytes(raw, ins) for member, raw in data.items()}
+            parts[rank] = (values[me],) if scatters else tuple(values)
+            return tuple(
+                fold([parts[m][i] for m in group], op, out.dtype) for i, out in enumerate(outs)
+            )
         case "all_gather" | "all_to_all":
             own = values[0] if collective.kind == "all_gather" else values[me]
             return tuple(

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
@@ -105,21 +107,32 @@ def _environment(values: Mapping[str, str]) -> Generator[None]:
 
 
 class ActorProcess:
-    """An actor, its counter file, and its process if that is on this machine."""
+    """An actor, its counter file, and its process if that is on this machine.
+
+    `cls` is made of (index, ranks, device, path of the counter); `asked` are more of Ray's options.
+    """
 
     def __init__(
-        self, index: int, ranks: tuple[int, ...], device: str, counter: CounterFile
+        self,
+        index: int,
+        ranks: tuple[int, ...],
+        device: str,
+        counter: CounterFile,
+        *,
+        cls: type = Actor,
+        asked: Mapping[str, object] = NO_OPTIONS,
     ) -> None:
         self.ranks = ranks
         self.counter = counter
         options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
         if device == "cuda":
             options["num_gpus"] = 1
+        options.update(asked)
         if _session() not in _own_sessions:
             # Only then, as a runtime environment adds half a second to every actor.
             options["runtime_env"] = {"env_vars": worker_environment()}
         self.actor: Any = (
-            _ray.remote(Actor).options(**options).remote(index, ranks, device, str(counter.path))
+            _ray.remote(cls).options(**options).remote(index, ranks, device, str(counter.path))
         )
         self._process: int | None = None
 
@@ -127,6 +140,11 @@ class ActorProcess:
         """Hold on to the process; call once the actor has answered."""
         if self.counter.pid:
             self._process = os.pidfd_open(self.counter.pid)
+
+    @property
+    def id(self) -> str:
+        """What Ray's errors call it."""
+        return str(self.actor._actor_id.hex())
 
     @property
     def gone(self) -> bool:

@@ -6,7 +6,7 @@
                 | "recv" "from" rank "on" name ":" buffer
                 | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
                   ":" buffers "=>" buffers
-    buffer      = dtype "[" sizes "]"                      e.g. f32[2,3]
+    buffer      = dtype "[" sizes | "*" "]"                e.g. f32[2,3], u8[*]
     name        = letters, digits and . : / % _ - or a JSON string, where others are needed
 
 Every instruction may end in `# "label"` and `@ "user's line"`, both JSON strings; lists are
@@ -39,7 +39,7 @@ from dtensor.daft.instructions import (
 
 _PLAIN = re.compile(r"[\w.:/%-]*[\w/%-]")
 _TOKEN = re.compile(
-    r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
+    r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
 )
 
 
@@ -204,7 +204,10 @@ class _Parser:
             dtype, _, sizes = self._next().rstrip("]").partition("[")
             if dtype not in DTYPES:
                 raise ValueError(f"There is no dtype {dtype!r}, in {self.line!r}.")
-            found.append(Buffer(tuple(int(s) for s in sizes.split(",") if s), DTYPES[dtype]))
+            if sizes == "*":
+                found.append(Buffer((), DTYPES[dtype], variable=True))
+            else:
+                found.append(Buffer(tuple(int(s) for s in sizes.split(",") if s), DTYPES[dtype]))
             if self._peek() == ",":
                 self._next()
         return tuple(found)

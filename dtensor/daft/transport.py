@@ -46,14 +46,16 @@ class Transport(ABC):
         """Break all connections; waits of peers then fail instead of blocking."""
 
 
-def fold(parts: Sequence[Tensor], op: Op) -> Tensor:
+def fold(parts: Sequence[Tensor], op: Op, dtype: torch.dtype | None = None) -> Tensor:
     """The left fold ((a0 + a1) + a2) + ...: same bits wherever it is done, whole or in pieces.
 
-    Sums of floats narrower than 32 bits accumulate in float32 and are rounded once, at the end.
+    Sums of floats narrower than 32 bits accumulate in float32 and are rounded once, at the end; or
+    never, where the result is to be of ``dtype`` float32.
     """
     first = parts[0]
+    made = first.dtype if dtype is None else dtype
     if len(parts) == 1:
-        return first.clone(memory_format=torch.contiguous_format)
+        return first.to(made, copy=True, memory_format=torch.contiguous_format)
     wide = op == "sum" and first.is_floating_point() and first.dtype.itemsize < 4
     total = first.float() if wide else first
     for part in parts[1:]:
@@ -66,7 +68,7 @@ def fold(parts: Sequence[Tensor], op: Op) -> Tensor:
                 total = torch.minimum(total, part)
             case _:
                 assert_never(op)
-    return total.to(first.dtype).contiguous()
+    return total.to(made).contiguous()
 
 
 def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
@@ -75,7 +77,7 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
         raise TypeError(
             f"Only tensors are sent, {name!r} is a {type(value).__name__}; declared: {buffer}."
         )
-    if value.shape != buffer.shape or value.dtype != buffer.dtype:
+    if not buffer.accepts(value):
         raise ValueError(
             f"The value {name!r} is not what was declared: it is "
             f"{value.dtype}{list(value.shape)}, declared is {buffer}."

@@ -135,8 +135,9 @@ class _RankCheck:
         for value in reads:
             self._use(value)
         for value, buffer in makes:
-            self.sizes[value] = buffer.nbytes
-            self._define(value, buffer.nbytes)
+            if not buffer.variable:
+                self.sizes[value] = buffer.nbytes
+            self._define(value, self.sizes.get(value, 0))
             self.making[value] = self.index
         for value in reads:
             self.reading[value].add(self.index)

@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.detect import Watch, planning_error
+from dtensor.frontend.autocast import region
+from dtensor.frontend.detect import Watch, assigned_attribute, planning_error
 from dtensor.frontend.graph import Arg, OutTree
 from dtensor.frontend.source import source_of_callable
 from dtensor.frontend.text import type_text
@@ -125,12 +126,13 @@ class Seen:
 class Program(nn.Module):
     """The root that is exported; its forward, once run, leaves the user's structure in `seen`."""
 
-    def __init__(self, call: Call, grads: Grads) -> None:
+    def __init__(self, call: Call, grads: Grads, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         for name, module in call.modules.items():
             self.add_module(name, module)
         self.call = call
         self.grads = grads
+        self.autocast = autocast  # the region around the call
         self.seen = Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -138,8 +140,11 @@ class Program(nn.Module):
         for arg, tensor in zip(self.call.args, tensors, strict=True):
             leaves[arg.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
-        with Watch():
+        before = _present(self.call)
+        with Watch(), region(self.autocast):
             out = self.call.fn(*args, **kwargs)
+        if made := sorted(_present(self.call) - before):
+            raise assigned_attribute(made, source_of_callable(self.call.fn))
         if self.grads == "loss":
             self._check_loss(out)
         flat, spec = pytree.tree_flatten(out)
@@ -184,6 +189,17 @@ class Program(nn.Module):
             )
 
 
+def _present(call: Call) -> set[str]:
+    """The parameters and buffers that there are: forward may have made some, as a cache."""
+    return {
+        ".".join(filter(None, (path, name)))
+        for child, root in call.modules.items()
+        for path, module in root.named_modules(prefix=call.prefixes[child])
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None
+    }
+
+
 def _returned_text(out: Any) -> str:
     match out:
         case torch.Tensor():
@@ -202,6 +218,7 @@ def faked(call: Call, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torc
     """Within: the modules hold fake parameters and buffers; yields the fake tensor arguments."""
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[nn.Module, str, torch.Tensor]] = []
+    slots: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's dict, what was in it
 
     def fake(x: torch.Tensor) -> torch.Tensor:
         with mode:
@@ -210,6 +227,7 @@ def faked(call: Call, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torc
         return nn.Parameter(y, wants) if isinstance(x, nn.Parameter) else y.requires_grad_(wants)
 
     for module in {m: None for root in call.modules.values() for m in root.modules()}:
+        slots += [(d, dict(d)) for d in (module._parameters, module._buffers)]
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 if tensor.layout != torch.strided:
@@ -223,5 +241,8 @@ def faked(call: Call, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torc
         # One tensor passed twice is two arguments: the next call may pass two tensors.
         yield tuple(fake(t) for t in call.tensors)
     finally:
+        for held, before in slots:  # without what forward made
+            held.clear()
+            held.update(before)
         for module, name, tensor in saved:
             setattr(module, name, tensor)

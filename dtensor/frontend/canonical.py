@@ -39,6 +39,9 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             canonicalise(child, numbers)
+            # Differentiation calls it as a module: run node by node, its ops keep their own lines,
+            # modules and checkpoints, which they would lose to those of the region.
+            child.forward = fx.Interpreter(child).run
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])

@@ -3,10 +3,10 @@
     graph = capture(loss_fn, (model, tokens, targets), grads="loss")
 
 The route: non-strict `torch.export` under fake tensors, rewrites on that forward graph
-(`canonical`), then torch's joint export, simplified (`joint`) and named (`names`). The joint export
-is private to torch; it is called in this file alone, and the tests hold it for each supported
-version. It was chosen because it keeps phase tags, parameter names and the link from a backward op
-to its forward, and captured every model it was tried on; `make_fx` of a gradient has none of these.
+(`canonical`), then torch's joint export, of repeated layers once (`differentiate`), simplified
+(`joint`) and named (`names`). The joint export was chosen because it keeps phase tags, parameter
+names and the link from a backward op to its forward, and captured every model it was tried on;
+`make_fx` of a gradient has none of these.
 
 Invariants: nothing is computed, no memory is taken, the user's objects are as before.
 Not here: placements; what cannot be captured (`detect`).
@@ -26,12 +26,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtensor.frontend import autocast
 from dtensor.frontend import call as call_module
 from dtensor.frontend.call import Grads, Program, faked, make_call
 from dtensor.frontend.canonical import canonicalise
+from dtensor.frontend.checkpointed import recording_checkpoints
 from dtensor.frontend.detect import (
     DATA_DEPENDENT,
     assigned_attribute,
+    assigned_names,
     check_forward,
     data_dependent,
     refusing,
@@ -39,6 +42,8 @@ from dtensor.frontend.detect import (
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.marks import capturing_marks
 from dtensor.frontend.source import source_of_callable, source_of_exception, whole_traces
+from dtensor.frontend.uncompiled import uncompiled
+from dtensor.sharding.collector import collector_paused
 
 # Torch's warning about tensors that forward stored in a module. nn.LSTM and its like are exempt:
 # they keep their parameters a second time in a list, which the export itself swaps.
@@ -46,6 +51,7 @@ _ASSIGNED = r"The tensor attributes? "
 _ASSIGNED_BY_USER = _ASSIGNED + r".*self\.(?!\S*_flat_weights)"
 
 
+@collector_paused()
 def capture(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -66,33 +72,37 @@ def capture(
         PlanningError: the program cannot be captured faithfully (see `detect`).
     """
     # Not at the top: these load torch's compiler, and with it triton where that is installed.
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
+    from dtensor.frontend.differentiate import differentiate
     from dtensor.frontend.finish import finish
     from dtensor.frontend.fused import whole_layers
 
     call = make_call(fn, args, kwargs or {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    root = Program(call, grads)
+    root = Program(call, grads, autocast.surrounding())
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(capturing_marks())
         stack.enter_context(refusing())
+        stack.enter_context(autocast.honoured())
         stack.enter_context(whole_traces(call_module.__file__))
+        stack.enter_context(uncompiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\..*")
         warnings.filterwarnings("ignore", message=_ASSIGNED)
         warnings.filterwarnings("error", message=_ASSIGNED_BY_USER)
+        # An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops
+        # that it is with gradients, and on every machine. (It warns of other flags: filtered.)
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         tensors = stack.enter_context(faked(call, grads, mode))
-        forward = _export(root, tensors)
+        with recording_checkpoints():
+            forward = _export(root, tensors)
         canonicalise(forward, itertools.count())
         check_forward(forward)
         # Attention that `canonicalise` leaves decomposes the same on every machine.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(whole_layers())
-        with contextlib.ExitStack() as joint_stack:
-            joint = aot_export_joint_with_descriptors(joint_stack, forward, tensors)
-        return finish(call, root, joint.graph_module, forward, mode)
+        joint = differentiate(forward, tensors, mode)
+        return finish(call, root, joint, forward, mode)
 
 
 def _export(root: Program, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -103,4 +113,5 @@ def _export(root: Program, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     except UserWarning as warning:
         if not re.match(_ASSIGNED, str(warning)):
             raise
-        raise assigned_attribute(str(warning), source_of_callable(root.call.fn)) from warning
+        names = assigned_names(str(warning))
+        raise assigned_attribute(names, source_of_callable(root.call.fn)) from warning

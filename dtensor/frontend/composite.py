@@ -22,6 +22,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from dtensor.frontend.composite_norm import FORMS
 from dtensor.frontend.decompose import has_rule, table
 from dtensor.frontend.joint import simplify
 from dtensor.frontend.opcall import op_call
@@ -31,8 +32,17 @@ from dtensor.sharding.dataflow import Expansion
 aten = torch.ops.aten
 
 
+class _NoForm(Exception):
+    pass
+
+
 def is_composite(call: OpCall) -> bool:
     return call.name in _NAMES
+
+
+def is_over_batch(call: OpCall) -> bool:
+    """Whether it takes statistics over the batch: written out wherever the batch is split."""
+    return call.target in FORMS
 
 
 @lru_cache(maxsize=4096)
@@ -55,10 +65,15 @@ def expansion(call: OpCall) -> Expansion | None:
 
         args, kwargs = tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
         out = known(*args, **kwargs)
+        if out is None:  # no such form for these arguments
+            raise _NoForm
         return tuple(out) if isinstance(out, (tuple, list)) else out
 
-    with mode, torch.no_grad():
-        module = make_fx(run, decomposition_table=_OWN)(*fakes)
+    try:
+        with mode, torch.no_grad():
+            module = make_fx(run, decomposition_table=_OWN)(*fakes)
+    except _NoForm:
+        return None
     if module.graph.find_nodes(op="get_attr"):
         return None
     simplify(module.graph)
@@ -182,6 +197,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
     aten.std.correction: _std,
     aten.std_mean.correction: _std_mean,
+    **FORMS,
 }
 # Torch's own decompositions serve for these.
 _TORCHS = """
@@ -189,7 +205,5 @@ _TORCHS = """
     norm.Scalar norm.ScalarOpt_dim native_layer_norm.default
     native_layer_norm_backward.default _fused_rms_norm.default
     _fused_rms_norm_backward.default native_group_norm.default native_group_norm_backward.default
-    _native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats
-    native_batch_norm_backward.default batch_norm_backward.default
-    _batch_norm_with_update_functional.default"""
+    batch_norm_backward.default _batch_norm_with_update_functional.default"""
 _NAMES = frozenset(str(target) for target in _OWN) | {f"aten.{name}" for name in _TORCHS.split()}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor.frontend.detect import DATA_DEPENDENT
 from dtensor.frontend.opcall import op_call
+from dtensor.frontend.stitch import Joint
 from dtensor.sharding.call import OpCall
 from dtensor.sharding.rules.registry import NoRule, rule_for
 
@@ -31,7 +33,7 @@ _KEPT = ("partitioner_tag", "seq_nr", "stack_trace", "nn_module_stack", "custom"
 Table = Mapping[Any, Callable[..., Any]]
 
 
-def decompose(module: fx.GraphModule, mode: FakeTensorMode) -> bool:
+def decompose(module: Joint | fx.GraphModule, mode: FakeTensorMode) -> bool:
     """In place; whether anything changed. Every node must have meta "val" of this mode."""
     changed = False
     waiting = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -131,7 +133,7 @@ def _values(inner: fx.GraphModule) -> Any:
     return fx.map_arg(out, lambda n: n.meta["val"])
 
 
-def _inline(module: fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:
+def _inline(module: Joint | fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:
     """Puts the expansion in the place of the node; the new calls, of ops that may need more."""
     graph = module.graph
     values: dict[fx.Node, Any] = dict(
@@ -166,15 +168,31 @@ def _inline(module: fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> lis
     return new
 
 
-def _fresh_name(module: fx.GraphModule) -> str:
+def _fresh_name(module: Joint | fx.GraphModule) -> str:
     index = 0
     while f"_expanded_{index}" in module._buffers:
         index += 1
     return f"_expanded_{index}"
 
 
+@cache
 def table() -> Table:
-    """Torch's decompositions by op. Not loaded with this module: that loads torch's compiler."""
+    """Torch's decompositions by op, and one that it has not. Not loaded with this module: that
+    loads torch's compiler."""
     from torch._decomp import global_decomposition_table
 
-    return global_decomposition_table["post_autograd"]
+    own = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
+    return {**global_decomposition_table["post_autograd"], **own}
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of w = g v / |v|, the norm over all dims but one: the gradients by v and by g.
+
+    ``norms`` may be float32 where v is of 16 bits.
+    """
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad.to(norms.dtype) * v).sum(others, keepdim=True) / norms
+    across = grad - v * (along / norms)
+    return (g / norms * across).to(v.dtype), along.to(g.dtype)

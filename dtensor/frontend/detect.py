@@ -1,29 +1,28 @@
 """What cannot be captured faithfully, refused while planning with the user's line and a remedy.
 
-    with refusing():                 # torch.autograd.Function, torch.utils.checkpoint
+    with refusing():                 # torch.autograd.Function
         with Watch():                # .item() and the like, parameters that were closed over
             fn(...)
     check_forward(exported)          # sizes that depend on data
     check_joint(graph)               # random ops, control flow
 
-Without this, a custom Function's backward and a checkpoint's recompute would be lost in silence
-(capture differentiates through the forward that it sees), and a parameter that is closed over
-would become a constant without gradient.
+Without this, a custom Function's backward would be lost in silence (capture differentiates through
+the forward that it sees), and a parameter that is closed over would become a constant without
+gradient.
 
 Invariants: nothing outside a capture changes behaviour; what is patched is restored.
-Not here: errors of the user's own code, which propagate as they are.
+Not here: errors of the user's own code, which propagate as they are; checkpoints (`checkpointed`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -66,8 +65,6 @@ def _refuse_function(cls: type) -> None:
     """Raises for the user's Functions; torch's own (those of custom ops) are exact."""
     if not is_capturing():
         return
-    if cls is torch.utils.checkpoint.CheckpointFunction:
-        _refuse_checkpoint()
     if cls.__module__.split(".", 1)[0] != "torch":
         raise planning_error(
             "A custom torch.autograd.Function cannot be captured: its backward would be lost.",
@@ -77,35 +74,16 @@ def _refuse_function(cls: type) -> None:
         )
 
 
-def _refuse_checkpoint() -> None:
-    raise planning_error(
-        "torch.utils.checkpoint cannot be captured: its recompute would be lost.",
-        source=source_here(),
-        fix="remove the call; a recompute= option to state it at planning does not exist yet",
-    )
-
-
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Within a capture: custom Functions and activation checkpoints raise."""
+    """Within a capture: custom Functions raise."""
     apply: Any = torch.autograd.Function.__dict__.get("apply")
-    without_reentrant: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
     def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         _refuse_function(cls)
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    def checked_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if is_capturing():
-            _refuse_checkpoint()
-        return without_reentrant(*args, **kwargs)
-
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)),
-        mock.patch.object(
-            torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checked_checkpoint
-        ),
-    ):
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)):
         yield
 
 
@@ -178,15 +156,20 @@ def data_dependent(error: Exception, source: Source | None) -> PlanningError:
     return _asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
-def assigned_attribute(warning: str, source: Source | None) -> PlanningError:
-    """For torch's warning that forward stored a tensor in a module, which capture forgets."""
-    names = re.findall(r"self\.(?:module_\d+\.)?([\w.\[\]]+)", warning)
+def assigned_attribute(names: Sequence[str], source: Source | None) -> PlanningError:
+    """For tensors that forward stored in a module, which capture forgets."""
     return planning_error(
         "The program stores a tensor in an attribute of a module, which would be lost.",
         *names,
         source=source,
-        fix="return the tensor, or register it as a buffer and change it in place",
+        fix="return the tensor, or register it as a buffer and change it in place; a cache that "
+        "stays as it is: let one call of the module fill it before",
     )
+
+
+def assigned_names(warning: str) -> list[str]:
+    """The attributes that torch's warning about stored tensors names."""
+    return re.findall(r"self\.(?:module_\d+\.)?([\w.\[\]]+)", warning)
 
 
 # -- what the forward graph shows --------------------------------------------------------------

@@ -11,7 +11,7 @@ Not here: the export, and what a rewrite means (`joint`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -41,11 +41,17 @@ from dtensor.frontend.graph import (
 )
 from dtensor.frontend.joint import simplify
 from dtensor.frontend.names import annotate_nodes, name_nodes, order_phases, user_path
+from dtensor.frontend.segments import exact
 from dtensor.frontend.source import source_of_callable, source_of_trace
+from dtensor.frontend.stitch import Joint
 
 
 def finish(
-    call: Call, root: Program, joint: fx.GraphModule, forward: fx.GraphModule, mode: FakeTensorMode
+    call: Call,
+    root: Program,
+    joint: Joint | fx.GraphModule,
+    forward: fx.GraphModule,
+    mode: FakeTensorMode,
 ) -> Graph:
     """The `Graph` of a joint graph module; `forward` is the exported one, for lines in errors."""
     graph = joint.graph
@@ -178,7 +184,7 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
 
 
 def _lift_constants(
-    joint: fx.GraphModule, inputs: dict[fx.Node, Input], mode: FakeTensorMode
+    joint: Joint | fx.GraphModule, inputs: dict[fx.Node, Input], mode: FakeTensorMode
 ) -> None:
     """Each tensor attribute becomes one placeholder after the others, and a `Const`."""
     graph = joint.graph
@@ -221,8 +227,10 @@ def _drop_unused(
 ) -> None:
     differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # by a constant, perhaps
     used = [what for node, what in inputs.items() if node.users]  # a tied one by one of its nodes
+    written = {o.name for o in outputs if isinstance(o, Mutation)}  # though it may not be read
     for node, what in list(inputs.items()):
         needed = what in differentiated and what not in used
+        needed |= isinstance(what, Buffer) and what.name in written and what not in used
         if not node.users and not isinstance(what, Tangent) and not needed:
             del inputs[node]
             graph.erase_node(node)
@@ -234,15 +242,32 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
     def val(node: fx.Node) -> Any:
         return node.meta["val"]
 
+    layouts: dict[fx.Node, Hashable] = {}
+    known: dict[Hashable, Any] = {}  # the calls of repeated layers are run once
     with mode, torch.no_grad():
         for node in graph.nodes:
-            if node.op != "call_function":
-                continue
-            old = node.meta["val"]
-            new = node.target(*fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val))
-            for a, b in zip(_tensors(old), _tensors(new), strict=True):
-                assert a.shape == b.shape and a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
-            node.meta["val"] = tuple(new) if isinstance(new, (tuple, list)) else new
+            if node.op == "call_function":
+                call = (node.target, exact(node.args, layouts), exact(node.kwargs, layouts))
+                if call not in known:
+                    new = node.target(*fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val))
+                    known[call] = tuple(new) if isinstance(new, (tuple, list)) else new
+                new = known[call]
+                for a, b in zip(_tensors(node.meta["val"]), _tensors(new), strict=True):
+                    assert a.shape == b.shape, f"{node.format_node()}: {a}, {b}"
+                    assert a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
+                node.meta["val"] = new
+            if node.op != "output":
+                layouts[node] = _layout(node.meta["val"])
+
+
+def _layout(val: Any) -> Hashable:
+    match val:
+        case torch.Tensor():
+            return (val.shape, val.stride(), val.dtype)
+        case tuple() | list():
+            return tuple(map(_layout, val))
+        case _:
+            return val
 
 
 def _tensors(val: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.composite import expansion, is_composite
+from dtensor.frontend.composite import expansion, is_composite, is_over_batch
 from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Graph, Mutation, Param, Result, Tangent
 from dtensor.frontend.opcall import meta_of, op_call
 from dtensor.sharding.call import Meta, OpCall, Operand
@@ -130,8 +130,11 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
         source=str(source) if source else "",
         source_text=source.text.strip() if source else "",
         module=node.meta.get("module", ""),
+        calls=node.meta["calls"],
+        checkpoint=node.meta["checkpoint"],
         seq=node.meta.get("seq"),
         expand=expansion if is_composite(call) else None,
+        over_batch=is_over_batch(call),
     )
 
 

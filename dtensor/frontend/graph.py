@@ -7,7 +7,9 @@
 
 Every node has meta "val" (FakeTensor, or a tuple of them), "phase" ("forward" | "backward"),
 "source" (`Source` of the user's line, or None), "module" (path of the user's innermost module),
-"seq" (autograd's sequence number, which links a backward node to its forward, or None).
+"calls" (all calls of modules around it, outermost first, "norm@1" for a second call), "checkpoint"
+(the number of the torch.utils.checkpoint that runs it, or None), "seq" (autograd's sequence number,
+which links a backward node to its forward, or None).
 
 Invariants (`Graph.verify`): one `Input` per placeholder and one `Output` per element of the output
 tuple, in order; all forward nodes come before all backward nodes; names are unique and stable.
@@ -161,7 +163,7 @@ class Graph:
         for node in self.fx.nodes:
             if node.op == "output":
                 continue
-            for key in ("val", "phase", "source", "module", "seq"):
+            for key in ("val", "phase", "source", "module", "calls", "checkpoint", "seq"):
                 assert key in node.meta, f"{node.name} has no meta {key!r}"
             assert node.op in ("placeholder", "call_function"), f"{node.name} is a {node.op}"
             if node.op == "call_function":

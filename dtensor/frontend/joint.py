@@ -3,7 +3,9 @@
     detach, alias, clone, lift; casts, expands and powers that change nothing   ->  erased
     view, _unsafe_view, squeeze*, unsqueeze        ->  reshape(x, sizes), chains merged
     t, transpose, permute, numpy_T                 ->  permute(x, dims), chains merged
-    addmm(b, x, w), baddbmm(b, x, w)               ->  add(mm(x, w), b), add(bmm(x, w), b)
+    addmm(b, x, w), baddbmm(b, x, w)               ->  add(mm(x, w), b), add(bmm(x, w), b); whole in
+                                                       16 bits, where a sum of two rounds twice
+    casts of a parameter to one dtype, in a phase  ->  one cast, as autocast's cache has it
     zeros, ones, scalar_tensor                     ->  full(sizes, value)
     add.Scalar, sub.Scalar, mul.Scalar, div.Scalar ->  add.Tensor(x, number), ...
     slice(x, -1, 2, None)                          ->  slice(x, dim, start, stop, step), resolved
@@ -80,6 +82,7 @@ def simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function":
             _rewrite(graph, node)
+    _share_casts(graph)
     _eliminate_dead(graph)
 
 
@@ -136,7 +139,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
             node.args = (kept, *node.args[1:])
     elif target in (aten.addmm.default, aten.baddbmm.default):
         a = bound(node)
-        if a["beta"] == 1 and a["alpha"] == 1:
+        if a["beta"] == 1 and a["alpha"] == 1 and node.meta["val"].dtype.itemsize >= 4:
             mm = aten.mm.default if target is aten.addmm.default else aten.bmm.default
             left, right = ("mat1", "mat2") if mm is aten.mm.default else ("batch1", "batch2")
             _become(graph, node, call(aten.add.Tensor, call(mm, a[left], a[right]), a["self"]))
@@ -163,6 +166,21 @@ def _rewrite_cast(graph: fx.Graph, node: fx.Node) -> None:
         _become(graph, node, x)
     else:
         node.kwargs = {"dtype": dtype}
+
+
+def _share_casts(graph: fx.Graph) -> None:
+    """The casts of an input to one dtype become the first of them.
+
+    Its gradient stays a sum of float32 terms, one for each use: autocast's cache would have the
+    terms added in 16 bits.
+    """
+    first: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
+        x, backward = _input(node), node.meta.get("partitioner_tag") == "is_backward"
+        if x.op == "placeholder":
+            kept = first.setdefault((x, node.meta["val"].dtype, backward), node)
+            if kept is not node:
+                _become(graph, node, kept)
 
 
 def _rewrite_rows(node: fx.Node, call: Callable[..., fx.Node]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 from torch.fx.graph import _Namespace as Namespace
 
+from dtensor.frontend.checkpointed import CHECKPOINT
 from dtensor.frontend.graph import (
     Arg,
     Buffer,
@@ -50,7 +51,8 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         backward = meta.get("partitioner_tag") == "is_backward"
         seq = None if _ACCUMULATION in trace else meta.get("seq_nr")
         stack = meta.get("fwd_nn_module_stack" if backward else "nn_module_stack") or {}
-        module = _module_path([entry[0] for entry in stack.values()], prefixes)
+        calls = _calls(stack, prefixes)
+        module = calls[-1].partition("@")[0] if calls else ""
         source = source_of_trace(trace) if trace else None
         if backward and seq in forward_of:
             found, path = forward_of[seq]
@@ -70,15 +72,24 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
             "phase": "backward" if backward and node.op != "placeholder" else "forward",
             "source": source,
             "module": module,
+            "calls": calls,
+            "checkpoint": (meta.get("custom") or {}).get(CHECKPOINT),
             "seq": seq,
         }
 
 
-def _module_path(paths: Sequence[str], prefixes: Mapping[str, str]) -> str:
-    """The innermost module's path, without our wrapper's name for the root module."""
-    if not paths or not paths[-1]:
-        return ""
-    return user_path(paths[-1], prefixes)
+def _calls(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]) -> tuple[str, ...]:
+    """The calls of modules around a node, outermost first, without the root's own.
+
+    ``blocks.0``; ``norm@1`` for the second call of one module. Torch numbers its keys alike.
+    """
+    found: list[str] = []
+    for key, (path, _) in stack.items():
+        name = user_path(path, prefixes) if path else ""
+        if name:
+            _, at, number = key.partition("@")
+            found.append(f"{name}{at}{number}")
+    return tuple(found)
 
 
 def user_path(path: str, prefixes: Mapping[str, str]) -> str:
@@ -115,7 +126,7 @@ def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Outpu
         late = node.op == "call_function" and node.meta["phase"] == "backward"
         if isinstance(what, Grad) and late:
             wanted.setdefault(node, f"grad_{what.of.name}")
-    used: dict[str, int] = {}
+    used = {graph.output_node().name: 1}
     nodes = [n for n in graph.nodes if n.op != "output"]
     names = [
         _unique(wanted.get(n) or op_text(n).rsplit(".", 1)[-1].strip("_"), used) for n in nodes

@@ -61,6 +61,7 @@ def _reduce(rank: RankLowering, step: Bucket, microbatch: int | None) -> None:
     placement = step.moves[0].src.placement(step.axis)
     assert isinstance(placement, Partial)
     buffers = tuple(Buffer(m.src.local_shape(here), m.src.dtype) for m in step.moves)
+    sums = tuple(Buffer(m.dst.local_shape(here), m.dst.dtype) for m in step.moves)
     inputs = tuple(rank.value(name, microbatch) for name in step.operands)
     results = tuple(rank.value(name, microbatch) for name in step.results)
     label = f"{rank.label}: all_reduce {step.name} over {step.axis}"
@@ -71,7 +72,7 @@ def _reduce(rank: RankLowering, step: Bucket, microbatch: int | None) -> None:
             inputs,
             results,
             buffers,
-            buffers,
+            sums,
             placement.op,
             step.axis,
             label=label,
@@ -112,7 +113,7 @@ def _scatter(rank: RankLowering, step: Bucket, microbatch: int | None) -> None:
             tuple(flat),
             (total,),
             tuple(Buffer((numel,), dtype) for numel in numels),
-            (Buffer((sum(mine),), dtype),),
+            (Buffer((sum(mine),), step.moves[0].dst.dtype),),
             placement.op,
             step.axis,
             label=label,

@@ -64,7 +64,6 @@ def communicate(
     group = rank.plan.mesh.group(rank.rank, move.axis)
     here = rank.at(microbatch)
     peers = [{**here, move.axis: i} for i in range(len(group))]
-    dtype = move.src.dtype
     value_in, value_out = rank.value(operand, microbatch), rank.value(result, microbatch)
     pieces_in: list[str] = [value_in]
     shapes_in: list[tuple[int, ...]] = [move.src.local_shape(here)]
@@ -93,8 +92,8 @@ def communicate(
             group,
             tuple(pieces_in),
             tuple(pieces_out),
-            tuple(WireBuffer(s, dtype) for s in shapes_in),
-            tuple(WireBuffer(s, dtype) for s in shapes_out),
+            tuple(WireBuffer(s, move.src.dtype) for s in shapes_in),
+            tuple(WireBuffer(s, move.dst.dtype) for s in shapes_out),
             op,
             move.axis,
             label=label,
@@ -163,7 +162,6 @@ def transfer(
     rank: RankLowering,
     step: Transfer,
     microbatch: int | None,
-    number: int | None,
     stage: int | None,
 ) -> None:
     """Sent by the stage that has it, received by the one that needs it."""
@@ -193,7 +191,7 @@ def transfer(
         rank.start(
             Send(value, rank.peer(step.to_stage), channel, buffer, label=label, source=source)
         )
-        rank.sends.append((number if number is not None else -1, value))
+        rank.sends.append((rank.actions.received_at(step, microbatch), value))
     elif receives:
         value = rank.value(step.result, microbatch)
         label = f"{rank.label}: receive {what}"

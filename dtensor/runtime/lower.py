@@ -9,8 +9,9 @@ row, the steps of that stage and phase are laid down in plan order; between two 
 stands one `Call` of straight-line code (code.py). Packing for a collective and putting its pieces
 together are lines of that code. A value of microbatch i is called `name@i`.
 
-Sends are waited for two actions later, or before their value is freed; values are freed after
-their last use. Invariants are daft's: `daft.verify` proves that the program cannot hang.
+A send is waited for before the first action whose step in the schedule comes after that of the
+action which receives it; values are freed after their last use. Invariants are daft's:
+`daft.verify` proves that the program cannot hang.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.daft import Program, RankProgram
+from dtensor.errors import PlanningError
+from dtensor.runtime.actions import Actions
 from dtensor.runtime.code import Functions
 from dtensor.runtime.rank_lower import RankLowering, Roles
 from dtensor.runtime.schedule import Grid
@@ -46,16 +49,22 @@ def lower(
     roles: Roles | None = None,
 ) -> Lowered:
     """The program of ``plan``. ``grid=None``: forward only, or one microbatch on one stage."""
+    if grid is not None and grid.home() != plan.stage_ranks:
+        raise PlanningError(
+            f"the schedule has the stages on ranks {list(grid.home())}, and the plan has them on "
+            f"{list(plan.stage_ranks)}.\n{grid}\nfix: plan with the step that has this schedule"
+        )
     roles = roles or Roles()
     functions = Functions()
     ranks: list[RankLowering] = []
     cache: dict[object, object] = {}
+    actions = Actions(plan, grid)
     for rank in range(plan.mesh.size):
         ranks.append(
             RankLowering(
                 plan=plan,
                 rank=rank,
-                grid=grid,
+                actions=actions,
                 functions=functions,
                 device=device or torch.device("cpu"),
                 roles=roles,
@@ -81,8 +90,7 @@ def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:
     """The ranks that host a stage which reads an input."""
     if plan.stage_axis is None:
         return tuple(range(plan.mesh.size))
-    num = plan.mesh.axis_size(plan.stage_axis)
-    parts = {stage % num for stage in item.stages}
+    parts = {plan.stage_ranks[stage] for stage in item.stages}
     return tuple(
         rank
         for rank in range(plan.mesh.size)

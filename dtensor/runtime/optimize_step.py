@@ -8,7 +8,7 @@ optimizer, on what the rank holds of each parameter or, where state is stored sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from dtensor.sharding.blocks import Where, block, write
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Replicate
 from dtensor.sharding.plan import PlannedInput
+from dtensor.sharding.precision import is_narrow
 from dtensor.sharding.redistribute import positions
 from dtensor.sharding.spec import TensorSpec
 from dtensor.sharding.steps import Norm, Regather, TieSum, Update
@@ -32,11 +33,11 @@ def tie_sum(rank: RankLowering, step: TieSum) -> None:
     """The sum over the stages that share a parameter, in order of stages."""
     mine = [i for i, stage in enumerate(step.stages) if stage in rank.stages]
     hosts = tuple(dict.fromkeys(rank.peer(stage) for stage in step.stages))
-    first, *others = mine
-    total = step.operands[first]
-    if others:  # several of the stages are this rank's: their sum is local
+    first = mine[0]
+    operands = _addends(rank, step, mine)
+    total = operands[0]
+    if len(mine) > 1:  # several of the stages are this rank's: their sum is local
         segment = rank.segment(None)
-        operands = [step.operands[i] for i in mine]
         total = f"{step.results[first]}_here"
         rank.names(segment, (*operands, total), None)
         segment.code.line(f"{total} = {' + '.join(operands)}", operands, [total], None)
@@ -50,6 +51,22 @@ def tie_sum(rank: RankLowering, step: TieSum) -> None:
             rank.names(segment, (total, step.results[i]), None)
             segment.code.line(f"{step.results[i]} = {total}", [total], [step.results[i]], None)
         rank.record(step.results[i], step.spec, None)
+
+
+def _addends(rank: RankLowering, step: TieSum, mine: Sequence[int]) -> list[str]:
+    """The gradients of this rank's stages; those of 16-bit parameters in float32."""
+    operands = [step.operands[i] for i in mine]
+    parameter = next(i for i in rank.plan.inputs if i.label == step.of)
+    if parameter.spec.dtype == step.spec.dtype:
+        return operands
+    segment = rank.segment(None)
+    dtype = segment.code.literal(step.spec.dtype, ())
+    for operand in operands:
+        wide = f"{operand}_wide"
+        rank.names(segment, (operand, wide), None)
+        segment.code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], None)
+        rank.record(wide, step.spec, None)
+    return [f"{operand}_wide" for operand in operands]
 
 
 def _sum_over(
@@ -175,6 +192,8 @@ def update(rank: RankLowering) -> None:
     rank.close()
     rank.label = "update"
     segment = rank.segment(None)
+    for step in updates:
+        rank.price(segment, step)
     names = [inputs[s.parameter].name for s in updates]
     gradients = [s.gradient for s in updates]
     rank.names(segment, (*names, *gradients), None)
@@ -239,7 +258,8 @@ def step_optimizer(
 ) -> None:
     """Runs on actors: scale the gradients by ``clip`` and step."""
     if clip is not None:
-        gradients = tuple(g * clip.to(g.dtype) for g in gradients)
+        wide = (g.float() if is_narrow(g.dtype) else g for g in gradients)
+        gradients = tuple(g * clip.to(g.dtype) for g in wide)
     optimizer.step(
         dict(zip(labels, shards, strict=True)), options, dict(zip(labels, gradients, strict=True))
     )

@@ -6,6 +6,8 @@
 The controller's optimizer is never stepped with gradients; its parameter groups are read each step
 and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
 own gradient and state alone) give the same numbers on shards; those are known by exact class.
+With master weights a shard of 16 bits has a float32 copy here, which is what is updated: the shard
+becomes that copy rounded. The copies are exported with the state, under MASTER.
 State tensors have the shape of the shard and its placements; scalars (the step) are the same on
 all ranks.
 """
@@ -18,6 +20,13 @@ from typing import Any
 import torch
 
 from dtensor.errors import PlanningError
+from dtensor.sharding.precision import is_narrow
+
+MASTER = "master_param"
+"""The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
+
+NAMES = "names of parameters"
+"""The key of a group's names among its options, where they are others than at the step before."""
 
 ELEMENTWISE: dict[type[torch.optim.Optimizer], int] = {
     # class -> tensors of the parameter's shape that its state holds, at most
@@ -51,6 +60,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_masters(optimizer: torch.optim.Optimizer) -> None:
+    """PlanningError where master weights would be copies of nothing."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(is_narrow(p.dtype) for p in held):
+        dtypes = ", ".join(sorted({str(p.dtype) for p in held}))
+        raise PlanningError(
+            f"master_weights=True, and no parameter of the optimizer is narrower than float32.\n"
+            f"  its {len(held)} parameters: {dtypes}\n"
+            f"fix: leave master_weights out, or model.to(torch.bfloat16) before the step is made"
+        )
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's shape the state will hold, from class and options."""
     options = optimizer.defaults
@@ -81,12 +102,15 @@ class ShardOptimizer:
         kind: type[torch.optim.Optimizer],
         groups: Sequence[Sequence[str]],
         state: Mapping[str, Mapping[str, Any]] | None = None,
+        masters: bool = False,
     ) -> None:
         self.kind = kind
         self.groups = tuple(tuple(group) for group in groups)
+        self.masters = masters
         self.initial = {name: dict(entry) for name, entry in (state or {}).items()}
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.mastered: set[str] = set()
 
     def step(
         self,
@@ -98,6 +122,9 @@ class ShardOptimizer:
 
         A shard that is a copy, made anew for each step, is read and written like the others.
         """
+        if any(NAMES in given for given in options):
+            self._regroup([given[NAMES] for given in options])
+            options = [{k: v for k, v in given.items() if k != NAMES} for given in options]
         optimizer = self._built(shards, options)
         copied = [
             (self.parameters[name], shard)
@@ -105,11 +132,13 @@ class ShardOptimizer:
             if self.parameters[name].data_ptr() != shard.data_ptr()
         ]
         for parameter, shard in copied:
-            parameter.data.copy_(shard)
+            if parameter.dtype == shard.dtype:  # a master keeps what the shard has no bits for
+                parameter.data.copy_(shard)
         for group, given in zip(self._groups(optimizer), options, strict=True):
             group.update(given)
         for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
+            grad = gradients.get(name)  # of narrow parameters it may be float32
+            parameter.grad = None if grad is None else grad.to(parameter.dtype)
         with torch.enable_grad():
             optimizer.step()
         for parameter in self.parameters.values():
@@ -119,7 +148,7 @@ class ShardOptimizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to."""
-        return ShardOptimizer, (self.kind, self.groups, self.export())
+        return ShardOptimizer, (self.kind, self.groups, self.export(), self.masters)
 
     def export(self) -> dict[str, dict[str, Any]]:
         """Parameter name to its state entries; tensors on the CPU."""
@@ -145,7 +174,15 @@ class ShardOptimizer:
         if self.optimizer is None:
             return self.initial
         now = {name: dict(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
+        for name in self.mastered:
+            now[name][MASTER] = self.parameters[name].data
         return {**self.initial, **now}
+
+    def _regroup(self, groups: Sequence[Sequence[str]]) -> None:
+        """The optimizer is built anew at this step, with the state that there is."""
+        self.initial = self._state()
+        self.optimizer = None
+        self.groups = tuple(tuple(group) for group in groups)
 
     def _built(
         self, shards: Mapping[str, torch.Tensor], options: Sequence[Mapping[str, Any]]
@@ -157,7 +194,7 @@ class ShardOptimizer:
         state = self._state()
         old = self.parameters
         self.parameters = {
-            name: old[name] if name in old else torch.nn.Parameter(shards[name])
+            name: old[name] if name in old else self._parameter(name, shards[name], state)
             for group in self.groups
             for name in group
             if name in old or name in shards
@@ -171,11 +208,30 @@ class ShardOptimizer:
         for name, parameter in self.parameters.items():
             if state.get(name):
                 self.optimizer.state[parameter] = {
-                    key: _to_device(value, parameter.device, key)
+                    key: _fitted(value, parameter, key)
                     for key, value in state[name].items()
+                    if key != MASTER
                 }
         self.initial = {n: entry for n, entry in state.items() if n not in self.parameters}
         return self.optimizer
+
+    def _parameter(
+        self, name: str, shard: torch.Tensor, state: Mapping[str, Mapping[str, Any]]
+    ) -> torch.nn.Parameter:
+        """What the optimizer updates for a shard: the shard itself, or its master.
+
+        Of a master that was loaded, elements are taken that the shard is the rounding of: where
+        the model was given other values since, those count.
+        """
+        if not (self.masters and is_narrow(shard.dtype)):
+            return torch.nn.Parameter(shard)
+        self.mastered.add(name)
+        master = shard.float()
+        loaded = state.get(name, {}).get(MASTER)
+        if loaded is not None:
+            loaded = loaded.to(shard.device, torch.float32)
+            master = torch.where(loaded.to(shard.dtype) == shard, loaded, master)
+        return torch.nn.Parameter(master)
 
     def _present(self) -> list[list[str]]:
         """By group, the names of the parameters that the optimizer has."""
@@ -187,11 +243,14 @@ class ShardOptimizer:
         return [next(real) if names else {} for names in self._present()]
 
 
-def _to_device(value: Any, device: torch.device, key: str) -> Any:
+def _fitted(value: Any, parameter: torch.Tensor, key: str) -> Any:
+    """A state entry where its parameter is, and in its dtype, which loading need not have kept."""
     if not isinstance(value, torch.Tensor):
         return value
-    # torch keeps "step" on the CPU unless the optimizer is capturable or fused
-    return value.clone() if key == "step" else value.to(device, copy=True)
+    if key == "step":  # torch keeps it on the CPU unless the optimizer is capturable or fused
+        return value.clone()
+    alike = value.is_floating_point() and value.shape == parameter.shape
+    return value.to(parameter.device, parameter.dtype if alike else value.dtype, copy=True)
 
 
 # -- what generated code calls ---------------------------------------------------------------------

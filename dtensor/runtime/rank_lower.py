@@ -14,11 +14,14 @@ import torch
 
 from dtensor.daft import Instruction, RankProgram, Wait
 from dtensor.runtime import buckets, communicate, lifetimes, optimize_step
+from dtensor.runtime.accumulate import accumulate
+from dtensor.runtime.actions import Actions
 from dtensor.runtime.code import CodeBuilder, Functions
-from dtensor.runtime.schedule import Action, Grid
+from dtensor.runtime.schedule import Action
 from dtensor.runtime.segment import Segment
 from dtensor.sharding.call import Local, OpCall, slots_of
 from dtensor.sharding.local import local_call
+from dtensor.sharding.memory import step_seconds
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Replicate, Shard
 from dtensor.sharding.plan import Plan
@@ -36,13 +39,11 @@ from dtensor.sharding.steps import (
     Update,
     comes_last,
     operands_of,
-    phase_of,
     results_of,
     runs_once,
     stage_of,
 )
 
-SEND_WAIT_LAG = 2
 MAX_LINES = 6
 """Of one Call. What it is given lives until it ends, so a backward in one piece would hold all
 that its forward kept; a Call costs a few microseconds."""
@@ -65,7 +66,7 @@ class Roles:
 class RankLowering:
     plan: Plan
     rank: int
-    grid: Grid | None
+    actions: Actions
     functions: Functions
     device: torch.device
     roles: Roles
@@ -73,13 +74,14 @@ class RankLowering:
     instructions: list[Instruction | Segment] = field(default_factory=list)
     open: Segment | None = None
     nbytes: dict[str, int] = field(default_factory=dict)
-    sends: list[tuple[int, str]] = field(default_factory=list)  # (action number, value)
+    sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
     accumulated: dict[str, str] = field(default_factory=dict)
     snapshots: dict[str, str] = field(default_factory=dict)  # results copied before state changes
     fed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     label: str = ""
     gathers: dict[str, buckets.Gather] = field(default_factory=dict)  # started; by value
+    priced: bool = False  # segments are told how long they take
     places: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
     # -- where this rank stands --------------------------------------------------------------
@@ -96,9 +98,7 @@ class RankLowering:
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that this rank hosts."""
-        axis = self.plan.stage_axis
-        num = self.plan.mesh.axis_size(axis) if axis else 1
-        return tuple(range(self.pipeline_rank, self.plan.num_stages, num))
+        return self.plan.hosted[self.pipeline_rank]
 
     def at(self, microbatch: int | None) -> dict[str, int]:
         """Coordinates on the inner mesh."""
@@ -115,8 +115,7 @@ class RankLowering:
         """The rank with the same coordinates that hosts ``stage``."""
         axis = self.plan.stage_axis
         assert axis is not None
-        num = self.plan.mesh.axis_size(axis)
-        return self.plan.mesh.rank({**self.coordinates, axis: stage % num})
+        return self.plan.mesh.rank({**self.coordinates, axis: self.plan.stage_ranks[stage]})
 
     @property
     def writes(self) -> bool:
@@ -142,61 +141,28 @@ class RankLowering:
         for item in (*state, *arguments):
             self.record(item.name, item.held, None)
         self.label = "once"
-        self.steps([s for s in plan.steps if runs_once(s) and self._concerns(s)], None, None)
-        for number, action in enumerate(self._order()):
-            self._wait_sends(number)
-            self.action(action, number)
+        self.steps([s for s in plan.steps if runs_once(s) and self._concerns(s)], None)
+        for step, action in self.actions.of(self.pipeline_rank):
+            self._wait_sends(step)
+            self.action(action)
         self.label = "optimizer"
         self._wait_sends(None)
-        self.steps([s for s in plan.steps if comes_last(s) and self._concerns(s)], None, None)
+        self.steps([s for s in plan.steps if comes_last(s) and self._concerns(s)], None)
         outputs = lifetimes.outputs_of(self)
         return lifetimes.finish(self, outputs, state=[self.value(i.name, None) for i in state])
 
-    def _order(self) -> Sequence[Action]:
-        m = self.plan.num_microbatches
-        if self.grid is not None:
-            return self.grid.order(self.pipeline_rank)
-        # a backward of the identity is a conversion alone
-        has_backward = any(
-            phase_of(s) == "backward" and not runs_once(s) and not comes_last(s)
-            for s in self.plan.steps
-        )
-        order: list[Action] = []
-        for microbatch in range(m):
-            order += [Action("F", microbatch, s) for s in self.stages]
-            if has_backward:
-                order += [Action("B", microbatch, s) for s in reversed(self.stages)]
-        return order
-
-    def action(self, action: Action, number: int) -> None:
-        phase = "forward" if action.kind == "F" else "backward"
+    def action(self, action: Action) -> None:
         self.label = f"{action.kind}{action.microbatch} stage {action.stage}"
         self.close()
-        self.steps(self._steps_of(phase, action.stage), action.microbatch, number, action.stage)
-        self._accumulate(phase, action)
+        steps = self.actions.steps(action.kind, action.stage)
+        self.steps(steps, action.microbatch, action.stage)
+        accumulate(self, steps, action)
         self.close()
-
-    def _steps_of(self, phase: str, stage: int) -> tuple[Step, ...]:
-        """The steps of an action, the same for all ranks and microbatches."""
-        key = ("steps", phase, stage)
-        if key not in self.cache:
-            self.cache[key] = tuple(
-                s
-                for s in self.plan.steps
-                if not runs_once(s)
-                and not comes_last(s)
-                and phase_of(s) == phase
-                and (stage_of(s) == stage or (isinstance(s, Transfer) and s.to_stage == stage))
-            )
-        found = self.cache[key]
-        assert isinstance(found, tuple)
-        return found
 
     def steps(
         self,
         steps: Sequence[Step],
         microbatch: int | None,
-        number: int | None,
         stage: int | None = None,
     ) -> None:
         for step in steps:
@@ -208,7 +174,7 @@ class RankLowering:
                 case Convert():
                     communicate.convert(self, step, microbatch)
                 case Transfer():
-                    communicate.transfer(self, step, microbatch, number, stage)
+                    communicate.transfer(self, step, microbatch, stage)
                 case Bucket():
                     buckets.bucket(self, step, microbatch)
                 case TieSum():
@@ -216,8 +182,9 @@ class RankLowering:
                 case Norm():
                     optimize_step.norm(self, step)
                 case Accumulate() | Update() | Regather():
-                    pass  # accumulation follows its action; updates are one call, at the end
-        if number is None and self.label == "optimizer":
+                    continue  # accumulation follows its action; updates are one call, at the end
+            self.price(self.open, step)
+        if self.label == "optimizer":
             if self.writes:
                 optimize_step.snapshot(self)
             optimize_step.mutate(self)
@@ -274,13 +241,23 @@ class RankLowering:
             self.instructions.append(self.open)
         return self.open
 
-    def _short_segment(self, microbatch: int | None) -> Segment:
+    def short_segment(self, microbatch: int | None) -> Segment:
         if self.open is not None and len(self.open.code.lines) >= MAX_LINES:
             self.close()
         return self.segment(microbatch)
 
     def close(self) -> None:
         self.open = None
+
+    def price(self, segment: Segment | None, step: Step) -> None:
+        """Count the step's own work as the segment's."""
+        if self.priced and segment is not None:
+            key = ("seconds", id(step))
+            if key not in self.cache:
+                self.cache[key] = step_seconds(self.plan, step, stage_of(step))[0]
+            found = self.cache[key]
+            assert isinstance(found, float)
+            segment.seconds += found
 
     def names(self, segment: Segment, values: Sequence[str], microbatch: int | None) -> None:
         for name in values:
@@ -329,7 +306,7 @@ class RankLowering:
     # -- steps -----------------------------------------------------------------------------------
 
     def _compute(self, step: Compute, microbatch: int | None) -> None:
-        segment = self._short_segment(microbatch)
+        segment = self.short_segment(microbatch)
         call = self._localized(step, microbatch)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         segment.code.call(call, step.operands, step.results, source)
@@ -352,49 +329,13 @@ class RankLowering:
         assert isinstance(found, OpCall)
         return found
 
-    def _wait_sends(self, number: int | None) -> None:
-        """Complete the sends of two actions ago; all of them for None."""
-        due = [v for n, v in self.sends if number is None or n <= number - SEND_WAIT_LAG]
-        self.sends = [(n, v) for n, v in self.sends if v not in due]
+    def _wait_sends(self, step: int | None) -> None:
+        """Complete the sends whose receives start at earlier steps; all of them for None.
+
+        So a wait needs what happens at earlier steps alone, and the steps are an order of all
+        ranks: waits form no circle, however many stages a rank has.
+        """
+        due = [v for at, v in self.sends if step is None or at < step]
+        self.sends = [(at, v) for at, v in self.sends if v not in due]
         if due:
             self.start(Wait(tuple(dict.fromkeys(due)), label=f"{self.label}: sent"))
-
-    def _accumulate(self, phase: str, action: Action) -> None:
-        """Add this microbatch's outputs to their sums, in order of microbatches."""
-        made_here = self._made_in(phase)
-        last = action.microbatch == self.plan.num_microbatches - 1
-        for step in self.plan.steps:
-            if not isinstance(step, Accumulate) or step.stage != action.stage:
-                continue
-            if step.operand not in made_here:
-                continue
-            segment = self._short_segment(action.microbatch)
-            total = step.result if last else f"{step.result}@{action.microbatch}"
-            segment.table[step.result] = total
-            segment.table[step.operand] = self.value(step.operand, action.microbatch)
-            previous = self.accumulated.get(step.result)
-            if previous is None:
-                text = f"{step.result} = {step.operand}"
-                segment.code.line(text, [step.operand], [step.result], None)
-            else:
-                before = f"{step.result}_before"
-                segment.table[before] = previous
-                segment.code.line(
-                    f"{step.result} = {before} + {step.operand}",
-                    [before, step.operand],
-                    [step.result],
-                    None,
-                )
-            self.accumulated[step.result] = total
-            self.nbytes[total] = step.dst.local_nbytes(self.at(None))
-
-    def _made_in(self, phase: str) -> frozenset[str]:
-        """The values that actions of a phase make."""
-        if phase not in self.cache:
-            self.cache[phase] = frozenset(
-                name
-                for s in self.plan.steps
-                if not runs_once(s) and not comes_last(s) and phase_of(s) == phase
-                for name, _ in results_of(s)
-            )
-        return self._names(phase)

@@ -16,3 +16,4 @@ class Segment:
     microbatch: int | None
     table: dict[str, str] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
+    seconds: float = 0.0  # predicted, where the lowering is priced

@@ -22,7 +22,8 @@ class Topology:
     """What the planner prices with. A number holds for every axis; a mapping names them.
 
     latency: seconds per message; bandwidth: bytes per second that a rank sends along an axis;
-    flops: FLOP per second of a rank; memory_bandwidth: bytes per second of a rank.
+    flops: FLOP per second of a rank; memory_bandwidth: bytes per second of a rank; memory_bytes:
+    of a rank's device, which `compare` checks and the planner does not.
     The defaults are an H100 within one host, dense bf16, at about half of its peak.
     """
 
@@ -30,6 +31,7 @@ class Topology:
     bandwidth: float | Mapping[str, float] = 200e9
     flops: float = 400e12
     memory_bandwidth: float = 2e12
+    memory_bytes: float = 80 * 2**30
 
     def __post_init__(self) -> None:
         for name in ("latency", "bandwidth"):
@@ -39,8 +41,8 @@ class Topology:
                 raise PlanningError(f"Topology({name}={value!r}): a negative number")
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, _Frozen(value))
-        if min(self.flops, self.memory_bandwidth) <= 0:
-            raise PlanningError("Topology: flops and memory_bandwidth are positive")
+        if min(self.flops, self.memory_bandwidth, self.memory_bytes) <= 0:
+            raise PlanningError("Topology: flops, memory_bandwidth and memory_bytes are positive")
 
     def latency_of(self, axis: str) -> float:
         return _lookup(self.latency, axis, "latency")

@@ -60,11 +60,14 @@ class Op:
     source: str = ""  # "mlp.py:14"
     source_text: str = ""
     module: str = ""
+    calls: tuple[str, ...] = ()  # of modules around it, outermost first: "blocks.0", "norm@1"
+    checkpoint: int | None = None  # the number of the torch.utils.checkpoint that runs it
     stage: int = 0
     # of a composite op: writes the call out, where it can; it follows from the call
     expand: Callable[[OpCall], Expansion | None] | None = field(
         default=None, compare=False, repr=False
     )
+    over_batch: bool = False  # a composite op that takes statistics over the batch
     # links a backward op to its forward op; counted by the process, so not compared
     seq: int | None = field(default=None, compare=False)
 

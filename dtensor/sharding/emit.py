@@ -273,6 +273,7 @@ def emit(
         inner=mesh,
         stage_axis=request.stage_axis,
         num_stages=flow.num_stages,
+        stage_ranks=request.stage_ranks,
         num_microbatches=request.num_microbatches,
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dtensor.sharding.dataflow import Output
@@ -17,6 +17,7 @@ from dtensor.sharding.emit_stored import filled, regather, scatter_early
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.plan import PlannedInput, PlannedOutput
+from dtensor.sharding.precision import accumulated, is_narrow, widened
 from dtensor.sharding.redistribute import Move, moves
 from dtensor.sharding.spec import TensorSpec, alike
 from dtensor.sharding.steps import Accumulate, Bucket, Convert, Norm, StepPhase, TieSum, Update
@@ -88,7 +89,7 @@ class Outputs:
                 move = Move("zero_fill", MICROBATCH_AXIS, spec, pending)
                 copy = e.move(copy, output.value, move, output.stage, phase, "", "an output")
                 name, spec = copy.name, copy.spec
-            dst = spec.with_placements(**{MICROBATCH_AXIS: REPLICATE})
+            dst = accumulated(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
             result = e.fresh(f"{name}_total")
             e.steps.append(
                 Accumulate(
@@ -111,6 +112,7 @@ class Outputs:
         whole = output.kind == "gradient" and self._trains()
         same = alike(spec, wanted)
         path = () if same else moves(spec, wanted, e.request.topology, whole=whole)
+        path = widened(path) if whole else path
         return _Pending(output, name, path, spec, of)
 
     def _advance(self, pending: list[_Pending]) -> None:
@@ -180,18 +182,19 @@ class Outputs:
         outputs: list[PlannedOutput] = []
         for (kind, of), items in groups.items():
             if len(items) > 1:
+                total = accumulated(items[0].spec) if self._trains() else items[0].spec
                 results = tuple(e.fresh(f"{item.name}_tied") for item in items)
                 e.steps.append(
                     TieSum(
                         results=results,
                         operands=tuple(item.name for item in items),
                         stages=tuple(item.output.stage for item in items),
-                        spec=items[0].spec,
+                        spec=total,
                         of=of,
                     )
                 )
                 for item, result in zip(items, results, strict=True):
-                    item.name = result
+                    item.name, item.spec = result, total
             values = tuple((item.output.stage, item.name) for item in items)
             outputs.append(PlannedOutput(kind, items[0].output.of, values, items[0].spec))
         training = e.request.training
@@ -215,14 +218,18 @@ class Outputs:
         for output in grads:
             for stage, value in output.values:
                 elements = math.prod(output.spec.local_shape(dict.fromkeys(self._axes(), 0)))
+                dtype = self.inputs[str(output.of)].spec.dtype
+                master = training.master_weights and is_narrow(dtype)
+                itemsize = 4 if master else dtype.itemsize
                 self.emitter.steps.append(
                     Update(
                         parameter=str(output.of),
                         gradient=value,
-                        spec=output.spec,
+                        spec=replace(output.spec, dtype=dtype),
                         stage=stage,
                         optimizer=training.optimizer,
-                        state_bytes=elements * output.spec.dtype.itemsize * training.state_tensors,
+                        state_bytes=elements * itemsize * training.state_tensors,
+                        master_bytes=elements * itemsize if master else 0,
                     )
                 )
 

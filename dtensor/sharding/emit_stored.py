@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Partial
 from dtensor.sharding.plan import PlannedInput, PlannedOutput
+from dtensor.sharding.precision import widened
 from dtensor.sharding.redistribute import Move
 from dtensor.sharding.steps import Bucket, Regather, results_of
 from dtensor.sharding.zero import layer_of
@@ -58,6 +59,7 @@ def scatter_early(
             continue
         shard = item.stored.placement(axis)
         move = Move("reduce_scatter", axis, copy.spec, copy.spec.with_placements(**{axis: shard}))
+        (move,) = widened([move]) if e.request.training is not None else [move]
         key = (layer_of(item.label), output.stage, copy.spec.dtype)
         groups.setdefault(key, []).append((output.value, copy, move, item.label))
     after: dict[int, list[Bucket]] = {}
@@ -103,7 +105,7 @@ def regather(
     if request.zero is None or request.zero[1] > 2:
         return
     axis = request.zero[0]
-    ranks = request.mesh.axis_size(request.stage_axis) if request.stage_axis else 1
+    ranks = request.stage_ranks
     groups: dict[tuple[object, ...], list[tuple[PlannedInput, Move, int]]] = {}
     seen: set[tuple[str, int]] = set()
     for output in gradients:
@@ -111,8 +113,8 @@ def regather(
         if item.stored is None:
             continue
         for stage, _ in output.values:
-            if (item.name, stage % ranks) not in seen:
-                seen.add((item.name, stage % ranks))
+            if (item.name, ranks[stage]) not in seen:
+                seen.add((item.name, ranks[stage]))
                 move = Move("all_gather", axis, item.stored, item.spec)
                 groups.setdefault((stage, item.spec.dtype), []).append((item, move, stage))
     for members in groups.values():

@@ -8,13 +8,19 @@ out and the program planned again, until no such op is left; of the plans the ch
 each kind of op that it writes out is tried fused once more. A program whose composite ops have
 their dims whole, as in Megatron's placements, is planned once.
 
-Invariants: the result computes the same values; it is never dearer than the fused plan. The choice
-is greedy by kind of call, not exact. It names no op: expansions come with the Dataflow.
+Statistics over a batch (batch norm) are another matter: where a batch is split it stays split, so
+these are all written out as soon as one of them gathers, whatever the price. Otherwise one batch
+norm gathers a small batch, and all that follows is computed by every rank.
+
+Invariants: the result computes the same values; but for those statistics it is never dearer than
+the fused plan. The choice is greedy by kind of call, not exact. It names no op: expansions come
+with the Dataflow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from dtensor.errors import PlanningError
@@ -29,11 +35,19 @@ _ROUNDS = 4  # forward, then its backward, then what they feed
 Kind = tuple[str, object, object]
 
 
-def cheapest(flow: Dataflow, make: Callable[[Dataflow], Plan]) -> Plan:
-    """The plan of ``flow``, with composite ops written out where that is cheaper."""
+def cheapest(flow: Dataflow, make: Callable[[Dataflow], Plan], *, keep_split: bool = True) -> Plan:
+    """The plan of ``flow``, with composite ops written out where that is cheaper.
+
+    ``keep_split``: those over a batch also where it is not.
+    """
     best = make(flow)
     if not any(op.expand for op in flow.ops):
         return best
+    over_batch = dict.fromkeys(_kind(op) for op in flow.ops if op.over_batch and keep_split)
+    if any(kind in over_batch for kind in _gathered(best)):
+        split = _written_out(flow, over_batch)
+        with suppress(PlanningError):  # a pin does not line up with them: they stay fused
+            flow, best = split, make(split)
     written: dict[Kind, None] = {}
     current = best
     chosen: tuple[Kind, ...] = ()

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from dtensor.sharding.dataflow import Dataflow, Op
 from dtensor.sharding.placements import Partial, Shard, index_sets, simplest
-from dtensor.sharding.reach import complete
 from dtensor.sharding.rule import Rule, Strategy
+from dtensor.sharding.through import CROOKED, through
 
 Rules = Mapping[str, Rule]
 _CROSS_ENTROPY = "dt.ce_"
@@ -109,16 +109,11 @@ class _Walk:
 
     def _through(self, op: Op, value: str, shard: Shard, index: int | None) -> None:
         """``index``: which operand of ``op`` the value is; None: it is a result."""
-        rule = self.program.rules[op.name]
-        if index is None:
-            dims = rule.results[op.results.index(value)]
-        else:
-            dims = rule.operands[index]
-        assignment = rule.match(dims, shard, self.num)
-        if assignment is None:
+        tensor = index if index is not None else len(op.operands) + op.results.index(value)
+        strategy = through(self.program.rules[op.name], tensor, shard, self.num)
+        if strategy == CROOKED:
             self.crooked = True
             return
-        strategy = rule.apply(complete(rule, assignment), self.num)
         if strategy is None:
             # What depends on no argument (a mask) is made whole, and each rank takes its part.
             if index is not None or value in self.program.batch:

@@ -18,8 +18,10 @@ Not here: what a kernel allocates within, the allocator's fragmentation, overlap
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
+
+import torch
 
 from dtensor.sharding.plan import Memory, Plan
 from dtensor.sharding.prices import is_view
@@ -52,21 +54,28 @@ def stage_memory(plan: Plan, stage: int) -> Memory:
         if item.kind in _STATE and stage in item.stages
     )
     gradients = waiting_gradients(plan, stage)
-    optimizer = sum(
-        step.state_bytes for step in plan.steps if isinstance(step, Update) and step.stage == stage
-    )
+    updates = [s for s in plan.steps if isinstance(s, Update) and s.stage == stage]
     total = sum(gradients.values())
     buckets = [  # gradients are gone when updated parameters are gathered
         _flat(step) - (total if isinstance(step, Regather) else 0)
         for step in plan.steps
         if isinstance(step, Bucket | Regather) and step.stage == stage and not _in_microbatch(step)
     ]
+    specs = plan.value_specs()  # activations are gone when gradients are cast
+    casts = sum(_cast_bytes(step, specs[step.gradient].dtype) for step in updates)
     return Memory(
         parameters=parameters,
         gradients=total,
-        optimizer=optimizer,
-        activations=max(_activations(plan, stage, gradients), *buckets, 0),
+        optimizer=sum(step.state_bytes for step in updates),
+        masters=sum(step.master_bytes for step in updates),
+        activations=max(_activations(plan, stage, gradients), *buckets, casts),
     )
+
+
+def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
+    """Bytes of the gradient in the dtype of what is updated, where that is another."""
+    dtype = torch.float32 if step.master_bytes else step.spec.dtype
+    return 0 if gradient == dtype else replace(step.spec, dtype=dtype).max_local_nbytes
 
 
 def waiting_gradients(plan: Plan, stage: int) -> dict[str, int]:
@@ -80,24 +89,27 @@ def waiting_gradients(plan: Plan, stage: int) -> dict[str, int]:
             continue
         for at, value in output.values:
             if at == stage:
-                value = _accumulated(value, producers)
-                found[value] = specs[value].max_local_nbytes
+                names = _accumulated(value, producers)
+                # reduced in place; one that is left in float32 is larger than its parts
+                found[names[-1]] = max(specs[name].max_local_nbytes for name in names)
     return found
 
 
-def _accumulated(value: str, producers: Mapping[str, Step]) -> str:
-    """Back from a finished gradient, past its reductions, to the value that backward leaves."""
+def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
+    """From a finished gradient back, past its reductions, to the value that backward leaves."""
+    found = [value]
     while True:
+        value = found[-1]
         match producers.get(value):
             case Convert(phase="optimizer", operand=operand):
-                value = operand
+                found.append(operand)
             case (
                 Bucket(results=results, operands=operands, phase="optimizer")
                 | TieSum(results=results, operands=operands)
             ):
-                value = operands[results.index(value)]
+                found.append(operands[results.index(value)])
             case _:
-                return value
+                return found
 
 
 def _flat(step: Bucket | Regather) -> int:
@@ -252,14 +264,15 @@ def stage_seconds(plan: Plan, stage: int) -> tuple[float, float]:
     compute = communication = 0.0
     for step in plan.steps:
         if stage in _stages_of(step) or isinstance(step, Norm):
-            local, sent = _seconds(plan, step, stage)
+            local, sent = step_seconds(plan, step, stage)
             times = step_times(plan, step)
             compute += local * times
             communication += sent * times
     return compute, communication
 
 
-def _seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
+def step_seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
+    """Predicted seconds of (compute, communication) of a rank of ``stage``, each time it runs."""
     topology = plan.topology
     match step:
         case Compute():
@@ -272,9 +285,11 @@ def _seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
             seconds = move.seconds(topology)
             return (seconds, 0.0) if move.kind in FREE_KINDS else (0.0, seconds)
         case Accumulate():
-            return _streamed(plan, 3 * step.src.max_local_nbytes), 0.0
+            moved = step.src.max_local_nbytes + 2 * step.dst.max_local_nbytes
+            return _streamed(plan, moved), 0.0
         case Update():
-            return _streamed(plan, 3 * step.spec.max_local_nbytes + 2 * step.state_bytes), 0.0
+            kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
+            return _streamed(plan, 3 * step.spec.max_local_nbytes + kept), 0.0
         case Transfer():
             if step.stage != stage:
                 return 0.0, 0.0

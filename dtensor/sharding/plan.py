@@ -2,6 +2,7 @@
 
     plan.collectives      each reduction, gather, exchange and transfer, as data
     plan.memory           bytes per rank of each stage, by what holds them
+    plan.regions          what runs again in the backward; plan.plain is the plan without that
     plan.explain("h")     why a value has its placement, why each collective on it is there
     print(plan)           one step a line (plan_text.py)
 
@@ -16,7 +17,7 @@ value differ only by Convert and Transfer steps. A plan knows no actors and no b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,44 +25,14 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.plan_collectives import Collective, collectives_of
 from dtensor.sharding.reach import Opened
-from dtensor.sharding.redistribute import FREE_KINDS
 from dtensor.sharding.spec import TensorSpec
-from dtensor.sharding.steps import (
-    Bucket,
-    Convert,
-    Norm,
-    Regather,
-    Step,
-    StepPhase,
-    TieSum,
-    Transfer,
-    operands_of,
-    results_of,
-)
+from dtensor.sharding.steps import Step, operands_of, results_of
 
 if TYPE_CHECKING:
     from dtensor.sharding.hints import Hint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """One line of `Plan.collectives`. ``bytes_sent``: per rank and time; it runs ``times``."""
-
-    name: str
-    kind: str
-    axis: str
-    dtype: str
-    bytes_sent: int
-    times: int
-    phase: StepPhase
-    stage: int
-    source: str
-
-    @property
-    def key(self) -> str:
-        """``all_reduce@tp``."""
-        return f"{self.kind}@{self.axis}"
+    from dtensor.sharding.recompute import Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +80,16 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    masters: int = 0  # float32 copies of parameters
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return self.parameters + self.gradients + self.optimizer + self.masters + self.activations
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of one step on one rank of the slowest stage, without overlap."""
+    """Predicted seconds of one step on the slowest rank, all its stages, without overlap."""
 
     compute_seconds: float
     communication_seconds: float
@@ -139,6 +111,7 @@ class Plan:
     inner: Mesh
     stage_axis: str | None
     num_stages: int
+    stage_ranks: tuple[int, ...]  # by stage, its coordinate on the stage axis
     num_microbatches: int
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
@@ -150,6 +123,8 @@ class Plan:
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
     zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""
+    regions: tuple[Region, ...] = ()  # what runs again in the backward
+    plain: Plan | None = field(default=None, compare=False, repr=False)  # with nothing run again
     hints: tuple[Hint, ...] = ()  # of hints.py, where they were asked for; printed last
 
     @cached_property
@@ -162,100 +137,7 @@ class Plan:
 
     def collectives_of(self, step: Step) -> list[Collective]:
         """What one step communicates; of a Norm, or a tie, on each of its stages."""
-        m = self.num_microbatches
-        match step:
-            case Convert(move=move) if move.kind not in FREE_KINDS:
-                return [
-                    Collective(
-                        name=step.result,
-                        kind=move.kind,
-                        axis=move.axis,
-                        dtype=str(move.src.dtype).removeprefix("torch."),
-                        bytes_sent=move.bytes_sent,
-                        times=1 if step.once or step.phase == "optimizer" else m,
-                        phase=step.phase,
-                        stage=step.stage,
-                        source=step.source,
-                    )
-                ]
-            case Transfer(spec=spec):
-                return [
-                    Collective(
-                        name=step.result,
-                        kind="transfer",
-                        axis=self.stage_axis or "",
-                        dtype=str(spec.dtype).removeprefix("torch."),
-                        bytes_sent=spec.max_local_nbytes,
-                        times=1 if step.once else m,
-                        phase=step.phase,
-                        stage=step.stage,
-                        source=step.source,
-                    )
-                ]
-            case Bucket():
-                return [
-                    Collective(
-                        name=step.name,
-                        kind=step.kind,
-                        axis=step.axis,
-                        dtype=str(step.moves[0].src.dtype).removeprefix("torch."),
-                        bytes_sent=sum(move.bytes_sent for move in step.moves),
-                        times=1 if step.once or step.phase == "optimizer" else m,
-                        phase=step.phase,
-                        stage=step.stage,
-                        source="",
-                    )
-                ]
-            case Regather():
-                return [
-                    Collective(
-                        name=step.name,
-                        kind="all_gather",
-                        axis=step.axis,
-                        dtype=str(step.moves[0].src.dtype).removeprefix("torch."),
-                        bytes_sent=sum(move.bytes_sent for move in step.moves),
-                        times=1,
-                        phase="optimizer",
-                        stage=step.stage,
-                        source="",
-                    )
-                ]
-            case TieSum(spec=spec):
-                num = len(step.stages)
-                each = -(-2 * spec.max_local_nbytes * (num - 1) // num)
-                return [
-                    Collective(
-                        name=name,
-                        kind="all_reduce",
-                        axis=self.stage_axis or "",
-                        dtype=str(spec.dtype).removeprefix("torch."),
-                        bytes_sent=each,
-                        times=1,
-                        phase="optimizer",
-                        stage=stage,
-                        source="",
-                    )
-                    for name, stage in zip(step.results, step.stages, strict=True)
-                ]
-            case Norm():
-                return [
-                    Collective(
-                        name=step.result,
-                        kind="all_reduce",
-                        axis=axis,
-                        dtype="float32",
-                        bytes_sent=-(-2 * 4 * (num - 1) // num),
-                        times=1,
-                        phase="optimizer",
-                        stage=stage,
-                        source="",
-                    )
-                    for axis, num in self.mesh.shape.items()
-                    if num > 1
-                    for stage in range(self.num_stages)
-                ]
-            case _:
-                return []
+        return collectives_of(self, step)
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
@@ -266,12 +148,24 @@ class Plan:
 
     @cached_property
     def cost(self) -> Cost:
-        """Of the slowest stage; communication and compute are not overlapped."""
+        """Of the slowest rank; communication and compute are not overlapped."""
         from dtensor.sharding.memory import stage_seconds
 
         pairs = [stage_seconds(self, stage) for stage in range(self.num_stages)]
-        compute, communication = max(pairs, key=sum)
+        ranks = [
+            (sum(pairs[s][0] for s in held), sum(pairs[s][1] for s in held)) for held in self.hosted
+        ]
+        compute, communication = max(ranks, key=sum)
         return Cost(compute, communication, self.bubble)
+
+    @property
+    def hosted(self) -> tuple[tuple[int, ...], ...]:
+        """By rank of the stage axis, the stages that it hosts, ascending."""
+        num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
+        return tuple(
+            tuple(s for s in range(self.num_stages) if self.stage_ranks[s] == rank)
+            for rank in range(num)
+        )
 
     def explain(self, name: str) -> str:
         """Why the value ``name`` has its placement, and why each collective on it is there."""

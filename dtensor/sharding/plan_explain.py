@@ -18,6 +18,7 @@ from dtensor.sharding.dataflow import Op
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Partial, Placement, Replicate, Shard
 from dtensor.sharding.plan import Plan, PlannedInput, require_value
+from dtensor.sharding.plan_recompute import repeated
 from dtensor.sharding.plan_words import call_text, op_text, size_text
 from dtensor.sharding.reach import Opened
 from dtensor.sharding.redistribute import FREE_KINDS
@@ -49,6 +50,7 @@ def explain(plan: Plan, name: str) -> str:
     for step in plan.steps:
         if name in (result for result, _ in results_of(step)):
             lines += _made_by(plan, step, name)
+    lines += repeated(plan, name)
     lines += _users(plan, name)
     return "\n".join(f"  {line}" if index else line for index, line in enumerate(lines))
 
@@ -91,7 +93,7 @@ def _made_by(plan: Plan, step: Step, name: str) -> list[str]:
             made = ", ".join(result for result in step.results if result)
             lines = [
                 f"{made} = {call_text(op.call, step.operands)}    {_at(plan, step.stage)}"
-                f"{op.phase}{once}{source}"
+                f"{step.phase}{once}{source}"
             ]
             return [*lines, *_per_axis(plan, step, name)]
         case Convert() | Transfer():

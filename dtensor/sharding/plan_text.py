@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.sharding.mesh import MICROBATCH_AXIS
-from dtensor.sharding.placements import Shard, index_sets, length
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.plan_explain import explain
+from dtensor.sharding.plan_head import MAX_TEXT, MAX_TYPE, WIDTH, axes, head, inputs, ranks, stored
+from dtensor.sharding.plan_recompute import regions
 from dtensor.sharding.plan_totals import totals
 from dtensor.sharding.plan_words import call_text, collapse, flop_text, size_text, wrapped
 from dtensor.sharding.redistribute import FREE_KINDS
-from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.spec import dtype_name
 from dtensor.sharding.steps import (
     Accumulate,
     Bucket,
@@ -42,13 +43,11 @@ from dtensor.sharding.steps import (
     Transfer,
     Update,
 )
-from dtensor.sharding.zero import LEVELS
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
 
-_WIDTH = 100
 # Widths of columns; what is longer pushes its own line out, not all lines.
-_MAX_NAME, _MAX_TEXT, _MAX_TYPE, _MAX_COST = 20, 48, 30, 24
+_MAX_NAME, _MAX_COST = 20, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +65,11 @@ class _Line:
 
 def render(plan: Plan) -> str:
     """The text of the plan; deterministic, without a trailing newline."""
-    lines = [_head(plan), *_axes(plan), *_stored(plan)]
+    lines = [head(plan), *axes(plan), *stored(plan)]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
-            lines += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
-        lines += ["", "inputs", *_inputs(plan, stage)]
+            lines += ["", f"stage {stage} of {plan.num_stages}    {ranks(plan, stage)}"]
+        lines += ["", "inputs", *inputs(plan, stage)]
         sections = {name: list[_Line]() for name in SECTIONS}
         for step in plan.steps:
             if (line := _line(plan, step, stage)) is not None:
@@ -82,110 +81,10 @@ def render(plan: Plan) -> str:
                 lines += ["", _title(plan, name), *_columns(found, widths)]
     if plan.schedule:
         lines += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
-    lines += ["", *totals(plan)]
+    lines += [*regions(plan, WIDTH), "", *totals(plan)]
     for hint in plan.hints:
-        lines += wrapped(str(hint), "", _WIDTH)
+        lines += wrapped(str(hint), "", WIDTH)
     return "\n".join(line.rstrip() for line in lines)
-
-
-# -- the head ------------------------------------------------------------------------------------
-
-
-def _head(plan: Plan) -> str:
-    parts = [f"plan {plan.name}", str(plan.mesh)]
-    if plan.num_stages > 1:
-        parts.append(f"{plan.num_stages} stages over {plan.stage_axis}")
-    if plan.num_microbatches > 1:
-        parts.append(f"{plan.num_microbatches} microbatches (axis {MICROBATCH_AXIS}, in time)")
-    if plan.num_stages == 1:
-        parts += ["stage 0 of 1", _ranks(plan, 0)]
-    return "    ".join(parts)
-
-
-def _ranks(plan: Plan, stage: int) -> str:
-    """Whether all ranks of the stage hold shards of the same sizes."""
-    uneven: list[str] = []
-    for name, spec in _held(plan, stage):
-        for axis, placement in spec.sharding.items():
-            if isinstance(placement, Shard):
-                num = spec.mesh.axis_size(axis)
-                sets = index_sets(placement, spec.shape[placement.dim], num)
-                sizes = [length(held) for held in sets]
-                if len(set(sizes)) > 1:
-                    uneven.append(f"{name} {spec} holds {', '.join(map(str, sizes))} over {axis}")
-    if not uneven:
-        return "all ranks identical"
-    more = f" and {len(uneven) - 1} more" if len(uneven) > 1 else ""
-    return f"ranks differ: {uneven[0]}{more}"
-
-
-def _held(plan: Plan, stage: int) -> Iterable[tuple[str, TensorSpec]]:
-    for item in plan.inputs:
-        if stage in item.stages:
-            yield item.name, item.spec
-    for step in plan.steps:
-        match step:
-            case Compute() if step.stage == stage:
-                for name, spec in zip(step.results, step.result_specs, strict=True):
-                    if name is not None and spec is not None:
-                        yield name, spec
-            case Convert() if step.stage == stage:
-                yield step.result, step.move.dst
-            case _:
-                pass
-
-
-def _axes(plan: Plan) -> list[str]:
-    """What each axis splits, and which pin opened it; repeated layers as one line."""
-    opened = dict(plan.opened)
-    lines: list[str] = []
-    for axis in plan.mesh.axes:
-        start = f"axis {axis}    "
-        if axis == plan.stage_axis:
-            lines.append(f"{start}stages: {', '.join(map(str, range(plan.num_stages)))}")
-            continue
-        groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
-        for item in opened.get(axis, ()):
-            key = (item.by, item.dim, item.size, collapse([item.label, *item.values], "*"))
-            found = groups.setdefault(key, [[], []])
-            found[0].append(item.label)
-            found[1].extend(item.values)
-        for (by, dim, size, _), (labels, others) in groups.items():
-            text = f"splits {', '.join(collapse(labels))} dim {dim} ({size})"
-            if others:
-                text += f", with {', '.join(collapse(others))}"
-            lines += wrapped(f"{text}; opened by {by}", start, _WIDTH)
-        if not groups:
-            one = plan.mesh.axis_size(axis) == 1
-            lines.append(start + ("one rank" if one else "splits nothing: no pin opens a factor"))
-    return lines
-
-
-def _stored(plan: Plan) -> list[str]:
-    """What is stored split, and over which axis."""
-    if plan.zero is None:
-        return []
-    axis, level = plan.zero
-    whole = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
-    kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
-    text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
-    return wrapped(text, "zero    ", _WIDTH)
-
-
-def _inputs(plan: Plan, stage: int) -> list[str]:
-    """Every input of the stage with its placement; those of repeated layers as one line."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for item in plan.inputs:
-        if stage in item.stages:
-            spec, kind = str(item.held), item.kind
-            if item.held != item.spec:
-                kind += f", used as {item.spec}"
-            key = (kind, spec, collapse([item.label], "*"))
-            groups.setdefault(key, []).append(item.label)
-    rows = [(kind, ", ".join(collapse(labels)), spec) for (kind, spec, _), labels in groups.items()]
-    width = min(max((len(name) for _, name, _ in rows), default=0), _MAX_TEXT)
-    type_width = min(max((len(spec) for _, _, spec in rows), default=0), _MAX_TYPE)
-    return [f"  {name:<{width}}  {spec:<{type_width}}  {kind}" for kind, name, spec in rows]
 
 
 # -- steps ---------------------------------------------------------------------------------------
@@ -269,15 +168,17 @@ def _compute(step: Compute) -> _Line:
 def _bucket(plan: Plan, step: Bucket, stage: int) -> _Line:
     gathers = step.kind == "all_gather"
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
+    src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
+    wider = f", to {dtype_name(dst)}" if src != dst else ""  # 16 bits that are summed in 32
     noun = "parameter" if gathers else "gradient"
     text = f"{step.kind}({_count(len(step.of), noun)}, {step.axis})"
     return _Line(
         "*",
         step.name,
         text,
-        f"one bucket of {size_text(size)}",
+        f"one bucket of {size_text(size)}{wider}",
         _sent(plan, step, stage),
-        more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", _WIDTH)),
+        more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", WIDTH)),
     )
 
 
@@ -289,7 +190,7 @@ def _regathered(plan: Plan, stage: int) -> list[_Line]:
             f"all_gather({_count(len(step.of), 'updated parameter')}, {step.axis})",
             f"one bucket of {size_text(sum(m.dst.max_local_nbytes for m in step.moves))}",
             _sent(plan, step, stage),
-            more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", _WIDTH)),
+            more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", WIDTH)),
         )
         for step in plan.steps
         if isinstance(step, Regather) and step.stage == stage
@@ -305,14 +206,16 @@ def _updates(plan: Plan, stage: int) -> list[_Line]:
     lines: list[_Line] = []
     for optimizer, found in groups.items():
         state = size_text(sum(step.state_bytes for step in found))
+        copies = sum(step.master_bytes for step in found)
+        masters = f", {size_text(copies)} of float32 masters" if copies else ""
         names = ", ".join(collapse([step.parameter for step in found]))
         lines.append(
             _Line(
                 "",
                 "",
                 f"update {_count(len(found), 'parameter')} by {optimizer}",
-                f"{state} of state",
-                more=tuple(wrapped(names, "      of ", _WIDTH)),
+                f"{state} of state{masters}",
+                more=tuple(wrapped(names, "      of ", WIDTH)),
             )
         )
     return lines
@@ -340,8 +243,8 @@ def _widths(lines: Sequence[_Line]) -> tuple[int, int, int, int]:
 
     return (
         widest((line.name for line in lines), _MAX_NAME),
-        widest((line.text for line in lines), _MAX_TEXT),
-        widest((line.type for line in lines), _MAX_TYPE),
+        widest((line.text for line in lines), MAX_TEXT),
+        widest((line.type for line in lines), MAX_TYPE),
         widest((line.cost for line in lines), _MAX_COST),
     )
 

@@ -28,8 +28,15 @@ def _memory(plan: Plan) -> list[str]:
         ["  parameters", *(size_text(m.parameters) for m in memory)],
         ["  gradients", *(size_text(m.gradients) for m in memory)],
         ["  optimizer state", *(size_text(m.optimizer) for m in memory)],
+    ]
+    if any(m.masters for m in memory):
+        rows.append(["  float32 masters", *(size_text(m.masters) for m in memory)])
+    rows += [
         ["  activations", *(size_text(m.activations) for m in memory)],
     ]
+    if plan.plain is not None:
+        plain = [size_text(m.activations) for m in plan.plain.memory]
+        rows.append(["    without recompute", *plain])
     if any(held > 1 for held in plan.in_flight):
         rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
@@ -66,13 +73,20 @@ def _time(plan: Plan) -> list[str]:
     flops = [flop_text(stage_flops(plan, stage)) for stage in range(plan.num_stages)]
     names = _stage_names(plan, plan.num_stages > 1)
     shown = ", ".join(f"{name} {f}".strip() for name, f in zip(names or [""], flops, strict=True))
+    if plan.plain is not None:
+        more = [stage_flops(plan, s) - stage_flops(plan.plain, s) for s in range(plan.num_stages)]
+        texts = (
+            f"{name} {flop_text(f)}".strip() for name, f in zip(names or [""], more, strict=True)
+        )
+        shown += f"; recomputed {', '.join(texts)} of it"
     parts = [
         f"compute {seconds_text(cost.compute_seconds)}",
         f"communication {seconds_text(cost.communication_seconds)}",
     ]
     if plan.num_stages > 1:
         parts.append(f"bubble {cost.bubble:.0%}")
-    where = " of the slowest stage" if plan.num_stages > 1 else ""
+    one = "stage" if plan.num_stages == len(plan.hosted) else "rank"
+    where = f" of the slowest {one}" if plan.num_stages > 1 else ""
     return [
         f"compute per rank and step    {shown}",
         f"predicted{where}    {seconds_text(cost.seconds)} a step: {', '.join(parts)}",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.choose import choose_axis
+from dtensor.sharding.collector import collector_paused
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.dataflow import Dataflow
 from dtensor.sharding.emit import emit
@@ -23,6 +24,7 @@ from dtensor.sharding.placements import PARTIAL, REPLICATE, Placement, Shard, re
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.prices import AxisChoice, Question
 from dtensor.sharding.reach import Pin
+from dtensor.sharding.recompute import recomputed
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules.registry import NoRule, rule_for
 from dtensor.sharding.spec import TensorSpec, make_spec
@@ -33,13 +35,14 @@ class Training:
     """What the optimizer phase needs: which parameters are trained, by what, and clipping.
 
     ``trained``: labels of parameters; ``state_tensors``: how many tensors of a parameter's shape
-    the optimizer keeps for it.
+    the optimizer keeps for it; ``master_weights``: it updates float32 copies of narrow ones.
     """
 
     optimizer: str
     trained: frozenset[str]
     state_tensors: int
     clip_grad_norm: float | None = None
+    master_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class Request:
     split_results: a result on which nothing is stated may stay split as it comes out.
     pending_results: likewise one that comes out pending; it is priced as if it were reduced.
     zero: an axis and a level: what of the parameters is stored split over it (zero.py).
+    recompute: full names of the modules whose forward runs again in the backward (recompute.py).
     """
 
     name: str
@@ -69,6 +73,7 @@ class Request:
         default_factory=dict[int, Mapping[str, Placement]]
     )
     stage_axis: str | None = None
+    stage_ranks: tuple[int, ...] = ()
     num_microbatches: int = 1
     topology: Topology = field(default_factory=Topology)
     training: Training | None = None
@@ -76,11 +81,26 @@ class Request:
     split_results: bool = False
     pending_results: bool = False
     zero: tuple[str, int] | None = None
+    recompute: frozenset[str] = frozenset()
 
 
+@collector_paused()
 def plan(request: Request) -> Plan:
     """Decide every placement and collective. Raises PlanningError."""
-    return cheapest(request.flow, lambda flow: _plan(replace(request, flow=flow)))
+    if not request.stage_ranks:
+        num = request.mesh.axis_size(request.stage_axis) if request.stage_axis else 1
+        request = replace(request, stage_ranks=dealt(request.flow.num_stages, num))
+    found = cheapest(
+        request.flow,
+        lambda flow: _plan(replace(request, flow=flow)),
+        keep_split=not request.free,
+    )
+    return recomputed(found, request.recompute)
+
+
+def dealt(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage where stages are dealt out in turn."""
+    return tuple(stage % num_ranks for stage in range(num_stages))
 
 
 def _plan(request: Request) -> Plan:

@@ -89,7 +89,9 @@ class Prices:
 
     def __init__(self, question: Question, axis: str, done: Sequence[AxisChoice]) -> None:
         self.question, self.axis, self.done = question, axis, tuple(done)
-        self.cache: dict[tuple[object, ...], float] = {}
+        self.cache: dict[tuple[int, Placement, Placement], float] = {}
+        self.natives: dict[str, tuple[int, dict[str, Placement]]] = {}
+        self.numbers: dict[object, int] = {}  # of metas and placements on the axes done
 
     def native(self, value: str) -> dict[str, Placement]:
         """The placements on the axes done, as the producer leaves them."""
@@ -105,8 +107,12 @@ class Prices:
         if move_kind(src, dst) is None:
             return math.inf
         meta = self.question.flow.metas[value]
-        others = self.native(value)
-        key = (meta, tuple(others.items()), src, dst)
+        if value not in self.natives:  # asked once a value, priced once for all that are alike
+            others = self.native(value)
+            alike = (meta, tuple(others.items()))
+            self.natives[value] = (self.numbers.setdefault(alike, len(self.numbers)), others)
+        number, others = self.natives[value]
+        key = (number, src, dst)
         if key not in self.cache:
             self.cache[key] = self._seconds(meta.shape, meta.dtype, others, src, dst)
         return self.cache[key]

@@ -31,7 +31,8 @@ from dtensor.sharding.placements import (
     index_sets,
     simplest,
 )
-from dtensor.sharding.rule import Assignment, Dims, FactorSharding, Rule, Strategy
+from dtensor.sharding.rule import Rule, Strategy
+from dtensor.sharding.through import CROOKED, through
 
 Rules = Mapping[str, Rule]  # by op name
 
@@ -108,13 +109,12 @@ class _Closure:
             assert isinstance(plain, Shard)
             self.shardings[value][key] = plain
             reached.append(value)
-            for op, dims in self._uses(value):
+            for op, tensor in self._uses(value):
                 rule = self.rules[op.name]
-                assignment = rule.match(dims, plain, self.num)
-                if assignment is None:
+                strategy = through(rule, tensor, plain, self.num)
+                if strategy == CROOKED:
                     crooked = crooked or (op, value, plain)
                     continue
-                strategy = rule.apply(complete(rule, assignment), self.num)
                 if strategy is None or (pin.until_contraction and rule.flops > 0):
                     continue
                 if strategy in self.strategies.setdefault(op.name, {}):
@@ -128,12 +128,12 @@ class _Closure:
                         queue.append((name, placed))
         return reached, crooked
 
-    def _uses(self, value: str) -> Iterator[tuple[Op, Dims]]:
+    def _uses(self, value: str) -> Iterator[tuple[Op, int]]:
+        """The ops at a value, and which of their tensors it is, operands counted first."""
         producer = self.flow.producers.get(value)
         if producer is not None:
-            yield producer, self.rules[producer.name].results[producer.results.index(value)]
-        for op, index in self.flow.consumers.get(value, ()):
-            yield op, self.rules[op.name].operands[index]
+            yield producer, len(producer.operands) + producer.results.index(value)
+        yield from self.flow.consumers.get(value, ())
 
 
 def reach(
@@ -226,7 +226,7 @@ def _with_pending(
     pending: set[str] = set(given)
     result: dict[str, tuple[Strategy, ...]] = {}
     for op in flow.ops:
-        replicate, *linear = rules[op.name].fixed_strategies()
+        replicate, *linear = rules[op.name].fixed_strategies
         found = [replicate, *sharded.get(op.name, {})]
         for strategy in linear:
             taken = [
@@ -256,33 +256,3 @@ def _with_pending(
 
 def _is_index(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-def complete(rule: Rule, assignment: Assignment) -> Assignment:
-    """Extend an assignment to the other parts of every sum that it touches.
-
-    Where q of ``(q + k + v)`` is cut, k and v are cut too: alike where they have q's size, else in
-    one block with q's unit where that divides.
-    """
-    done = dict(assignment)
-    sums = [d for dims in (*rule.operands, *rule.results) for d in dims if len(d) > 1]
-    for dim in sums:
-        have = [next((f for f in product if f in done), None) for product in dim]
-        if not any(have) or all(have):
-            continue
-        at = next(i for i, f in enumerate(have) if f is not None)
-        model, model_product = have[at], dim[at]
-        assert model is not None
-        depth = model_product.index(model)
-        for product, factor in zip(dim, have, strict=True):
-            if factor is not None or not product:
-                continue
-            other = product[depth] if depth < len(product) else product[0]
-            sharding = done[model]
-            size = rule.size[other]
-            if size == rule.size[model]:
-                done[other] = sharding
-            else:
-                unit = sharding.unit if size % sharding.unit == 0 else 1
-                done[other] = FactorSharding((size,), unit)
-    return done

@@ -72,7 +72,8 @@ _TIE = 1e-13
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone."""
+    """One step of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; what a reduction
+    adds up may come out in a wider dtype (precision.py)."""
 
     kind: MoveKind
     axis: str
@@ -282,7 +283,8 @@ def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
         case "all_gather":
             return local * (num - 1)
         case "all_reduce":
-            return -(-2 * local * (num - 1) // num)
+            made = local // move.src.dtype.itemsize * move.dst.dtype.itemsize
+            return -(-(local + made) * (num - 1) // num)
         case "reduce_scatter" | "all_to_all":
             kept = move.src.dtype.itemsize
             for dim, intervals in enumerate(held):

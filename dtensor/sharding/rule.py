@@ -96,6 +96,13 @@ class Rule:
     def size(self) -> dict[str, int]:
         return dict(self.sizes)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.operands, self.results, self.sizes, self.linear, self.whole, self.flops))
+
+    def __hash__(self) -> int:  # counted once: rules are keys of what is found out from them
+        return self._hash
+
     def __str__(self) -> str:
         def dims_text(dims: Dims) -> str:
             return " ".join(self._dim_text(dim) for dim in dims)
@@ -264,6 +271,7 @@ class Rule:
 
     # -- the choices on one axis ---------------------------------------------------------------
 
+    @cached_property
     def fixed_strategies(self) -> tuple[Strategy, ...]:
         """Replicate, and a pending sum through each jointly linear set of operands."""
         everything = Strategy(
@@ -292,7 +300,7 @@ class Rule:
 
     def strategies(self, num: int) -> tuple[Strategy, ...]:
         """All choices with each factor cut in one block: what brute force compares against."""
-        found: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies())
+        found: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
         partners = self.partners()
         for factor in self.factors():
             group = partners.get(factor, frozenset({factor}))

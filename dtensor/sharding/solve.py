@@ -83,18 +83,18 @@ def solve(nodes: Sequence[Node], price: Price) -> Solution:
 
 def _solve(nodes: Sequence[Node], price: Price) -> Solution:
     groups = _groups(nodes)
-    index: dict[tuple[Hashable, int], int] = {}
+    index: dict[tuple[int, int], int] = {}
     costs: list[float] = []
-    for key, members in groups.items():
+    for key, members in enumerate(groups):
         for k in range(len(members[0].options)):
             index[key, k] = len(costs)
             total = sum(member.options[k].seconds for member in members)
             costs.append(total * _NANOSECONDS + _TIE * k * len(members))
     num_choices = len(costs)
     rows = _Rows()
-    for key, members in groups.items():
+    for key, members in enumerate(groups):
         rows.add({index[key, k]: 1.0 for k in range(len(members[0].options))}, 1.0, 1.0)
-    for value_class, count in _value_classes(nodes, price).items():
+    for value_class, count in _value_classes(nodes, groups, price).items():
         _connect(value_class, count, index, costs, rows, price)
     integrality = np.array([1] * num_choices + [0] * (len(costs) - num_choices))
     outcome = milp(
@@ -108,24 +108,27 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
     if found is None:
         raise Infeasible
     chosen: dict[str, int] = {}
-    for key, members in groups.items():
+    for key, members in enumerate(groups):
         weights = [float(found[index[key, k]]) for k in range(len(members[0].options))]
         best = int(np.argmax(weights))
         chosen.update({member.name: best for member in members})
     return Solution(chosen, evaluate(nodes, chosen, price), num_choices)
 
 
-def _groups(nodes: Sequence[Node]) -> dict[Hashable, list[Node]]:
+def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     """Nodes by group; a group whose members are not alike falls apart into its members."""
     by_key: dict[Hashable, list[Node]] = {}
     for node in nodes:
         shape = tuple((len(o.reads), len(o.writes), _places(o)) for o in node.options)
         by_key.setdefault((node.group, shape), []).append(node)
-    return by_key
+    return list(by_key.values())
 
 
 def _places(option: Option) -> tuple[Placement, ...]:
     return tuple(p for _, p in (*option.reads, *option.writes))
+
+
+Use = tuple[int, int, Placement]  # the number of a group, of its option, and where a value lies
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,38 +136,65 @@ class _ValueClass:
     """Values written and read alike, by group, option and placement, and priced alike."""
 
     value: str  # one of them, for prices
-    written: tuple[tuple[Hashable, int, Placement], ...]
-    read: tuple[tuple[tuple[Hashable, int, Placement], ...], ...]  # one tuple per reader
+    written: tuple[Use, ...]
+    read: tuple[tuple[Use, ...], ...]  # one tuple per reader
 
 
-def _value_classes(nodes: Sequence[Node], price: Price) -> dict[_ValueClass, int]:
-    keys = {m.name: key for key, members in _groups(nodes).items() for m in members}
-    written: dict[str, list[tuple[Hashable, int, Placement]]] = {}
-    read: dict[str, dict[str, list[tuple[Hashable, int, Placement]]]] = {}
+def _value_classes(
+    nodes: Sequence[Node], groups: Sequence[Sequence[Node]], price: Price
+) -> dict[_ValueClass, int]:
+    """Each class and how many values it has.
+
+    There are as many values as ops in all layers: uses are numbered, so that classes are told
+    apart by numbers.
+    """
+    numbers: dict[Use, int] = {}
+    written: dict[str, dict[int, None]] = {}
+    read: dict[str, dict[str, dict[int, None]]] = {}
+    alike: dict[str, list[list[int]]] = {}  # by node: of its options, that of its group
+    for key, members in enumerate(groups):
+        uses = [
+            [numbers.setdefault((key, k, p), len(numbers)) for p in _places(option)]
+            for k, option in enumerate(members[0].options)
+        ]
+        alike.update(dict.fromkeys((member.name for member in members), uses))
     for node in nodes:
-        key = keys[node.name]
-        for k, option in enumerate(node.options):
-            for value, placement in option.writes:
-                written.setdefault(value, []).append((key, k, placement))
-            for value, placement in option.reads:
-                read.setdefault(value, {}).setdefault(node.name, []).append((key, k, placement))
+        for option, uses in zip(node.options, alike[node.name], strict=True):
+            num = len(option.reads)
+            for (value, _), use in zip(option.writes, uses[num:], strict=True):
+                written.setdefault(value, {})[use] = None
+            for (value, _), use in zip(option.reads, uses[:num], strict=True):
+                read.setdefault(value, {}).setdefault(node.name, {})[use] = None
+    known = list(numbers)
+    kinds: dict[object, tuple[tuple[Use, ...], tuple[tuple[Use, ...], ...], list[_Pair]]] = {}
     counts: dict[object, tuple[_ValueClass, int]] = {}
     for value, readers in read.items():
-        uses = tuple(dict.fromkeys(tuple(dict.fromkeys(r)) for r in readers.values()))
-        writers = tuple(dict.fromkeys(written[value]))
-        sources = dict.fromkeys((*(p for _, _, p in writers), REPLICATE))
-        targets = dict.fromkeys((*(p for use in uses for _, _, p in use), REPLICATE))
-        prices = tuple(price(value, p, q) for p in sources for q in targets if p != q)
-        seen = counts.get((writers, uses, prices))
-        first = seen[0] if seen else _ValueClass(value, writers, uses)
-        counts[writers, uses, prices] = (first, 1 + (seen[1] if seen else 0))
+        kind = (tuple(written[value]), *dict.fromkeys(map(tuple, readers.values())))
+        if kind not in kinds:
+            first, *others = (tuple(known[use] for use in uses) for uses in kind)
+            kinds[kind] = (first, tuple(others), _pairs(first, others))
+        writers, uses, pairs = kinds[kind]
+        priced = (kind, tuple(price(value, p, q) for p, q in pairs))
+        seen = counts.get(priced)
+        found = seen[0] if seen else _ValueClass(value, writers, uses)
+        counts[priced] = (found, 1 + (seen[1] if seen else 0))
     return dict(counts.values())
+
+
+_Pair = tuple[Placement, Placement]
+
+
+def _pairs(written: Sequence[Use], read: Sequence[Sequence[Use]]) -> list[_Pair]:
+    """The conversions that a value may need."""
+    sources = dict.fromkeys((*(p for _, _, p in written), REPLICATE))
+    targets = dict.fromkeys((*(p for uses in read for _, _, p in uses), REPLICATE))
+    return [(p, q) for p in sources for q in targets if p != q]
 
 
 def _connect(
     item: _ValueClass,
     count: int,
-    index: Mapping[tuple[Hashable, int], int],
+    index: Mapping[tuple[int, int], int],
     costs: list[float],
     rows: _Rows,
     price: Price,

@@ -11,8 +11,9 @@ What a step costs stands in plan.py and memory.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, assert_never
 
 from dtensor.sharding.dataflow import Op
 from dtensor.sharding.redistribute import Move, MoveKind
@@ -135,6 +136,7 @@ class Update:
     stage: int
     optimizer: str
     state_bytes: int  # per rank
+    master_bytes: int = 0  # of the float32 copy that is updated instead, per rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,24 @@ def operands_of(step: Step) -> tuple[str, ...]:
             return (step.gradient,)
         case Regather():
             return step.inputs
+
+
+def reading(step: Step, names: Mapping[str, str]) -> Step:
+    """The step with its operands renamed."""
+    match step:
+        case Compute() | Bucket() | TieSum():
+            return replace(step, operands=tuple(names.get(v, v) for v in step.operands))
+        case Convert() | Transfer() | Accumulate():
+            return replace(step, operand=names.get(step.operand, step.operand))
+        case Norm():
+            renamed = tuple((s, names.get(v, v), p) for s, v, p in step.operands)
+            return replace(step, operands=renamed)
+        case Update():
+            return replace(step, gradient=names.get(step.gradient, step.gradient))
+        case Regather():
+            return step
+        case _:
+            assert_never(step)
 
 
 def stage_of(step: Step) -> int:

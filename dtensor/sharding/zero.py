@@ -21,8 +21,9 @@ the last use of that phase. A parameter that only steps computed once a step rea
 
 Invariants: storage opens no factor: what is used, and so the planner's choice, is as without. The
 stored split is the last axis on its dim. A cast of a parameter to fewer bytes happens before the
-gather. `gather_stored` is the last pass over a plan: what repeats forward steps in the backward
-(recomputation) comes before it, so that a repeated step reads what its own phase gathers.
+gather; gradients of 16 bits are scattered as such, into float32 (precision.py). `gather_stored` is
+the last pass over a plan: what repeats forward steps in the backward (recomputation) comes before
+it, so that a repeated step reads what its own phase gathers.
 Not here: gradients and updates (emit_outputs.py), how a gather is lowered (runtime/buckets.py).
 """
 
@@ -51,6 +52,7 @@ from dtensor.sharding.steps import (
     Transfer,
     Update,
     phase_of,
+    reading,
     runs_once,
 )
 
@@ -160,7 +162,7 @@ class _Gathering:
         for step in kept:
             when = _when(step)
             found = {v: self.read(v, at, when) for at, v in _reads(step) if self._depends(v)}
-            self.steps.append(_reading(step, found) if found else step)
+            self.steps.append(reading(step, found) if found else step)
         outputs = tuple(
             replace(
                 o,
@@ -370,23 +372,5 @@ def _reads(step: Step) -> list[tuple[int, str]]:
             return [(step.stage, step.gradient)]
         case Regather():
             return []
-        case _:
-            assert_never(step)
-
-
-def _reading(step: Step, names: Mapping[str, str]) -> Step:
-    """The step with its operands renamed."""
-    match step:
-        case Compute() | Bucket() | TieSum():
-            return replace(step, operands=tuple(names.get(v, v) for v in step.operands))
-        case Convert() | Transfer() | Accumulate():
-            return replace(step, operand=names.get(step.operand, step.operand))
-        case Norm():
-            renamed = tuple((s, names.get(v, v), p) for s, v, p in step.operands)
-            return replace(step, operands=renamed)
-        case Update():
-            return replace(step, gradient=names.get(step.gradient, step.gradient))
-        case Regather():
-            return step
         case _:
             assert_never(step)

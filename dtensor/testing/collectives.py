@@ -37,7 +37,8 @@ from dtensor.frontend.graph import Arg, Graph
 from dtensor.frontend.opcall import meta_of
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Shard
-from dtensor.sharding.plan import Collective, Plan
+from dtensor.sharding.plan import Plan
+from dtensor.sharding.plan_collectives import Collective
 from dtensor.sharding.planner import Request, plan
 from dtensor.sharding.spec import TensorSpec, make_spec
 

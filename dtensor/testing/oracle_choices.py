@@ -37,7 +37,7 @@ def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
 
 def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     plain = rule.strategies(2)[1:]
-    yield from itertools.combinations_with_replacement(rule.fixed_strategies()[1:], 2)
+    yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
     yield from itertools.permutations(plain, 2)
     for assignment in _assignments(rule):
         finer = {

@@ -118,6 +118,19 @@ def test_pins_that_do_not_fit(out: Any, message: str) -> None:
         dt.compile(lambda a: a * 2, TP2, out=out)(torch.randn(4, 4))
 
 
+def test_pins_in_the_structure_of_the_result() -> None:
+    def fn(a: Any) -> dict[str, Any]:
+        return {"double": a * 2, "name": "n", "both": (a + 1, [a.exp(), a.sum()])}
+
+    out = {"double": dict(tp=dt.Row()), "both": (dict(tp=dt.Column()), [{}, None])}
+    found = dt.compile(fn, TP2, out=out)(torch.randn(4, 6))
+    specs = [found["double"], found["both"][0], *found["both"][1]]
+    assert [str(t.spec) for t in specs] == ["f32[4@tp,6]", "f32[4,6@tp]", "f32[4,6]", "f32[]"]
+    with pytest.raises(dt.PlanningError, match="out= names 'doubel'") as raised:
+        dt.compile(fn, TP2, out={"doubel": dict(tp=dt.Row())})(torch.randn(4, 6))
+    assert str(raised.value).endswith('fix: write "double"')
+
+
 def test_pytrees_and_what_is_no_tensor() -> None:
     def fn(parts: Mapping[str, Any], scale: float, *, name: str) -> dict[str, Any]:
         total = parts["a"] + parts["b"][0] * scale

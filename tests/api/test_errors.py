@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dtensor.api.placing import input_pins, planner_pins, resolve
 from dtensor.errors import PlanningError
@@ -223,20 +222,6 @@ A custom torch.autograd.Function cannot be captured: its backward would be lost.
   class Doubled
   test_errors.py:N: return Doubled.apply(x)
 fix: define it with torch.library.custom_op and register_autograd, which capture keeps""",
-    )
-
-
-def test_checkpoint() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return checkpoint(torch.sin, x, use_reentrant=False)
-
-    text = refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2, requires_grad=True))
-    assert_expected_inline(
-        text,
-        """\
-torch.utils.checkpoint cannot be captured: its recompute would be lost.
-  test_errors.py:N: return checkpoint(torch.sin, x, use_reentrant=False)
-fix: remove the call; a recompute= option to state it at planning does not exist yet""",
     )
 
 

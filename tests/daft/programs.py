@@ -53,7 +53,7 @@ def values(rank: int, *shape: int, dtype: torch.dtype = F32, seed: int = 0) -> T
     return real > 0 if dtype == torch.bool else real.to(dtype)
 
 
-def _left_fold(parts: Sequence[Tensor], op: str) -> Tensor:
+def _left_fold(parts: Sequence[Tensor], op: str, dtype: torch.dtype | None = None) -> Tensor:
     """Written without `fold`, to check it."""
     total = parts[0].double() if parts[0].dtype == torch.float64 else parts[0]
     narrow = op == "sum" and parts[0].dtype in (torch.float16, torch.bfloat16)
@@ -62,7 +62,7 @@ def _left_fold(parts: Sequence[Tensor], op: str) -> Tensor:
         total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op](
             total, part.float() if narrow else part
         )
-    return total.to(parts[0].dtype)
+    return total.to(dtype or parts[0].dtype)
 
 
 class Collectives:
@@ -96,6 +96,8 @@ class Collectives:
         self._reduce("sum", [(3,), (2, 3), (0,), ()], torch.bfloat16)
         self._reduce("sum", [(large + 1,)], F32)
         self._reduce("sum", [(large,), (7,), (1,)], torch.float16)
+        self._reduce("sum", [(3,), (2, 3), (0,), ()], torch.bfloat16, F32)
+        self._reduce("sum", [(large + 1,), (5,)], torch.bfloat16, F32)
         for dtype in (F32, torch.bool, torch.bfloat16, torch.int8):
             parts = [values(r, r, 3, dtype=dtype) for r in g]  # rank 0's is empty
             self._collective("all_gather", None, [[p] for p in parts], [parts] * n)
@@ -106,15 +108,22 @@ class Collectives:
             self._collective("broadcast", None, [[whole]] + [[]] * (n - 1), [[whole]] * n)
         for dtype in (F32, torch.bfloat16, torch.int64):
             given = [[values(r * n + to, to, 2, dtype=dtype) for to in g] for r in g]
-            folded = [[_left_fold([given[r][to] for r in g], "sum")] for to in g]
-            self._collective("reduce_scatter", "sum", given, folded)
+            for made in (dtype, F32) if dtype == torch.bfloat16 else (dtype,):
+                folded = [[_left_fold([given[r][to] for r in g], "sum", made)] for to in g]
+                self._collective("reduce_scatter", "sum", given, folded)
 
-    def _reduce(self, op: str, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def _reduce(
+        self,
+        op: str,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        made: torch.dtype | None = None,
+    ) -> None:
         given = [
             [values(r, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
             for r in self.group
         ]
-        folded = [_left_fold([row[i] for row in given], op) for i in range(len(shapes))]
+        folded = [_left_fold([row[i] for row in given], op, made) for i in range(len(shapes))]
         self._collective("all_reduce", op, given, [folded] * self.size)
 
     def _collective(

@@ -219,3 +219,18 @@ def test_faults_of_the_caller() -> None:
     cluster.close()
     with pytest.raises(ClusterClosed):
         cluster.put([{}, {}])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_autocast_around_a_run_is_not_the_programs(mode: Mode) -> None:
+    square = function("square", "def forward(x):\n    return (mm(x, x),)", mm=torch.mm)
+    one = program(
+        [Call("square", ("x",), ("y",)), Free(("x",))],
+        functions=[square],
+        inputs=[("x",)],
+        outputs=[("y",)],
+    )
+    with launch_cluster(1) as cluster, torch.autocast("cpu", dtype=torch.bfloat16):
+        (result,) = cluster.run(cluster.load(one), [{"x": torch.eye(2)}], mode=mode).get()
+        assert torch.is_autocast_enabled("cpu")
+    assert result["y"].dtype == torch.float32

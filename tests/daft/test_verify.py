@@ -167,6 +167,34 @@ def test_pieces_must_match_one_by_one() -> None:
     assert "do not fit together" in text
 
 
+HALF = Buffer((2,), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("op", "given", "made", "fits"),
+    [
+        ("sum", HALF, B, True),  # in which it is accumulated
+        ("max", HALF, B, False),
+        ("sum", B, HALF, False),
+        ("sum", B, Buffer((2,), torch.float64), False),
+        ("sum", HALF, Buffer((2,), torch.float16), False),
+    ],
+)
+def test_only_a_narrow_sum_may_come_out_wider(
+    op: str, given: Buffer, made: Buffer, fits: bool
+) -> None:
+    reduced = Collective("all_reduce", (0, 1), ("x",), ("s",), (given,), (made,), op, "g")  # type: ignore[arg-type]
+    names = ("x", "y")
+    scattered = Collective("reduce_scatter", (0, 1), names, ("s",), (given,) * 2, (made,), op, "g")  # type: ignore[arg-type]
+    for one in (reduced, scattered):
+        lists = [[one, Wait(("s",))]] * 2
+        words = dict(inputs=[one.inputs] * 2, outputs=[("s",)] * 2)
+        if fits:
+            verify(program(*lists, **words))  # type: ignore[arg-type]
+        else:
+            assert "do not fit together" in refusal(*lists, **words)
+
+
 def test_merged_list_of_one_host_never_blocks() -> None:
     lists = merge(pipeline(3), ((0, 1, 2),))
     assert len(lists) == 1

@@ -87,9 +87,13 @@ def _whole(kinds: Sequence[str], jobs: int, resume: bool, out: Path, table: Path
 def _peer(jobs: int, resume: bool, out: Path) -> int:
     from tests.opinfo.table import PEER, load, peer_numbers
 
+    ours = load(out, "even")
+    if not ours:
+        print("run python -m tests.opinfo first: the same entries are counted")
+        return 2
     _prepare(["peer"], resume, out)
     _processes("peer", jobs, out)
-    found = peer_numbers(load(out, "peer"), load(out, "even"))
+    found = peer_numbers(load(out, "peer"), ours)
     PEER.write_text(json.dumps(found, indent=1) + "\n")
     print(PEER.read_text(), end="")
     return 0

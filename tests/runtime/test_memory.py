@@ -31,6 +31,8 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.live: dict[int, tuple[StorageWeakRef, int, int]] = {}  # address -> ref, bytes, rank
         self.rank: int | None = None  # whose code runs
+        self.state: set[int] = set()  # addresses of what lives throughout
+        self.held = [0] * num_ranks  # bytes of that
         self.peak = [0] * num_ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,13 +46,21 @@ class Meter(TorchDispatchMode):
     def add(self, tensor: torch.Tensor, rank: int, *, known: bool = False) -> None:
         """``known``: a storage that has an owner keeps it."""
         storage = tensor.untyped_storage()
+        if storage._cdata in self.state:
+            return
         entry = self.live.get(storage._cdata)
         if not known or entry is None or entry[0].expired():
             self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), rank)
 
+    def add_state(self, tensor: torch.Tensor, rank: int) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.state:
+            self.state.add(storage._cdata)
+            self.held[rank] += storage.nbytes()
+
     def sample(self) -> None:
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        now = [0] * len(self.peak)
+        now = list(self.held)
         for _, nbytes, rank in self.live.values():
             now[rank] += nbytes
         self.peak = [max(pair) for pair in zip(self.peak, now, strict=True)]
@@ -69,10 +79,12 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
                 held[rank]["optimizer"] += value.nbytes()
                 for state in value.optimizer.state.values():  # type: ignore[union-attr]
                     for tensor in state.values():
-                        meter.add(tensor, rank)
+                        meter.add_state(tensor, rank)
+                for label in value.mastered:
+                    meter.add_state(value.parameters[label].data, rank)
             elif name.startswith("model"):
                 held[rank]["parameters"] += value.numel() * value.element_size()
-                meter.add(value, rank)
+                meter.add_state(value, rank)
         plain, begin = worker.step, worker.begin
 
         def step(handle: int, position: int) -> None:
@@ -89,7 +101,10 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
             meter.rank = rank if isinstance(instruction, Call) else None
             plain(handle, position)
             meter.rank = None
-            for (owner, _), value in table.items():
+            made = table.items()  # communication may end for other ranks too
+            if isinstance(instruction, Call):
+                made = [((rank, n), table.get((rank, n))) for n in instruction.outputs]
+            for (owner, _), value in made:
                 if isinstance(value, torch.Tensor):
                     meter.add(value, owner)
             meter.sample()

@@ -15,7 +15,7 @@ all that lowering reads. Communication is inserted from the grid, never written.
 """
 
 from dtensor.runtime.schedule.custom import Custom, Ordered
-from dtensor.runtime.schedule.grid import Action, Grid, place, validate
+from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, validate
 from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, span_bubble, timeline
 from dtensor.runtime.schedule.published import GPipe, Interleaved1F1B, LoopedBFS, OneFOneB
 from dtensor.runtime.schedule.search import Found, Searched, search
@@ -29,10 +29,12 @@ __all__ = [
     "Costs",
     "Custom",
     "DualPipeV",
+    "Event",
     "Found",
     "GPipe",
     "Grid",
     "Interleaved1F1B",
+    "Kind",
     "LoopedBFS",
     "OneFOneB",
     "Ordered",
@@ -47,15 +49,5 @@ __all__ = [
     "validate",
 ]
 
-Schedule = (
-    GPipe
-    | LoopedBFS
-    | OneFOneB
-    | Interleaved1F1B
-    | ZBH1
-    | ZBH2
-    | ZBV
-    | DualPipeV
-    | Custom
-    | Ordered
-)
+Published = GPipe | LoopedBFS | OneFOneB | Interleaved1F1B | ZBH1 | ZBH2 | ZBV | DualPipeV
+Schedule = Published | Searched | Custom | Ordered

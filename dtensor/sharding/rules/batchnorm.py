@@ -2,6 +2,8 @@
 
     batch norm, training      "n! c x0!, c, c, c, c -> n! c x0!, c, c, c, c"
     batch norm, evaluating    "n c x0, c, c, c, c -> n c x0, 0, 0"
+    bn_squares                "n c x0, c -> c"                summed over the batch
+    bn_sums                   "n c x0, n c x0, c -> s! c"     likewise
     group norm                "n (g k!) x0!, (g k!), (g k!) -> n (g k!) x0!, n g, n g"
 
 Invariants: the batch is whole where statistics are taken over it: never are a rank's own rows
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+import dtensor.sharding.ops_norm  # noqa: F401  # pyright: ignore[reportUnusedImport] - the ops
 from dtensor.sharding.call import Local, OpCall
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.rules.build import make, retarget
@@ -62,6 +65,17 @@ def _batch_norm_backward(training_at: int) -> Builder:
     return build
 
 
+def _in_parts(result: str | None, linear: tuple[tuple[int, ...], ...] = ()) -> Builder:
+    """An op of the written-out form: images, then vectors over channels; see ops_norm.py."""
+
+    def build(call: OpCall) -> Rule:
+        x = _image(len(call.operands[0].shape), training=False)
+        left = ", ".join(x if len(m.shape) > 1 else "c" for m in call.operands)
+        return make(call, f"{left} -> {x if result is None else result}", linear=linear)
+
+    return build
+
+
 def _group_terms(rank: int) -> tuple[str, str]:
     points = " ".join(f"x{d}!" for d in range(rank - 2))
     return f"n (g k!) {points}", "(g k!)"
@@ -108,6 +122,10 @@ RULES: dict[str, Builder] = {
     "aten._batch_norm_no_update.default": _batch_norm(None, training=False),
     "aten.native_batch_norm_backward.default": _batch_norm_backward(7),
     "aten.batch_norm_backward.default": _batch_norm_backward(7),
+    "dt.bn_squares.default": _in_parts("c"),
+    "dt.bn_sums.default": _in_parts("s! c", linear=((0,),)),
+    "dt.bn_apply.default": _in_parts(None),
+    "dt.bn_backward.default": _in_parts(None),
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }

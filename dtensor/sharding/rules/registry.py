@@ -4,16 +4,19 @@
     register("mylib.swiglu.default", pattern("..., ... -> ...", linear=((1,),)))
 
 Invariants: an op has one builder; builders are pure; an op without one is an error that names it,
-never replication. The rules themselves stand in the tables of this package.
+never replication. Equal calls get the same rule object: what is found out from a rule is then found
+out once for all layers. The rules themselves stand in the tables of this package.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import cast
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import OpCall
+from dtensor.sharding.call import OpCall, Slot
 from dtensor.sharding.rule import Rule
 
 Builder = Callable[[OpCall], Rule]
@@ -45,7 +48,43 @@ def rule_for(call: OpCall) -> Rule:
     builder = _BUILDERS.get(call.name)
     if builder is None:
         raise no_rule(call, "it is not in the tables of dtensor.sharding.rules")
-    return builder(call)
+    return _built(_Exact(builder, call))
+
+
+class _Exact:
+    """A call and its builder, equal where the rule is: not, as tuples are, for 1, 1.0 and True."""
+
+    __slots__ = ("builder", "call", "key")
+
+    def __init__(self, builder: Builder, call: OpCall) -> None:
+        self.builder, self.call = builder, call
+        literals = (_exact(call.args), _exact(call.kwargs))
+        self.key = (builder, call.target, literals, call.operands, call.results, call.multiple)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Exact) and self.key == other.key
+
+
+@lru_cache(maxsize=1 << 14)
+def _built(asked: _Exact) -> Rule:
+    return asked.builder(asked.call)
+
+
+def _exact(value: object) -> object:
+    match value:
+        case tuple() | list():
+            return tuple(map(_exact, cast(Iterable[object], value)))
+        case Slot():
+            return (Slot, value.name, value.hex())
+        case float():  # 0.0 and -0.0 are equal, nan is not
+            return (float, value.hex())
+        case complex():
+            return (complex, value.real.hex(), value.imag.hex())
+        case _:
+            return (type(value), value)
 
 
 def no_rule(call: OpCall, reason: str) -> NoRule:

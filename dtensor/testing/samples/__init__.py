@@ -23,6 +23,7 @@ from dtensor.testing.samples.ordering import ORDERING
 from dtensor.testing.samples.pointwise import POINTWISE
 from dtensor.testing.samples.random import RANDOM
 from dtensor.testing.samples.special import SPECIAL
+from dtensor.testing.samples.statistics import STATISTICS
 from dtensor.testing.samples.tensors import STAND_INS, TENSORS
 
 FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
@@ -36,6 +37,7 @@ FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
     POINTWISE,
     RANDOM,
     SPECIAL,
+    STATISTICS,
     TENSORS,
 )
 

@@ -1,0 +1,41 @@
+"""`dt.simulate`: a step on a virtual clock, on a mesh that need not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtensor.api.compiled import CompiledFunction
+from dtensor.api.training import TrainStep
+from dtensor.errors import PlanningError
+from dtensor.runtime.simulate import simulate as simulated
+from dtensor.runtime.trace import Trace
+from dtensor.sharding.cost import Topology
+
+
+def simulate(
+    step: TrainStep | CompiledFunction,
+    *batch: Any,
+    topology: Topology | None = None,
+    **kwargs: Any,
+) -> Trace:
+    """The predicted timeline of one call of ``step`` on such a batch; nothing is launched.
+
+    The program that the actors would run is run against a virtual clock: ops last by the roofline,
+    messages by the alpha-beta model of ``topology`` (default: that of the step). Ranks that do
+    the same are simulated once, so the mesh may have thousands.
+
+    Args:
+        batch: tensors (meta too) or specs, as for `plan`.
+
+    Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank, ``save("trace.json")``.
+    """
+    match step:
+        case TrainStep():
+            return simulated(step.plan(*batch, **kwargs), step.grid, topology)
+        case CompiledFunction():
+            return simulated(step.plan(*batch, **kwargs), None, topology)
+        case _:
+            raise PlanningError(
+                f"simulate takes what dt.train_step or dt.compile returns, not "
+                f"{type(step).__name__}.\nfix: dt.simulate(step, *batch)"
+            )

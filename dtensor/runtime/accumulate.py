@@ -1,0 +1,50 @@
+"""Lowering sums over microbatches: each result is added to its total when its action ends.
+
+    F0 B0    total = grad_w.to(float32)        a gradient of bf16: its total is float32
+    F1 B1    total = total + grad_w
+
+Invariants: the order is that of microbatches, a left fold; the last sum has the plan's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dtensor.sharding.steps import Accumulate, Step, results_of
+
+if TYPE_CHECKING:
+    from dtensor.runtime.rank_lower import RankLowering
+    from dtensor.runtime.schedule import Action
+
+
+def accumulate(rank: RankLowering, steps: Sequence[Step], action: Action) -> None:
+    """Add the outputs that the steps of this action have made to their sums."""
+    made_here = {name for step in steps for name, _ in results_of(step)}
+    last = action.microbatch == rank.plan.num_microbatches - 1
+    for step in rank.plan.steps:
+        if not isinstance(step, Accumulate) or step.stage != action.stage:
+            continue
+        if step.operand in made_here:
+            _add(rank, step, action.microbatch, last=last)
+
+
+def _add(rank: RankLowering, step: Accumulate, microbatch: int, *, last: bool) -> None:
+    segment = rank.short_segment(microbatch)
+    total = step.result if last else f"{step.result}@{microbatch}"
+    segment.table[step.result] = total
+    segment.table[step.operand] = rank.value(step.operand, microbatch)
+    previous = rank.accumulated.get(step.result)
+    if previous is None:
+        text = f"{step.result} = {step.operand}"
+        if step.src.dtype != step.dst.dtype:
+            text += f".to({segment.code.literal(step.dst.dtype, ())})"
+        segment.code.line(text, [step.operand], [step.result], None)
+    else:  # float32 and bf16 are added in float32
+        before = f"{step.result}_before"
+        segment.table[before] = previous
+        text = f"{step.result} = {before} + {step.operand}"
+        segment.code.line(text, [before, step.operand], [step.result], None)
+    rank.price(segment, step)
+    rank.accumulated[step.result] = total
+    rank.nbytes[total] = step.dst.local_nbytes(rank.at(None))

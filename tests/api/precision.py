@@ -1,0 +1,76 @@
+"""What the tests of precision share: a small GPT in 16 bits, and errors against float64.
+
+    run = build(dt.Mesh(dp=2), zero=1, master_weights=True)       # bf16 parameters
+    run = build(dt.Mesh(dp=2), loss=under_autocast, dtype=None)   # float32 ones
+
+No test lives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.api.training import MakeOptimizer, Run, adamw
+from tests.models import GPT
+
+BF16 = torch.bfloat16
+STAGES = {"pp": [["embed*", "positions*"], ["blocks*", "norm*", "head*"]]}
+
+
+def gpt(dtype: torch.dtype | None = BF16) -> nn.Module:
+    """A GPT of one layer; whatever its dtype, its parameters have the values of 16 bits."""
+    torch.manual_seed(0)
+    return GPT(layers=1).to(BF16).to(dtype or torch.float32)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide.view(-1, wide.shape[-1]), targets.view(-1))
+
+
+def under_autocast(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        return loss_of(model, tokens, targets)
+
+
+def build(
+    mesh: dt.Mesh,
+    *,
+    module: nn.Module | None = None,
+    dtype: torch.dtype | None = BF16,
+    pins: Any = None,
+    stages: Any = None,
+    zero: int = 0,
+    make: MakeOptimizer = adamw,
+    loss: Any = loss_of,
+    **options: Any,
+) -> Run:
+    """``options``: of `train_step`."""
+    module = gpt(dtype) if module is None else module
+    stored = {"dp": zero} if zero else None
+    model = dt.parallelize(module, mesh, pins or {}, stages=stages, zero=stored)
+    optimizer = make(module)
+    inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
+    step = dt.train_step(model, loss, optimizer, inputs=inputs, **options)
+    return Run(mesh=mesh, module=module, model=model, optimizer=optimizer, step=step)
+
+
+def exact_gradients(one: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """In float64, of the same parameters."""
+    model = gpt(torch.float64)
+    loss_of(model, *one).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Of all gradients as one vector, relative to its length."""
+    assert set(found) == set(exact)
+    apart = sum((found[n].double() - exact[n]).square().sum().item() for n in exact)
+    return (apart / sum(g.square().sum().item() for g in exact.values())) ** 0.5

@@ -1,0 +1,150 @@
+"""`compare`: its rows are what each strategy's own step plans; its table is the page's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor.api import program
+from tests.api.training import MEGATRON, TWO_STAGES
+from tests.models import GPT, loss_fn
+
+PAGE = Path(__file__).parents[2] / "docs" / "compare.md"
+TOKENS = torch.empty(8, 8, dtype=torch.int64, device="meta")
+FOUR = {
+    "pp": [["embed*", "positions*"], ["blocks.0.*"], ["blocks.1.*"], ["norm*", "head*"]],
+}
+
+
+def gpt() -> nn.Module:
+    with torch.device("meta"):
+        return GPT()
+
+
+def test_the_page_prints_what_it_says() -> None:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert [language for language, _ in found] == ["python", "text"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(found[0][1], "docs_compare.py", "exec"), {"__name__": "docs_compare"})
+    assert out.getvalue() == found[1][1]
+
+
+def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured once; the model's tensors and hooks are what they were."""
+    captured: list[object] = []
+    capture = program.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        captured.append(args)
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(program, "capture", counted)
+    model = gpt()
+    before = [(name, id(t)) for name, t in [*model.named_parameters(), *model.named_buffers()]]
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    options = dict(inputs=dict(dp=dt.Row()), zero={"dp": 2}, clip_grad_norm=1.0)
+    found = dt.compare(
+        model,
+        loss_fn,
+        {
+            "tp2": (dt.Mesh(tp=2), MEGATRON),
+            "zero": (dt.Mesh(dp=2), {}, options),
+            "pp2": dict(mesh=dt.Mesh(pp=2), stages=TWO_STAGES, schedule=dt.OneFOneB(2)),
+            "pp2 again": dict(
+                mesh=dt.Mesh(pp=2),
+                stages=TWO_STAGES,
+                schedule=dt.OneFOneB(2),
+                recompute=["blocks.*"],
+            ),
+            "pp2 by two": dict(mesh=dt.Mesh(pp=2), stages=FOUR, schedule=dt.GPipe(2)),
+        },
+        dt.spec("i64[8,8]", dt.Mesh()),
+        targets=TOKENS,
+    )
+    assert len(captured) == 1
+    assert found["pp2 again"].memory.activations < found["pp2"].memory.activations
+    assert before == [(n, id(t)) for n, t in [*model.named_parameters(), *model.named_buffers()]]
+    assert attributes == [sorted(vars(module)) for module in model.modules()]
+
+    parallel = dt.parallelize(model, dt.Mesh(dp=2), {}, zero={"dp": 2})
+    step = dt.train_step(
+        parallel,
+        loss_fn,
+        torch.optim.AdamW(model.parameters()),
+        inputs=dict(dp=dt.Row()),
+        clip_grad_norm=1.0,
+    )
+    assert str(found["zero"].plan) == str(step.plan(TOKENS, targets=TOKENS))
+    assert found["zero"].memory == found["zero"].plan.memory[0]
+    sent = sum(c.bytes_sent * c.times for c in found["zero"].plan.collectives)
+    assert sum(found["zero"].bytes.values()) == found["zero"].bytes_sent == sent
+
+    one, two = found["pp2"], found["pp2 by two"]
+    assert one.bubble == pytest.approx(1 / 3)
+    assert one.memory == max(one.plan.memory, key=lambda m: m.total)
+    # a rank hosts stages 0 and 2, or 1 and 3: their memory and their seconds add up
+    totals = [m.total for m in two.plan.memory]
+    assert two.memory.total == max(totals[0] + totals[2], totals[1] + totals[3])
+    assert two.seconds * (1 - two.bubble) > 0.9 * one.seconds * (1 - one.bubble)
+    assert two.num_collectives > one.num_collectives
+
+
+def test_one_without_a_plan_keeps_its_row() -> None:
+    small = dt.Topology(memory_bytes=100_000)
+    found = dt.compare(
+        gpt(),
+        loss_fn,
+        {
+            "tp2": (dt.Mesh(tp=2), MEGATRON, dict(topology=small)),
+            "typo": (dt.Mesh(tp=2), {"*.upp.weight": dict(tp=dt.Row())}),
+            "one": (dt.Mesh(), {}),
+        },
+        TOKENS,
+        TOKENS,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    typo = found["typo"]
+    assert isinstance(typo.error, dt.PlanningError)
+    with pytest.raises(dt.PlanningError, match="matches no parameter"):
+        _ = typo.plan
+    lines = str(found).splitlines()
+    assert lines[0] == "compare loss_fn    SGD"
+    assert [line.split()[0] for line in lines[3:6]] == ["tp2", "typo", "one"]
+    assert lines[4].split(maxsplit=1)[1] == f"no plan: {str(typo.error).splitlines()[0]}"
+    # tp2 is the faster in nothing here, and it alone does not fit its device
+    assert not found["tp2"].fits and found["one"].fits
+    assert lines[3].endswith(" !") and lines[5].count("*") == 0
+    assert "! above the 97.7 KiB of a rank's device" in lines
+    assert found["one"].memory.optimizer == 0 and found["one"].bytes_sent == 0
+    with pytest.raises(KeyError, match="tp2, typo, one"):
+        found["tp4"]
+
+
+@pytest.mark.parametrize(
+    ("strategies", "message"),
+    [
+        ({}, "strategies is {}, not a dict of at least one strategy"),
+        ({"a": {"tp": 2}}, "the strategy \"a\" is {'tp': 2}, without a mesh"),
+        (
+            {"a": (dt.Mesh(dp=2), {}, dict(shedule=dt.GPipe(2)))},
+            "states 'shedule', which is no option of parallelize or train_step.*fix: schedule=",
+        ),
+    ],
+)
+def test_what_is_no_strategy(strategies: Any, message: str) -> None:
+    with pytest.raises(dt.PlanningError, match=f"(?s){message}"):
+        dt.compare(gpt(), loss_fn, strategies, TOKENS, TOKENS)
+
+
+def test_a_placed_model_is_refused() -> None:
+    parallel: Any = dt.parallelize(gpt(), dt.Mesh())
+    with pytest.raises(dt.PlanningError, match=r"pass the original, model.module"):
+        dt.compare(parallel, loss_fn, {"one": (dt.Mesh(), {})}, TOKENS, TOKENS)

@@ -1,0 +1,274 @@
+"""16 bits: autocast is torch's, sums over ranks and microbatches are float32, wires carry 16."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.errors import PlanningError
+from tests.api.precision import (
+    BF16,
+    STAGES,
+    build,
+    distance,
+    exact_gradients,
+    gpt,
+    loss_of,
+    under_autocast,
+)
+from tests.api.training import (
+    MEGATRON,
+    adamw,
+    assert_losses_close,
+    assert_same_bits,
+    batches,
+    gradients_of,
+    sgd,
+    train_torch,
+)
+from tests.models import batch
+
+F32 = torch.float32
+
+
+# -- autocast ------------------------------------------------------------------------------------
+
+
+def only_forward(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        logits = model(tokens)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.view(-1))
+
+
+@pytest.mark.parametrize("loss", [under_autocast, only_forward])
+def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
+    """Of gradients and of parameters after three steps; the loss is of an op of our own."""
+    data = batches(3)
+    run = build(dt.Mesh(), dtype=None, loss=loss)
+    with dt.launch(run.mesh):
+        gradients = run.step.gradients(*data[0])
+        losses = run.losses(data)
+        state = run.state()
+    assert_same_bits(gradients, gradients_of(gpt(None), data[0], loss))
+    plain = gpt(None)
+    assert_losses_close(losses, train_torch(plain, adamw(plain), data, loss=loss))
+    assert_same_bits(state["model"], dict(plain.state_dict()))
+
+
+def test_autocast_around_the_call_is_another_program() -> None:
+    one = batch()
+    run = build(dt.Mesh(), dtype=None)
+    inner = build(dt.Mesh(), dtype=None, loss=under_autocast)
+    with dt.launch(run.mesh):
+        plain = float(run.step(*one))
+        dt.load_state_dict(run.model, None, {"model": gpt(None).state_dict()})
+        with torch.autocast("cpu", dtype=BF16):
+            cast = float(run.step(*one))
+        dt.load_state_dict(run.model, None, {"model": gpt(None).state_dict()})
+        again = float(run.step(*one))
+        stated = float(inner.step(*one))
+        run.state(), inner.state()
+    assert plain == again != cast == stated
+
+
+def test_compiled_and_eager_calls_follow_the_autocast_around_them() -> None:
+    mesh = dt.Mesh(tp=2)
+    x = dt.distribute(torch.randn(4, 8), mesh, tp=dt.Column())
+    w = dt.distribute(torch.randn(8, 4), mesh, tp=dt.Row())
+    product = dt.compile(lambda a, b: a @ b, mesh)
+    with torch.autocast("cpu", dtype=BF16), dt.implicit_redistribution("allow"):
+        assert product(x, w).dtype == (x @ w).dtype == BF16
+    assert product(x, w).dtype == (x @ w).dtype == F32
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_autocast_under_zero_gives_the_bits_of_level_0(level: int) -> None:
+    """Gradients of 16 bits are sent as such, parameters too at level 3: nothing is lost by it."""
+    found: list[Any] = []
+    data = batches(2)
+    for zero in (0, level):
+        run = build(dt.Mesh(dp=2), dtype=None, loss=under_autocast, zero=zero)
+        with dt.launch(run.mesh):
+            found.append((run.step.gradients(*data[0]), run.losses(data), run.state()))
+    assert_same_bits(found[1], found[0])
+
+
+# -- sums ----------------------------------------------------------------------------------------
+
+
+class Ones(nn.Module):
+    """The gradient of w is the sum of the rows of x (times one, so that it is a sum over time)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8, dtype=BF16))
+        self.one = nn.Parameter(torch.ones((), dtype=BF16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.one * self.w).sum()
+
+
+def total(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+# 256 + 1 is 256 in bf16: one rounding of a running sum loses a row, all of them lose seven.
+ROWS = torch.tensor([[256.0]] + [[1.0]] * 7).expand(8, 8).to(BF16)
+
+
+@pytest.mark.parametrize(
+    ("dp", "microbatches", "zero"),
+    [(1, 8, 0), *((dp, m, z) for dp, m in ((8, 1), (2, 4)) for z in (0, 1, 2, 3))],
+)
+def test_sums_of_16_bits_are_float32(dp: int, microbatches: int, zero: int) -> None:
+    run = build(
+        dt.Mesh(dp=dp),
+        module=Ones(),
+        zero=zero,
+        make=lambda m: torch.optim.SGD([m.w], lr=1.0),
+        loss=total,
+        schedule=dt.GPipe(microbatches),
+        master_weights=True,
+    )
+    with dt.launch(run.mesh):
+        gradient = run.step.gradients(ROWS)["w"]
+        float(run.step(ROWS))
+        state = run.state()
+    assert gradient.dtype == F32 and gradient.tolist() == [263.0] * 8
+    assert state["optimizer"]["state"][0]["master_param"].tolist() == [-263.0] * 8
+    assert state["model"]["w"].tolist() == [-264.0] * 8  # to even
+
+
+def test_without_masters_the_sum_is_rounded_once() -> None:
+    run = build(dt.Mesh(dp=2), module=Ones(), make=sgd, loss=total, schedule=dt.GPipe(4))
+    with dt.launch(run.mesh):
+        gradient = run.step.gradients(ROWS)["w"]
+    assert gradient.dtype == BF16 and gradient.tolist() == [264.0] * 8
+
+
+def test_a_loss_of_16_bits_is_summed_in_float32() -> None:
+    """And is of 16 bits to who reads it, as in torch."""
+    run = build(dt.Mesh(), module=Ones(), make=sgd, loss=total, schedule=dt.GPipe(8))
+    run.module.w.data.fill_(1.0)  # type: ignore[union-attr]
+    plan = run.step.plan(ROWS)
+    (result,) = [o for o in plan.outputs if o.kind == "result"]
+    with dt.launch(run.mesh):
+        loss = run.step(ROWS).tensor()
+        run.state()
+    assert result.spec.dtype == F32
+    assert loss.dtype == BF16 and loss.item() == 8 * 264  # 2104 is 2112 in bf16
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "8 microbatches": dict(mesh=dt.Mesh(), schedule=dt.GPipe(8)),
+    "8 ranks, 8 microbatches": dict(mesh=dt.Mesh(dp=8), schedule=dt.GPipe(8)),
+    "8 ranks at zero 3": dict(mesh=dt.Mesh(dp=8), zero=3, schedule=dt.GPipe(8)),
+    "rows of weights": dict(mesh=dt.Mesh(tp=4), pins=MEGATRON),
+    "both": dict(mesh=dt.Mesh(dp=2, tp=4), pins=MEGATRON, schedule=dt.GPipe(4)),
+    "tied stages": dict(mesh=dt.Mesh(pp=2, dp=2), stages=STAGES, schedule=dt.GPipe(8)),
+}
+
+
+@pytest.mark.parametrize("loss", [loss_of, under_autocast])
+def test_many_ranks_are_no_less_exact_than_one(loss: Any) -> None:
+    """Against float64: where a batch is split, more sums are float32; a split product adds a
+    rounding of each rank's part, which is a few per cent of what 16 bits cost anyway."""
+    one = batch(size=64)
+    exact = exact_gradients(one)
+    dtype = BF16 if loss is loss_of else None
+    plain = gpt(dtype)
+    single = distance(gradients_of(plain, one, loss), exact)
+    for name, case in MANY.items():
+        run = build(**case, dtype=dtype, loss=loss, master_weights=dtype is not None)
+        with dt.launch(run.mesh):
+            found = distance(run.step.gradients(*one), exact)
+        # a batch that one kernel sums in 16 bits costs most where parameters have 16, too
+        limit = 0.5 if dtype == BF16 and "tp" not in run.mesh.shape else 1.1
+        assert 1e-4 < found < limit * single, name
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("loss", [loss_of, under_autocast])
+def test_on_every_device(device: str, loss: Any) -> None:
+    """The program is the same; a GPU's kernels add in another order."""
+    one = batch(size=64)
+    dtype = BF16 if loss is loss_of else None
+    exact = exact_gradients(one)
+    run = build(dt.Mesh(dp=2), dtype=dtype, loss=loss, zero=3, master_weights=dtype is not None)
+    with dt.launch(run.mesh, device=device):
+        gradients = run.step.gradients(*one)
+        run.losses([one])
+        state = run.state()["optimizer"]["state"]
+    single = distance(gradients_of(gpt(dtype), one, loss), exact)
+    assert 1e-4 < distance(gradients, exact) < 1.2 * single
+    assert all(entry["exp_avg"].dtype == F32 for entry in state.values())
+
+
+# -- wires ---------------------------------------------------------------------------------------
+
+
+def sent(run: Any, *one: Tensor) -> Counter[tuple[str, str]]:
+    """Bytes over dp by (kind, dtype), without scalars."""
+    found: Counter[tuple[str, str]] = Counter()
+    for c in run.step.plan(*one).collectives:
+        if c.bytes_sent > 16:
+            found[c.kind, c.dtype] += c.bytes_sent * c.times
+    return found
+
+
+def test_what_is_of_16_bits_is_sent_as_such() -> None:
+    """dp=2: a rank sends half of what is scattered, and its half of what is gathered."""
+    one = batch()
+    numel = sum(p.numel() for p in gpt().parameters())
+    for zero in (1, 2, 3):
+        whole = {("reduce_scatter", "bfloat16"): numel, ("all_gather", "bfloat16"): numel}
+        if zero == 3:  # in the backward once more, but for the biases and the positions
+            again = [n for n, p in gpt().named_parameters() if p.dim() > 1 and "pos" not in n]
+            shapes = dict(gpt().named_parameters())
+            norms = [n for n in shapes if "norm" in n]
+            whole["all_gather", "bfloat16"] += sum(shapes[n].numel() for n in (*again, *norms))
+        masters = build(dt.Mesh(dp=2), zero=zero, master_weights=True)
+        assert sent(masters, *one) == whole, zero
+    # not split: a sum over ranks leaves in 16 bits and comes back in 32
+    assert sent(build(dt.Mesh(dp=2)), *one) == {("all_reduce", "bfloat16"): 3 * numel}
+    accumulated = build(dt.Mesh(dp=2), schedule=dt.GPipe(2))
+    assert sent(accumulated, *one) == {("all_reduce", "float32"): 4 * numel}
+
+
+def test_autocast_halves_what_linear_layers_send() -> None:
+    one = batch()
+    half = build(dt.Mesh(dp=2), dtype=None, loss=under_autocast, zero=3)
+    full = build(dt.Mesh(dp=2), dtype=None, zero=3)
+    layer = {n: p.numel() for n, p in gpt().named_parameters() if "attn" in n or "mlp" in n}
+    here, there = sent(half, *one), sent(full, *one)
+    assert here["reduce_scatter", "bfloat16"] == sum(layer.values())
+    saved = there["reduce_scatter", "float32"] - here["reduce_scatter", "float32"]
+    assert saved == 2 * sum(layer.values())
+    assert here["all_gather", "bfloat16"] > 0
+
+
+def test_a_weight_that_is_used_twice_is_gathered_once() -> None:
+    def twice(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=BF16):
+            return model(model(x).relu()).float().square().mean()
+
+    run = build(dt.Mesh(dp=2), module=nn.Linear(8, 8, bias=False), loss=twice, zero=3, make=sgd)
+    gathers = [c for c in run.step.plan(torch.randn(4, 8)).collectives if c.kind == "all_gather"]
+    assert [(c.phase, c.dtype, c.bytes_sent) for c in gathers] == [
+        ("forward", "bfloat16", 64),
+        ("backward", "bfloat16", 64),
+    ]
+
+
+def test_autocast_for_cuda_names_the_line() -> None:
+    def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=BF16):
+            return loss_of(model, tokens, targets)
+
+    with pytest.raises(PlanningError, match='test_precision.py:.*torch.autocast."cuda"'):
+        build(dt.Mesh(), loss=loss).step.plan(*batch())

@@ -1,0 +1,165 @@
+"""Every schedule gives the same gradients: to the bit those of one rank that takes microbatches in
+order, and within rounding those of one full batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.runtime.actions import Actions
+from dtensor.sharding.steps import Compute
+
+WIDTH, ROWS = 6, 840  # the rows divide by 1 to 8
+
+
+class Chain(nn.Module):
+    """A layer for each stage, with a norm whose gradients come with its input's."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def data(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(rows, WIDTH, generator=generator),
+        torch.randn(rows, WIDTH, generator=generator),
+    )
+
+
+def model_of(layers: int) -> Chain:
+    torch.manual_seed(0)
+    return Chain(layers)
+
+
+def step_of(layers: int, mesh: dt.Mesh, schedule: dt.Schedule, **options: Any) -> dt.TrainStep:
+    module = model_of(layers)
+    stages = {"pp": [[f"layers.{n}.*"] for n in range(layers)]}
+    model = dt.parallelize(module, mesh, {}, stages=stages)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return dt.train_step(model, loss_fn, optimizer, schedule=schedule, **options)
+
+
+def gradients(layers: int, mesh: dt.Mesh, schedule: dt.Schedule) -> dict[str, Tensor]:
+    with dt.launch(mesh):
+        return step_of(layers, mesh, schedule).gradients(*data())
+
+
+@functools.cache
+def in_order(layers: int, microbatches: int) -> dict[str, Tensor]:
+    """All stages on one rank, one microbatch after the other."""
+    return gradients(layers, dt.Mesh(pp=1), dt.GPipe(microbatches))
+
+
+@functools.cache
+def full_batch(layers: int) -> dict[str, Tensor]:
+    model = model_of(layers)
+    loss_fn(model, *data()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(make: Callable[[int], dt.Schedule], v: int, p: int, m: int) -> None:
+    found = gradients(v * p, dt.Mesh(pp=p), make(m))
+    expected, exact = full_batch(v * p), in_order(v * p, m)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, exact[name]), name
+        largest = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * largest)
+
+
+SCHEDULES: list[tuple[Callable[[int], dt.Schedule], int]] = [
+    (dt.GPipe, 1),
+    (dt.LoopedBFS, 2),
+    (dt.OneFOneB, 1),
+    (dt.Interleaved1F1B, 2),
+    (dt.ZBH1, 1),
+    (dt.ZBH2, 1),
+    (dt.ZBV, 2),
+    (dt.DualPipeV, 2),
+    (lambda m: dt.Searched(microbatches=m, most_held=3), 2),
+]
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6)])
+@pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
+def test_gradients(schedule: Callable[[int], dt.Schedule], v: int, p: int, m: int) -> None:
+    check(schedule, v, p, m)
+
+
+def test_both_halves_compute() -> None:
+    """I: the chain of inputs' gradients; W: the products with activations."""
+    step = step_of(2, dt.Mesh(pp=2), dt.ZBH1(2))
+    plan = step.plan(*data())
+    actions = Actions(plan, dt.ZBH1(2).grid(2, 2))
+    names = {
+        kind: [s.op.call.name for s in actions.steps(kind, 1) if isinstance(s, Compute)]
+        for kind in ("B", "I", "W")
+    }
+    assert sorted(names["B"]) == sorted(names["I"] + names["W"])
+    assert names["I"].count("aten.mm.default") == names["W"].count("aten.mm.default") == 1
+    assert "aten.sum.dim_IntList" in names["W"]  # of the bias
+    assert "aten.native_layer_norm_backward.default" in names["I"]
+
+
+def test_stages_lie_where_the_schedule_has_them() -> None:
+    """As a V, also for evaluation; and not elsewhere once they lie."""
+    mesh = dt.Mesh(pp=2)
+    step = step_of(4, mesh, dt.ZBV(4))
+    x, y = data()
+    with dt.launch(mesh):
+        before = float(step(x, y))
+        evaluate = dt.compile(loss_fn, mesh)
+        assert evaluate.plan(step.model, x, y).stage_ranks == (0, 1, 1, 0)
+        assert float(evaluate(step.model, x, y).full_tensor()) < before
+        dt.gather_state_dict(step.model, step.optimizer)
+    with pytest.raises(dt.PlanningError, match=r"ranks \[0, 1, 0, 1\] of pp.*\[0, 1, 1, 0\]"):
+        dt.train_step(step.model, loss_fn, step.optimizer, schedule=dt.Interleaved1F1B(4))
+
+
+@pytest.mark.ray
+def test_ray_gives_the_bits_of_one_process() -> None:
+    mesh = dt.Mesh(pp=2)
+    found: list[list[float]] = []
+    for backend in ("inprocess", "ray"):
+        losses: list[float] = []
+        for schedule, v in ((dt.ZBV(4), 2), (dt.ZBH2(4), 1), (dt.Interleaved1F1B(4), 2)):
+            step = step_of(2 * v, mesh, schedule, clip_grad_norm=1.0)
+            with dt.launch(mesh, backend=backend):
+                losses += [float(step(*data())) for _ in range(2)]
+                dt.gather_state_dict(step.model, step.optimizer)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+if __name__ == "__main__":  # all of them: python -m tests.api.test_schedules
+    number = 0
+    for schedule, v in SCHEDULES:
+        for p in (2, 3, 4):
+            for m in range(1, 9):
+                try:
+                    schedule(m).grid(v * p, p)
+                except dt.PlanningError:
+                    continue  # not in its domain
+                check(schedule, v, p, m)
+                number += 1
+    print(f"{number} schedules: bitwise those of microbatches in order, 1e-5 of the full batch")

@@ -1,0 +1,96 @@
+"""Repeated layers are differentiated once, and the graph is that of the whole, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dtensor.frontend import differentiate, segments
+from dtensor.frontend.capture import capture
+from dtensor.frontend.flow import dataflow
+from dtensor.frontend.graph import Graph
+from tests.models import GPT, MLP, DropoutGPT, loss_fn
+
+
+class Chain(nn.Module):
+    """Layers one after the other; ``forward`` of a layer is given, with what it may keep."""
+
+    def __init__(self, layer: Callable[[MLP, Tensor, Tensor], Tensor], layers: int = 4) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(MLP() for _ in range(layers))
+        self.layer = layer
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for block in self.blocks:
+            assert isinstance(block, MLP)
+            x = self.layer(block, x, first)
+        return self.head(x)
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    """The first two of a GPT's blocks and its tables do not require grad."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("blocks.2", "blocks.3", "blocks.4", "norm")))
+    return model
+
+
+def _written(block: MLP, x: Tensor, first: Tensor) -> Tensor:
+    y = block(x)
+    y.mul_(2.0)
+    return y
+
+
+# Model, and how many exports there are: 1 is the whole, else before, after and each kind of layer.
+CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "tied": (lambda: GPT(layers=4), 3),
+    "dropout": (lambda: DropoutGPT(layers=4), 3),
+    "frozen": (lambda: _frozen(GPT(layers=5, tied=False)), 5),
+    "checkpointed": (
+        lambda: Chain(lambda block, x, _: checkpoint(block, x, use_reentrant=False)),
+        3,
+    ),
+    "constant": (lambda: Chain(lambda block, x, _: x + block(x) * torch.tensor(0.5)), 3),
+    "view": (lambda: Chain(lambda block, x, _: block(x).transpose(0, 1)), 5),
+    "skip": (lambda: Chain(lambda block, x, first: block(x) + first), 2),  # then the whole
+    "in place": (lambda: Chain(_written), 1),
+}
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What is exported, one after the other; small layers count as worth it."""
+    export, found = differentiate._export, []
+
+    def counted(module: Any, tensors: Any) -> Any:
+        found.append(module)
+        return export(module, tensors)
+
+    monkeypatch.setattr(differentiate, "_export", counted)
+    monkeypatch.setattr(segments, "EXPORT", 0)
+    return found
+
+
+def _captured(model: nn.Module, grads: Any) -> Graph:
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    return capture(loss_fn, (model, tokens, tokens), grads=grads)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_graph_is_that_of_the_whole(
+    case: str, exports: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, num_exports = CASES[case]
+    model = make()
+    found = _captured(model, "loss")
+    assert len(exports) == num_exports
+    monkeypatch.setattr(differentiate, "segments_of", lambda _: ())
+    whole = _captured(model, "loss")
+    assert str(found) == str(whole)
+    assert dataflow(found) == dataflow(whole)
