@@ -22,10 +22,12 @@ from dtensor.api.session import launch
 from dtensor.api.simulate import simulate
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.tensor import DTensor, distribute, spec
+from dtensor.api.tracing import trace
 from dtensor.api.training import Loss, TrainStep, train_step
 from dtensor.api.transfer import transfer, transfer_plan
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
+from dtensor.runtime.measure import compare_traces
 from dtensor.runtime.schedule import (
     ZBH1,
     ZBH2,
@@ -85,6 +87,7 @@ __all__ = [
     "TrainStep",
     "annotate",
     "compare",
+    "compare_traces",
     "compile",
     "daft",
     "distribute",
@@ -99,6 +102,7 @@ __all__ = [
     "simulate",
     "spec",
     "testing",
+    "trace",
     "train_step",
     "transfer",
     "transfer_plan",

@@ -22,7 +22,7 @@ import torch
 
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome
-from dtensor.daft import Cluster, Future, Mode, launch_cluster
+from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.part import Part
 from dtensor.errors import PlanningError
 from dtensor.frontend.recipe import Recipe
@@ -66,6 +66,7 @@ class Session:
         self.mesh = mesh
         self.cluster = cluster
         self.mode: Mode = mode
+        self.timed: tuple[Handle, Future] | None = None
         self.closed = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
@@ -117,7 +118,19 @@ class Session:
         self.check()
         if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
             self._collect()
-        return self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
+        future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
+        if self.mode == "timed":
+            self.timed = handle, future
+        return future
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Within: runs are timed, and the last of them is ``timed``."""
+        before, self.mode = self.mode, "timed"
+        try:
+            yield
+        finally:
+            self.mode = before
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -290,7 +303,7 @@ def launch(
     """
     if backend not in get_args(Backend):
         raise PlanningError(f'backend={backend!r}: it is "inprocess" or "ray"')
-    if mode not in get_args(Mode):
+    if mode not in ("compiled", "interpreted"):
         raise PlanningError(f'mode={mode!r}: it is "compiled" or "interpreted"')
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')

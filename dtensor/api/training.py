@@ -31,10 +31,11 @@ from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import held_by
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
+from dtensor.runtime.actions import stage_costs
 from dtensor.runtime.lower import holders
 from dtensor.runtime.optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.runtime.rank_lower import Roles
-from dtensor.runtime.schedule import GPipe, Grid, Schedule, bubble, in_flight
+from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule, bubble, in_flight
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.hints import hints as hints_of
 from dtensor.sharding.local import assemble_at
@@ -96,6 +97,11 @@ class TrainStep:
         if not hints:
             return planned.plan
         return replace(planned.plan, hints=hints_of(planned.request, planned.plan))
+
+    def stage_costs(self, *batch: Any, **kwargs: Any) -> Costs:
+        """Predicted seconds of F, I and W of each stage on one microbatch, communication included:
+        what `Searched` takes as ``costs``."""
+        return stage_costs(self._plan(self._call(batch, kwargs)).plan)
 
     def plan_of(self, graph: Graph, *batch: Any, **kwargs: Any) -> Plan:
         """`plan`, where ``graph`` is what such a step captures; several steps may share one."""

@@ -28,7 +28,11 @@ from dtensor.daft.errors import DaftError
 from dtensor.daft.program import Program
 from dtensor.daft.verify import Report
 
-Mode: TypeAlias = Literal["compiled", "interpreted"]
+Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
+"""timed: as compiled; each rank's outputs have `TIMES` too."""
+TIMES = "daft.times"
+"""Output of a timed run: for each instruction of the rank (its index, begin, end), in seconds of
+the host's monotonic clock."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
 
 

@@ -17,12 +17,14 @@ that owns it does both.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias, assert_never
 
 import torch
 
+from dtensor.daft.cluster import TIMES
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, TaskError
 from dtensor.daft.functions import Function
 from dtensor.daft.instructions import (
@@ -62,22 +64,35 @@ class Engine:
         self._steps = [self._prepare(site) for site in self.sites]
 
     def run(
-        self, inputs: Inputs, counter: memoryview | None = None
+        self, inputs: Inputs, counter: memoryview | None = None, *, timed: bool = False
     ) -> dict[int, dict[str, object]]:
-        """Run all steps; `counter[0]` (if given) is always the position of the current one."""
+        """Run all steps; `counter[0]` (if given) is always the position of the current one.
+
+        ``timed``: the results have `TIMES` too.
+        """
         ranks = tuple(inputs)
         self.begin(inputs)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
         counter[0] = 0
+        times: dict[int, list[tuple[int, float, float]]] = {rank: [] for rank in ranks}
         with local_execution():
             try:
                 for position, step in enumerate(self._steps):
                     counter[0] = position
-                    step()
+                    if timed:
+                        begin = time.monotonic()
+                        step()
+                        rank, index = self.sites[position]
+                        times[rank].append((index, begin, time.monotonic()))
+                    else:
+                        step()
             except Exception as error:
                 raise self._error(counter[0], error) from error
-        return self.finish(ranks)
+        results = self.finish(ranks)
+        for rank in ranks if timed else ():
+            results[rank][TIMES] = times[rank]
+        return results
 
     def begin(self, inputs: Inputs) -> None:
         for rank, values in inputs.items():

@@ -98,9 +98,9 @@ class InProcessCluster(Cluster):
         fed = dict(enumerate(inputs))
         self.runs += 1
         try:
-            if mode == "compiled":
+            if mode != "interpreted":
                 self.calls += self._num_actors
-                results = self._worker.run(handle.id, fed, keep=keep)
+                results = self._worker.run(handle.id, fed, keep=keep, timed=mode == "timed")
             else:
                 self._worker.begin(handle.id, fed)
                 for position in range(len(handle.report.lists[0])):

@@ -90,12 +90,12 @@ class Actor:
         self._get_worker().unload(handle)
 
     def run(
-        self, handle: int, run: int, inputs: Values, keep: Mapping[str, str]
+        self, handle: int, run: int, inputs: Values, keep: Mapping[str, str], timed: bool = False
     ) -> dict[int, dict[str, object]]:
         worker = self._get_worker()
         self._counter.begin(handle, run)
         try:
-            results = worker.run(handle, unpack_all(inputs), self._counter.view, keep)
+            results = worker.run(handle, unpack_all(inputs), self._counter.view, keep, timed)
             packed = pack_all(results)
         except Exception as error:
             raise self._fail(error, run) from None

@@ -190,9 +190,9 @@ class RayCluster(Cluster):
         check_inputs(handle, inputs)
         run, self.runs = self.runs, self.runs + 1
         fed = [{r: _packed(inputs[r]) for r in a.ranks} for a in self._actors]
-        if mode == "compiled":
+        if mode != "interpreted":
             refs = [
-                self._call(a, a.actor.run, handle.id, run, f, dict(keep))
+                self._call(a, a.actor.run, handle.id, run, f, dict(keep), mode == "timed")
                 for a, f in zip(self._actors, fed, strict=True)
             ]
             return RayFuture(self, refs, lambda found: _dicts(self.size, found))

@@ -64,10 +64,11 @@ class Worker:
         inputs: Values,
         counter: memoryview | None = None,
         keep: Mapping[str, str] = NOTHING_KEPT,
+        timed: bool = False,
     ) -> dict[int, dict[str, object]]:
         """The outputs of the hosted ranks."""
         engine = self.engines[handle]
-        return self._out(engine.run(self._in(inputs), counter), keep)
+        return self._out(engine.run(self._in(inputs), counter, timed=timed), keep)
 
     def begin(self, handle: int, inputs: Values) -> None:
         self.engines[handle].begin(self._in(inputs))

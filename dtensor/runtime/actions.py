@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dtensor.runtime.halves import in_weight_half, weight_half
-from dtensor.runtime.schedule import Action, Event, Grid, Kind
+from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
+from dtensor.sharding.memory import step_seconds
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.steps import Step, Transfer, comes_last, phase_of, runs_once, stage_of
 
@@ -60,6 +61,19 @@ class Actions:
     @cached_property
     def _weights(self) -> frozenset[str]:
         return weight_half(self.plan)
+
+
+def stage_costs(plan: Plan) -> Costs:
+    """Predicted seconds of each stage's F, I and W, as `Searched` takes them."""
+    actions = Actions(plan, None)
+
+    def seconds(kind: Kind) -> tuple[float, ...]:
+        return tuple(
+            sum(sum(step_seconds(plan, step, stage)) for step in actions.steps(kind, stage))
+            for stage in range(plan.num_stages)
+        )
+
+    return Costs(forward=seconds("F"), input=seconds("I"), weight=seconds("W"))
 
 
 def _one_by_one(plan: Plan) -> Iterator[tuple[int, int, Action]]:

@@ -1,4 +1,4 @@
-"""One Ray per test module."""
+"""One Ray for the tests of this package."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
-    """Launches inside a module join this Ray, and must not end it."""
+    """Launches join this Ray, and must not end it."""
     ray = pytest.importorskip("ray")
     from dtensor.daft.ray_launch import start_ray
 

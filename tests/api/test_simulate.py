@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -102,3 +103,39 @@ def test_a_trace_is_saved_printed_and_drawn(tmp_path: Path) -> None:
 def test_what_cannot_be_simulated() -> None:
     with pytest.raises(dt.PlanningError, match="not function"):
         dt.simulate(loss_fn, torch.empty(2, 2))  # type: ignore[arg-type]
+
+
+def check_measured(backend: Literal["inprocess", "ray"]) -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.ZBH1(2), clip_grad_norm=1.0)
+    predicted = dt.simulate(step, *data())
+    with dt.launch(dt.Mesh(pp=2), backend=backend):
+        first = float(step(*data()))
+        found = dt.trace(step, *data())
+        third = float(step(*data()))
+        dt.gather_state_dict(step.model, step.optimizer)
+    again = step_of(2, dt.Mesh(pp=2), dt.ZBH1(2), clip_grad_norm=1.0)
+    with dt.launch(dt.Mesh(pp=2)):
+        losses = [float(again(*data())) for _ in range(3)]
+        dt.gather_state_dict(again.model, again.optimizer)
+    assert (first, third) == (losses[0], losses[2])  # a traced step is a step
+    for track in ("compute", "communication"):
+        named = [
+            sorted((s.rank, s.name) for s in t.spans if s.track == track)
+            for t in (predicted, found)
+        ]
+        assert set(named[0]) <= set(named[1])  # predicted: without those that take no time
+    assert 0 < found.seconds < 60
+    table = str(dt.compare_traces(predicted, found)).splitlines()
+    assert table[0].split() == ["predicted", "measured", "ratio"]
+    assert any("W stage 1" in line for line in table)
+    assert any("send from stage 0 to 1" in line for line in table)
+    assert table[-1].startswith("step")
+
+
+def test_a_measured_trace_has_the_names_of_the_simulated_one() -> None:
+    check_measured("inprocess")
+
+
+@pytest.mark.ray
+def test_a_measured_trace_on_ray(ray_session: None) -> None:
+    check_measured("ray")

@@ -368,7 +368,7 @@ def test_a_gradient_that_does_not_depend_on_the_batch(level: int, schedule: dt.S
 
 
 @pytest.mark.ray
-def test_ray_gives_the_bits_of_one_process() -> None:
+def test_ray_gives_the_bits_of_one_process(ray_session: None) -> None:
     data = batches(2)
     results = []
     for backend in ("inprocess", "ray"):

@@ -154,3 +154,14 @@ def test_annotate_outside_a_capture_is_the_identity() -> None:
 def test_annotate_takes_one_form() -> None:
     with pytest.raises(TypeError, match="either a text or placements by axis"):
         capture(lambda x: annotate(x, "b@dp", dp=1), (torch.randn(2),), grads="none")
+
+
+def test_a_variable_called_output_is_not_the_graphs_output() -> None:
+    """Gemma's norms assign one; torch.fx calls the end of a graph so."""
+
+    def doubled(x: Tensor) -> Tensor:
+        output = x * 2
+        return output.sin()
+
+    graph = capture(doubled, (torch.randn(2),), grads="none")
+    assert [n.name for n in graph.fx.nodes] == ["x", "output_1", "sin", "output"]
