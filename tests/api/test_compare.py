@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,6 @@ from dtensor.api import program
 from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, loss_fn
 
-PAGE = Path(__file__).parents[2] / "docs" / "compare.md"
 TOKENS = torch.empty(8, 8, dtype=torch.int64, device="meta")
 FOUR = {
     "pp": [["embed*", "positions*"], ["blocks.0.*"], ["blocks.1.*"], ["norm*", "head*"]],
@@ -27,14 +22,6 @@ FOUR = {
 def gpt() -> nn.Module:
     with torch.device("meta"):
         return GPT()
-
-
-def test_the_page_prints_what_it_says() -> None:
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in found] == ["python", "text"]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(found[0][1], "docs_compare.py", "exec"), {"__name__": "docs_compare"})
-    assert out.getvalue() == found[1][1]
 
 
 def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
