@@ -335,7 +335,9 @@ class RankLowering:
         So a wait needs what happens at earlier steps alone, and the steps are an order of all
         ranks: waits form no circle, however many stages a rank has.
         """
-        due = [v for at, v in self.sends if step is None or at < step]
+        # a wait completes all sends of its value, so it comes when the last of them is due
+        latest = {value: at for at, value in sorted(self.sends)}
+        due = [v for v, at in latest.items() if step is None or at < step]
         self.sends = [(at, v) for at, v in self.sends if v not in due]
         if due:
             self.start(Wait(tuple(dict.fromkeys(due)), label=f"{self.label}: sent"))
