@@ -14,7 +14,7 @@ import pytest
 import dtensor as dt
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = ("compare", "eager", "precision", "randomness", "recompute", "schedules", "zero")
+PAGES = ("compare", "eager", "precision", "randomness", "recompute", "schedules", "traces", "zero")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
