@@ -1,4 +1,10 @@
-"""daft: distributed actors that run programs. Knows nothing of sharding; useful alone.
+"""daft: distributed actors, futures and tasks. Knows nothing of sharding; useful alone.
+
+    with daft.launch(backend="ray"):
+        a, b = daft.spawn(ModelA), daft.spawn(ModelB)
+        b.execute(a.execute(x)).get()
+
+Below that, ranks that run programs, which the rest of dtensor stands on:
 
     with launch_cluster(2) as cluster:
         handle = cluster.load(program)
@@ -13,6 +19,7 @@ from typing import assert_never
 
 import torch
 
+from dtensor.daft.actors import ActorHandle
 from dtensor.daft.cluster import Backend, Cluster, Future, Handle, Mode, Stored
 from dtensor.daft.errors import (
     ActorLost,
@@ -23,7 +30,17 @@ from dtensor.daft.errors import (
     ProgramError,
     TaskError,
 )
+from dtensor.daft.futures import TaskFuture
+from dtensor.daft.groups import (
+    GroupFuture,
+    Scatter,
+    WorkerGroup,
+    all_gather,
+    all_reduce,
+    broadcast,
+)
 from dtensor.daft.inprocess import InProcessCluster
+from dtensor.daft.launching import launch, spawn
 from dtensor.daft.merge import merge
 from dtensor.daft.program import (
     Buffer,
@@ -39,9 +56,13 @@ from dtensor.daft.program import (
     Wait,
     parse_instructions,
 )
+from dtensor.daft.record import Compiled, compile
+from dtensor.daft.session import Session
+from dtensor.daft.task import returns
 from dtensor.daft.verify import Report, verify
 
 __all__ = [
+    "ActorHandle",
     "ActorLost",
     "Backend",
     "Buffer",
@@ -50,11 +71,13 @@ __all__ = [
     "ClusterClosed",
     "Collective",
     "CommunicationError",
+    "Compiled",
     "DaftError",
     "Failure",
     "Free",
     "Function",
     "Future",
+    "GroupFuture",
     "Handle",
     "Instruction",
     "Mode",
@@ -63,13 +86,24 @@ __all__ = [
     "RankProgram",
     "Recv",
     "Report",
+    "Scatter",
     "Send",
+    "Session",
     "Stored",
     "TaskError",
+    "TaskFuture",
     "Wait",
+    "WorkerGroup",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "compile",
+    "launch",
     "launch_cluster",
     "merge",
     "parse_instructions",
+    "returns",
+    "spawn",
     "verify",
 ]
 

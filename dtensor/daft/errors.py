@@ -12,13 +12,19 @@ It does not decide which of several failures is the root cause: `ray_failure` do
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What went wrong on one rank; `index` counts the instructions of that rank's own program."""
+    """What went wrong on one rank; `index` counts the instructions of that rank's own program.
+
+    Of an actor that was spawned: its name, what it was to do (`text`), and `issued`, where the
+    controller asked for that: lines of "file:line in function", innermost first.
+    """
 
     rank: int | None
+    actor: str = ""
     stage: int | None = None
     index: int | None = None
     text: str = ""
@@ -28,9 +34,12 @@ class Failure:
     step: int | None = None
     reason: str
     traceback: str = ""
+    issued: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.actor:
+            where = f"actor {self.actor!r}" + (f", {self.text}" if self.text else "")
         if self.stage is not None:
             where += f" (stage {self.stage})"
         if self.index is not None:
@@ -43,6 +52,9 @@ class Failure:
             lines.append("  peer: " + ", ".join(f"rank {peer}" for peer in self.peers))
         if self.line is not None:
             lines.append(f"  at {self.line}")
+        if self.issued:
+            lines.append("  issued by the controller at:")
+            lines += [f"    {place}" for place in self.issued]
         if self.traceback:
             lines.append("  traceback where it failed:")
             lines += ["    " + line for line in self.traceback.rstrip().splitlines()]
@@ -60,7 +72,7 @@ class DaftError(RuntimeError):
         super().__init__(str(failure))
         self.failure = failure
 
-    def __reduce__(self) -> tuple[type[DaftError], tuple[Failure]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.failure,))
 
 

@@ -32,6 +32,7 @@ from dtensor.daft.ray_routes import Key, key_of
 from dtensor.daft.transport import Pending, Transport, fold
 
 SMALL_BYTES = 1 << 16
+FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
 
 Finish: TypeAlias = Callable[[], tuple[Tensor, ...]]
 Messages: TypeAlias = Mapping[int, Tensor]
@@ -95,9 +96,9 @@ class ExchangeTransport(Transport):
     def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
         if self._actor_of[rank] == self._actor_of[send.to]:
             return self._local.start_send(rank, send, value)
-        sends = {send.to: as_bytes(value)}
         if send.buffer.variable:
-            return self._start_variable_send(key_of(rank, send), sends)
+            return self._start_variable_send(key_of(rank, send), send.to, value)
+        sends = {send.to: as_bytes(value)}
         return _Posted(self._post(key_of(rank, send), sends, {}), tuple, sends)
 
     def start_recv(self, rank: int, recv: Recv) -> Pending:
@@ -134,24 +135,30 @@ class ExchangeTransport(Transport):
         recvs = {member: data for member, data in recvs.items() if data.numel()}
         return self._wire.post(key, sends, recvs, half) if sends or recvs else ()
 
-    def _start_variable_send(self, key: Key, sends: Messages) -> Pending:
-        """The length, then the bytes, on a tag of their own: lengths of later ones may overtake."""
-        lengths = {m: as_bytes(torch.tensor([data.numel()])) for m, data in sends.items()}
-        first = _Posted(self._post(key, lengths, {}), tuple, lengths)
-        return _Posted(self._post(key, sends, {}, 1), first.wait, sends)
+    def _start_variable_send(self, key: Key, to: int, value: Tensor) -> Pending:
+        """A frame with the length and as much as it holds; then the rest, on a tag of its own, as
+        frames of later sends may overtake it."""
+        data, frame = as_bytes(value), torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        head = min(data.numel(), FRAME_BYTES - 8)
+        frame[:8] = as_bytes(torch.tensor([data.numel()]))
+        frame[8 : 8 + head] = data[:head]
+        first = _Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
+        rest = {to: data[head:]}
+        return _Posted(self._post(key, rest, {}, 1), first.wait, rest)
 
     def _start_variable_recv(self, key: Key, recv: Recv) -> Pending:
-        source, buffer = recv.source_rank, recv.buffer
-        length = self._wire.empty(8)
-        works = self._post(key, {}, {source: length})
+        source, frame = recv.source_rank, self._wire.empty(FRAME_BYTES)
+        works = self._post(key, {}, {source: frame})
 
         def rest() -> tuple[Tensor, ...]:
             for work in works:
                 work.wait()
-            data = self._wire.empty(int(length.view(torch.int64).item()))
-            for work in self._post(key, {}, {source: data}, 1):
+            data = self._wire.empty(int(frame[:8].view(torch.int64).item()))
+            head = min(data.numel(), FRAME_BYTES - 8)
+            data[:head] = frame[8 : 8 + head]
+            for work in self._post(key, {}, {source: data[head:]}, 1):
                 work.wait()
-            return (data.view(buffer.dtype),)
+            return (data.view(recv.buffer.dtype),)
 
         return self._wire.later(key, rest)
 

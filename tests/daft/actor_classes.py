@@ -1,0 +1,114 @@
+"""The classes whose actors the tests of daft alone spawn, on both backends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor import daft
+from tests.daft.programs import same_bits
+
+
+@dataclass
+class Batch:
+    """A user's own class, tensors and metadata in one value."""
+
+    tokens: Tensor
+    lengths: list[int]
+    note: str
+
+
+class Model:
+    """A layer with a step of SGD, so that results depend on the order of tasks."""
+
+    def __init__(self, seed: int = 0, width: int = 4) -> None:
+        self.weight = torch.nn.Parameter(
+            torch.randn(width, width, generator=torch.Generator().manual_seed(seed))
+        )
+        self.kept: Tensor | None = None
+
+    def execute(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def train(self, x: Tensor) -> float:
+        loss = (x @ self.weight).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            assert self.weight.grad is not None
+            self.weight -= 0.1 * self.weight.grad
+            self.weight.grad = None
+        return loss.item()
+
+    def weights(self) -> dict[str, Any]:
+        return {"weight": self.weight, "tied": self.weight, "version": 3}
+
+    def load(self, weights: dict[str, Any]) -> bool:
+        assert weights["weight"] is weights["tied"]
+        self.weight = torch.nn.Parameter(weights["weight"])
+        return True
+
+    def grow(self, x: Tensor, times: int) -> Batch:
+        return Batch(torch.cat([x] * times), [len(x)] * times, f"{times} times")
+
+    def total(self, batch: Batch) -> tuple[float, int, str]:
+        return batch.tokens.sum().item(), sum(batch.lengths), batch.note
+
+    def add(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values).sum(0) + self.weight[0]
+
+    def keep(self, x: Tensor) -> None:
+        self.kept = x
+
+    def get_kept(self) -> Tensor | None:
+        return self.kept
+
+    def overwrite(self, x: Tensor) -> Tensor:
+        return x.fill_(7.0)
+
+    def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 2
+
+    @daft.returns(daft.Buffer((2, 4), torch.float32))
+    def declared(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def fail(self, x: object) -> Tensor:
+        raise ValueError(f"no good: {type(x).__name__}")
+
+    def lock(self) -> object:
+        return threading.Lock()
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def process(self) -> int:
+        return os.getpid()
+
+    def die(self, x: object) -> None:
+        os._exit(3)
+
+
+class Unborn:
+    def __init__(self) -> None:
+        raise RuntimeError("no weights on this disk")
+
+    def execute(self, x: Tensor) -> Tensor:
+        return x
+
+
+def same(u: Any, v: Any) -> bool:
+    """Equal to the bit, tensors anywhere in lists, tuples and dicts."""
+    if isinstance(u, Tensor):
+        return isinstance(v, Tensor) and same_bits(u, v)
+    if isinstance(u, dict):
+        return u.keys() == v.keys() and all(same(u[key], v[key]) for key in u)
+    if isinstance(u, list | tuple):
+        return len(u) == len(v) and all(map(same, u, v))
+    return bool(u == v)

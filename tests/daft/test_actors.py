@@ -1,0 +1,157 @@
+"""Actors, futures, tasks and groups, interpreted, in one process; and the messages they send."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtensor import daft
+from dtensor.daft.errors import Failure
+from dtensor.daft.instructions import DTYPES
+from dtensor.daft.values import decode, encode, encode_failure, failure_of, has_tensors
+from tests.daft.actor_classes import Batch, Model, Unborn, same
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+def test_a_message_is_a_copy_of_any_value():
+    shared = torch.arange(6.0).reshape(2, 3).t()  # not contiguous
+    value = {
+        "batch": Batch(shared, [1, 2], "é"),
+        "again": (shared, torch.tensor(3), torch.empty(0, 5), torch.nn.Parameter(shared)),
+        "dtypes": [torch.ones(3).to(d) for d in DTYPES.values() if d != torch.complex32],
+        "plain": [None, 1.5, {"a"}],
+    }
+    message = encode(value).message
+    shared.zero_()
+    for copy in (True, False):
+        found = decode(message, copy=copy)
+        assert found["batch"].tokens is found["again"][0]
+        assert found["batch"].tokens.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+        assert found["batch"].tokens.is_contiguous()
+        assert same(found["dtypes"], value["dtypes"])
+        assert found["again"][2].shape == (0, 5) and not found["again"][3].requires_grad
+        assert (found["batch"].note, found["plain"]) == ("é", [None, 1.5, {"a"}])
+    assert has_tensors(message) and not has_tensors(encode([1, "a"]).message)
+    lost = daft.ActorLost(Failure(rank=None, actor="a", reason="gone"))
+    assert isinstance(failure_of(encode_failure(lost)), daft.ActorLost)
+    assert failure_of(message) is None
+    with pytest.raises(TypeError, match="does not pickle .*\n.*lambda|function"):
+        encode(lambda: 0)
+
+
+def test_futures_are_arguments_anywhere():
+    with daft.launch():
+        a, b = daft.spawn(Model, 1), daft.spawn(Model, seed=2)
+        wa, wb = Model(1).weight.detach(), Model(2).weight.detach()
+        y = a.execute(X)
+        assert same(b.execute(x=y).get(), (X @ wa) @ wb)
+        assert same(b.add([y, X, y]).get(), torch.stack([X @ wa, X, X @ wa]).sum(0) + wb[0])
+        assert b.total(a.grow(X, times=3)).get() == (84.0, 6, "3 times")
+        assert same(b.execute(a.pair(X)[1]).get(), (X + 2) @ wb)
+        assert a.train(X / 10).get() > a.train(X / 10).get()  # it can use autograd
+        assert b.load(a.weights()).get() is True
+        assert same(b.weights().get()["weight"], a.weights().get()["weight"])
+        assert y.done() and y.get() is not y.get()
+
+
+def test_actors_share_no_memory():
+    x = X.clone()
+    with daft.launch():
+        a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
+        a.keep(x)
+        kept = a.get_kept()
+        b.keep(kept)
+        for actor in (a, b):
+            assert actor.overwrite(kept).get().eq(7).all()
+        before = a.weights()
+        a.train(X)
+        assert same(x, X) and same(b.get_kept().get(), X) and same(kept.get(), X)
+        assert same(before.get()["weight"], Model(1).weight.detach())
+
+
+def test_a_failure_is_a_value_with_both_tracebacks():
+    with daft.launch():
+        a, b = daft.spawn(Model, name="first"), daft.spawn(Model)
+        with pytest.raises(daft.TaskError) as caught:
+            b.execute(b.add([a.fail(X)])).get()
+        text = str(caught.value)
+        assert "actor 'first', fail: ValueError: no good: Tensor" in text
+        assert "test_actors.py" in text and "b.execute(b.add([a.fail(X)])).get()" in text
+        assert 'raise ValueError(f"no good' in text
+        assert caught.value.__notes__ == ["Model-0.execute was not run, as it depends on this."]
+        assert same(a.execute(X).get(), X @ Model().weight.detach())  # it goes on
+        with pytest.raises(daft.TaskError, match="actor 'Unborn-0', __init__: .*on this disk"):
+            b.execute(daft.spawn(Unborn).execute(X)).get()
+        with pytest.raises(daft.TaskError, match="lock: TypeError: This value cannot go"):
+            a.lock().get()
+        with pytest.raises(daft.TaskError, match=r"declared: f32\[2,4\]\n  returned: f32\[3,4\]"):
+            a.declared(torch.ones(3, 4)).get()
+
+
+def test_a_failure_that_nobody_reads_is_raised_at_the_end():
+    with pytest.raises(daft.TaskError, match="no good: int") as caught, daft.launch():
+        a = daft.spawn(Model)
+        for _ in range(2):
+            a.fail(1)
+    assert "2 such failures in all" in caught.value.__notes__[0]
+    with daft.launch():  # one of a group's failures is enough
+        group = daft.WorkerGroup(Model, 2).fail(1)
+        with pytest.raises(daft.TaskError, match="actor 'Model-0', fail"):
+            group.get()
+    with pytest.raises(KeyError, match="mine"), daft.launch():  # the user's own error comes first
+        daft.spawn(Model).fail(1)
+        raise KeyError("mine")
+
+
+def test_what_is_no_value_says_so():
+    with daft.launch():
+        a = daft.spawn(Model)
+        y = a.execute(X)
+        for use in (bool, len, float, iter, lambda f: f + 1, lambda f: f < 1, torch.relu):
+            with pytest.raises(TypeError, match=r"no value, but .*\n  at .*\n  Fix: .*\.get\(\)"):
+                use(y)
+        with pytest.raises(TypeError, match="no value, but its attribute 'shape'"):
+            _ = y.shape
+        with pytest.raises(AttributeError, match="no public method 'exec'.*\n.*'execute'"):
+            a.exec(X)
+        with pytest.raises(TypeError, match="actors do not call actors"):
+            a.execute(a)
+        with pytest.raises(ValueError, match="an actor 'x' already"):
+            daft.spawn(Model, name="x"), daft.spawn(Model, name="x")
+        with daft.launch(), pytest.raises(ValueError, match="belongs to another launch"):
+            daft.spawn(Model).execute(y)
+    with pytest.raises(daft.ClusterClosed, match="inside `with daft.launch"):
+        y.get()
+    with pytest.raises(RuntimeError, match="Actors need a launch.*\n  at .*spawn"):
+        daft.spawn(Model)
+
+
+def test_a_group_is_addressed_as_one():
+    with daft.launch() as session:
+        group = daft.WorkerGroup(Model, 3, daft.Scatter([5, 6, 7]), name="g")
+        one = daft.spawn(Model)
+        weights = [Model(seed).weight.detach() for seed in (5, 6, 7)]
+        ys = group.execute(X)
+        assert same(ys.get(), [X @ w for w in weights])
+        assert same(group.execute(daft.Scatter([X, 2 * X, 3 * X]))[2].get(), 3 * X @ weights[2])
+        assert same(group.execute(ys).get(), [X @ w @ w for w in weights])  # each its own
+        total = X @ weights[0] + X @ weights[1] + X @ weights[2]
+        assert same(one.add(ys).get(), torch.stack(ys.get()).sum(0) + Model().weight.detach()[0])
+        calls = session.calls
+        assert same(daft.all_reduce(ys).get(), [total] * 3)
+        assert session.calls == calls + 3
+        largest = torch.maximum(torch.maximum(X @ weights[0], X @ weights[1]), X @ weights[2])
+        assert same(daft.all_reduce(ys, "max")[1].get(), largest)
+        assert same(daft.all_gather(ys)[2].get(), ys.get())
+        assert same(daft.broadcast(ys[1], group).get(), [ys.get()[1]] * 3)
+        states = daft.all_reduce(group.weights()).get()
+        assert states[0]["version"] == 9 and same(states[0], states[2])
+        with pytest.raises(ValueError, match="group of 3 is given Scatter of 2"):
+            group.execute(daft.Scatter([X, X]))
+        with pytest.raises(TypeError, match="Scatter is an argument of a group's method"):
+            one.execute(daft.Scatter([X]))
+        with pytest.raises(daft.TaskError, match="members' tensors differ"):
+            daft.all_reduce(group.execute(daft.Scatter([X, X, X[:1]]))).get()
+        with pytest.raises(AttributeError, match="no public method"):
+            group.nothing()

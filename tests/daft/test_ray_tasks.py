@@ -1,0 +1,162 @@
+"""Spawned actors on Ray: the bits of in-process, no tensor at the controller, and every failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dtensor import daft
+from tests.daft.actor_classes import Model, Unborn, same
+from tests.daft.test_compiled_tasks import run_everything
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+X = torch.arange(8.0).reshape(2, 4) / 10
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    """One Ray for all tests here; launches join it, and must not end it."""
+    import ray
+
+    from dtensor.daft.ray_launch import start_ray
+
+    assert start_ray(None)
+    yield
+    assert ray.is_initialized()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def two(ray_session: None) -> Iterator[tuple[daft.Session, Any, Any]]:
+    with daft.launch("ray", deadline_s=20.0) as session:
+        yield session, daft.spawn(Model, 1), daft.spawn(Model, 2, name="b")
+
+
+def test_the_bits_of_inprocess_and_one_call_per_process(ray_session: None):
+    assert same(run_everything(True, "ray"), run_everything(False))
+
+
+def test_tensors_do_not_pass_the_controller(two: tuple[daft.Session, Any, Any]):
+    import ray
+
+    session, a, b = two
+    x = torch.ones(256, 64)  # 64 KiB there, 4 MiB from a to b, a few bytes back
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return b.total(a.grow(x, 64))[0], a.execute(y)
+
+    for run in (fn, daft.compile(fn)):
+        sent, received = session.bytes_sent, session.bytes_received
+        total, small = run(x, X)
+        assert total.get() == 64.0 * x.numel()
+        assert session.bytes_sent - sent < 1.1 * x.nbytes + 10_000
+        assert session.bytes_received - received < 1_000
+        # What Ray has told the controller of a tensor of 32 bytes: where it is.
+        assert len(ray.cloudpickle.dumps(ray.get(small.value))) < 500  # pyright: ignore
+        assert type(ray.get(small.value)).__name__ == "Kept"
+        assert same(b.execute(small).get(), X @ Model(1).weight.detach() @ Model(2).weight.detach())
+
+
+def test_the_controller_runs_ahead(two: tuple[daft.Session, Any, Any]):
+    _, a, b = two
+    step = daft.compile(lambda x, t: (b.add([a.execute(x), x]), b.sleep(a.sleep(t))))
+    step(X, 0.0)[1].get()
+    started = time.monotonic()
+    futures = [step(X + i, 0.4) for i in range(3)]
+    assert time.monotonic() - started < 0.4 and not futures[2][1].done()
+    with pytest.raises(TimeoutError, match="ask again"):
+        futures[2][1].get(timeout=0.05)
+    assert futures[2][1].get() == 0.4
+    assert time.monotonic() - started < 2.2  # 2.4 s if a and b took turns
+    assert all(f.done() for pair in futures for f in pair)
+    b.keep(a.sleep(0.3))  # a task that waits for its arguments keeps its place
+    step(X, 0.0)
+    kept = b.get_kept()
+    b.keep(X)
+    assert kept.get() == 0.3
+    wa, wb = Model(1).weight.detach(), Model(2).weight.detach()
+    for i, (y, _) in enumerate(futures):
+        assert same(y.get(), torch.stack([(X + i) @ wa, X + i]).sum(0) + wb[0])
+
+
+def test_a_failure_is_a_value(two: tuple[daft.Session, Any, Any]):
+    _, a, b = two
+    fn = lambda x: (b.execute(a.fail(x)), b.execute(x))  # noqa: E731
+    for run in (fn, daft.compile(fn)):
+        failed, fine = run(X)
+        with pytest.raises(daft.TaskError, match="actor 'Model-0', fail: ValueError") as caught:
+            failed.get()
+        assert "test_ray_tasks.py" in str(caught.value).split("traceback")[0]
+        assert "actor_classes.py" in str(caught.value).split("traceback")[1]
+        assert same(fine.get(), X @ Model(2).weight.detach())
+    with pytest.raises(daft.TaskError, match="__init__: RuntimeError: no weights on this disk"):
+        b.execute(daft.spawn(Unborn, host=a).execute(X)).get()
+
+
+def test_actors_of_any_class_share_a_process_if_asked(two: tuple[daft.Session, Any, Any]):
+    session, a, b = two
+
+    class Local:  # a class that no actor can import
+        def __init__(self, model: dict[str, Any]) -> None:
+            self.weight = model["weight"]
+
+        def process(self) -> int:
+            return os.getpid()
+
+        def execute(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    local = daft.spawn(Local, b.weights(), host=a)
+    assert local.process().get() == a.process().get() != b.process().get()
+    step = daft.compile(lambda x: local.execute(a.execute(local.execute(b.execute(x)))))
+    wa, wb = Model(1).weight.detach(), Model(2).weight.detach()
+    calls = session.calls
+    assert same(step(X).get(), X @ wb @ wb @ wa @ wb)
+    assert session.calls - calls == 2 + 2  # load and run; three actors on two processes
+    with pytest.raises(ValueError, match=r"asks for \{'GPU': 1000\}, and Ray has"):
+        daft.spawn(Model, resources={"GPU": 1000})
+
+
+def test_a_dead_actor_is_named_and_the_others_go_on(ray_session: None):
+    with daft.launch("ray", deadline_s=20.0):
+        a, b, c = (daft.spawn(Model, i, name=n) for i, n in enumerate("abc"))
+        step = daft.compile(lambda x: (b.execute(a.execute(x)), c.execute(x)))
+        kill = daft.compile(lambda x: b.execute(a.die(x)))
+        step(X)[0].get()
+        for future in (kill(X), b.execute(a.execute(X))):
+            with pytest.raises(daft.ActorLost, match="actor 'a', die: the process died") as caught:
+                future.get()
+            assert "daft.compile(lambda x: b.execute(a.die(x)))" in str(caught.value)
+        with pytest.raises(daft.ActorLost, match="actor 'a', die: the process died"):
+            step(X)
+        assert same(b.execute(c.execute(X)).get(), X @ Model(2).weight @ Model(1).weight)
+        # One that is lost now, after another: each is named.
+        other = daft.compile(lambda x: b.execute(c.execute(x)))
+        assert same(other(X).get(), X @ Model(2).weight @ Model(1).weight)
+        process = c.process().get()
+        for future in (daft.compile(lambda x: b.execute(c.die(x)))(X), b.execute(c.execute(X))):
+            with pytest.raises(daft.ActorLost, match="actor 'c', die: the process died"):
+                future.get()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_stopped_actor_is_named(ray_session: None):
+    unread = pytest.raises(daft.TaskError, match="actor 'b', fail: ValueError: no good: int")
+    with unread, daft.launch("ray", deadline_s=1.5):
+        a, b = daft.spawn(Model, name="a"), daft.spawn(Model, name="b")
+        b.fail(1)
+        process = a.process().get()
+        os.kill(process, signal.SIGSTOP)
+        with pytest.raises(daft.ActorLost, match="actor 'a': the process has stopped: no heart"):
+            a.execute(X).get()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
