@@ -81,6 +81,8 @@ def _parts(
             if len(wanted) > 1 or any(readers[node] > 1 for node in wanted):
                 raise NotAlone
             for node, (like, wants) in zip(segment.makes, kind.made, strict=True):
+                if like.is_conj() or like.is_neg():
+                    raise NotAlone  # a bit of the tensor that a made one would not have
                 values[node] = _fake(like, wants, mode)
     return parts
 

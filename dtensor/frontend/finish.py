@@ -263,7 +263,7 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
 def _layout(val: Any) -> Hashable:
     match val:
         case torch.Tensor():
-            return (val.shape, val.stride(), val.dtype)
+            return (val.shape, val.stride(), val.dtype, val.is_conj(), val.is_neg())
         case tuple() | list():
             return tuple(map(_layout, val))
         case _:

@@ -47,6 +47,24 @@ def _written(block: MLP, x: Tensor, first: Tensor) -> Tensor:
     return y
 
 
+def _conjugated(block: MLP, x: Tensor, first: Tensor) -> Tensor:
+    """Leaves a view that is conjugated, which its strides do not show."""
+    size = x.abs()
+    return torch.complex(block(size), size).conj()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain(_conjugated)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.chain.embed(tokens)
+        for block in self.chain.blocks:
+            x = _conjugated(block, x, x)  # type: ignore[arg-type]
+        return self.chain.head(x.abs())
+
+
 # Model, and how many exports there are: 1 is the whole, else before, after and each kind of layer.
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "tied": (lambda: GPT(layers=4), 3),
@@ -60,6 +78,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "view": (lambda: Chain(lambda block, x, _: block(x).transpose(0, 1)), 5),
     "skip": (lambda: Chain(lambda block, x, first: block(x) + first), 2),  # then the whole
     "in place": (lambda: Chain(_written), 1),
+    "conjugated": (Complex, 3),  # then the whole
 }
 
 
