@@ -44,7 +44,7 @@ from dtensor.daft.merge import merge_sites
 from dtensor.daft.program import Program
 from dtensor.daft.ray_actor import Connection
 from dtensor.daft.ray_failure import Outcome, diagnose
-from dtensor.daft.ray_launch import ActorProcess, own_address, ranks_per_gpu, start_ray
+from dtensor.daft.ray_launch import START_S, ActorProcess, own_address, ranks_per_gpu, start_ray
 from dtensor.daft.ray_progress import CounterFile
 from dtensor.daft.ray_routes import Key, check_groups, check_routes
 from dtensor.daft.ray_wire import pack, unpack, unpack_all
@@ -52,7 +52,6 @@ from dtensor.daft.verify import verify
 
 SLICE_S = 0.25  # how often a waiting controller looks for progress
 SETTLE_S = 2.0  # how long after a first failure the controller looks for its root
-START_S = 60.0  # how long actors may take to start, and to make connections
 
 
 Arrange: TypeAlias = Callable[[list[Any]], list[Any]]

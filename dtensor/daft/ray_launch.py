@@ -29,6 +29,8 @@ from dtensor.daft.ray_progress import CounterFile
 
 RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
+START_S = 180.0
+"""How long processes may take to start and to connect: each imports torch, and they share cores."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})

@@ -23,10 +23,9 @@ from dtensor.daft.errors import ActorLost, DaftError, Failure
 from dtensor.daft.frozen import Frozen
 from dtensor.daft.order import instruction_at
 from dtensor.daft.program import format_instruction
-from dtensor.daft.ray_launch import ActorProcess
+from dtensor.daft.ray_launch import START_S, ActorProcess
 from dtensor.daft.ray_step import StepFailed
 
-START_S = 60.0  # how long a process may take to start
 SETTLE_S = 2.0  # how long the controller looks for the root of a failed transfer
 SLICE_S = 0.25  # how often a waiting controller looks at the processes
 MAX_RECENT = 10_000  # tasks of which a process remembers what they were

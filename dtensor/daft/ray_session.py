@@ -30,8 +30,8 @@ from dtensor.daft.errors import ActorLost, DaftError, TaskError
 from dtensor.daft.frozen import Frozen, argument
 from dtensor.daft.futures import TaskFuture, user_frames, user_line
 from dtensor.daft.ray_host import CloudPickler, Host, message_of
-from dtensor.daft.ray_launch import ActorProcess, own_address, start_ray
-from dtensor.daft.ray_processes import START_S, Process, Processes
+from dtensor.daft.ray_launch import START_S, ActorProcess, own_address, start_ray
+from dtensor.daft.ray_processes import Process, Processes
 from dtensor.daft.ray_progress import CounterFile
 from dtensor.daft.ray_routes import check_routes
 from dtensor.daft.ray_step import Join
