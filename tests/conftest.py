@@ -1,6 +1,9 @@
-"""What all tests share: seeds, captured graphs, and one worker for the tests that start Ray."""
+"""What all tests share: seeds, captured graphs, one Ray, and one worker for tests that use it."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,6 +29,23 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             "tests.plans",
         ):
             monkeypatch.setattr(f"{user}.capture", shared_capture)
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    """A Ray that launches join and must not end; the tests of a run share it."""
+    ray = pytest.importorskip("ray")
+    from dtensor.daft.ray_launch import start_ray
+
+    start_ray(None)
+    yield
+    assert ray.is_initialized()
+
+
+def pytest_sessionfinish() -> None:
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

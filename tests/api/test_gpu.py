@@ -134,9 +134,9 @@ def test_a_step_makes_tensors_on_the_device_of_its_ranks(
         out = isinstance(value, Tensor) and value.is_meta and device.type == "cpu"
         return torch.zeros(value.shape, dtype=value.dtype) if out else copy_to(value, device)  # type: ignore[attr-defined]
 
-    def traced(self: Engine, *given: Any) -> Any:
+    def traced(self: Engine, *given: Any, **options: Any) -> Any:
         with made:
-            return run_engine(self, *given)
+            return run_engine(self, *given, **options)
 
     monkeypatch.setattr(worker, "copy_to", copy)
     monkeypatch.setattr(Engine, "run", traced)

@@ -253,6 +253,7 @@ def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray")
     from dtensor.daft.ray_launch import ranks_per_gpu
 
+    ray.shutdown()  # that of earlier tests
     with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):
         launch_cluster(1000, backend="ray", device="cuda", ranks_per_actor=1)
     assert not ray.is_initialized()

@@ -33,19 +33,6 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    """One Ray for all tests here; clusters join it, and must not end it."""
-    import ray
-
-    from dtensor.daft.ray_launch import start_ray
-
-    assert start_ray(None)
-    yield
-    assert ray.is_initialized()
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def three(ray_session: None) -> Iterator[Cluster]:
     with launch_cluster(3, backend="ray", deadline_s=20.0) as cluster:
         yield cluster

@@ -22,19 +22,6 @@ X = torch.arange(8.0).reshape(2, 4) / 10
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    """One Ray for all tests here; launches join it, and must not end it."""
-    import ray
-
-    from dtensor.daft.ray_launch import start_ray
-
-    assert start_ray(None)
-    yield
-    assert ray.is_initialized()
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def two(ray_session: None) -> Iterator[tuple[daft.Session, Any, Any]]:
     with daft.launch("ray", deadline_s=20.0) as session:
         yield session, daft.spawn(Model, 1), daft.spawn(Model, 2, name="b")
