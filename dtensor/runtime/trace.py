@@ -10,12 +10,12 @@ seconds from the start of the step. `_repr_svg_` draws the timeline in a noteboo
 
 from __future__ import annotations
 
-import html
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dtensor.runtime.svg import Box, drawing
 from dtensor.sharding.plan_words import seconds_text, size_text
 
 Track = Literal["compute", "wait", "communication"]
@@ -102,29 +102,14 @@ class Trace:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _repr_svg_(self) -> str:
-        """A row for each rank: forwards blue, backwards orange, weights' halves green."""
-        width, height, left = 960.0, 22, 60
-        scale = (width - left) / self.seconds if self.seconds else 0.0
         rows = {rank: number for number, rank in enumerate(self.ranks)}
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" '
-            f'height="{height * len(rows) + 4}" font-family="monospace" font-size="11">'
-        ]
-        for rank, number in rows.items():
-            parts.append(f'<text x="2" y="{number * height + 15}">rank {rank}</text>')
-        for label, rank, begin, end in _joined(self.spans):
-            colour = _COLOURS.get(label[:1], "#bbbbbb")
-            box = max((end - begin) * scale, 0.3)
-            parts.append(
-                f'<rect x="{left + begin * scale:.1f}" y="{rows[rank] * height + 2}" '
-                f'width="{box:.1f}" height="{height - 4}" fill="{colour}" stroke="white" '
-                f'stroke-width="0.3"><title>{html.escape(label)}: {seconds_text(end - begin)}'
-                f"</title></rect>"
-            )
-        return "\n".join([*parts, "</svg>"])
-
-
-_COLOURS = {"F": "#5b8def", "B": "#f0a35e", "I": "#f0a35e", "W": "#6fbf73"}
+        return drawing(
+            [f"rank {rank}" for rank in self.ranks],
+            (
+                Box(rows[rank], begin, end, label[:1], f"{label}: {seconds_text(end - begin)}")
+                for label, rank, begin, end in _joined(self.spans)
+            ),
+        )
 
 
 def _joined(spans: tuple[Span, ...]) -> list[tuple[str, int, float, float]]:

@@ -185,6 +185,13 @@ def test_1f1b_has_the_shape_of_pytorchs() -> None:
             assert shape == [[str(a)[:2] for a in grid.order(rank)] for rank in range(p)]
 
 
+def test_a_grid_is_drawn() -> None:
+    drawn = ZBV(2).grid(4, 2)._repr_svg_()
+    assert drawn.count("<rect") == 2 * 4 * 3
+    assert ">3W1</text>" in drawn and ">rank 1</text>" in drawn
+    assert ">F0</text>" in OneFOneB(2).grid(2, 2)._repr_svg_()  # the stage is the rank's
+
+
 def test_costs_by_stage() -> None:
     """One slow stage: the others wait for it."""
     grid = OneFOneB(4).grid(2, 2)

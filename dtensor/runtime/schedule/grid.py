@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtensor.errors import PlanningError
+from dtensor.runtime.svg import Box, drawing
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -132,14 +133,28 @@ class Grid:
         found = {a.stage: rank for _, rank, a in self.actions()}
         return tuple(found[stage] for stage in range(self.num_stages))
 
-    def __str__(self) -> str:
+    def _entries(self) -> list[list[str]]:
+        """Without the stage where every rank holds the stage of its own number."""
         short = all(set(self.stages_of(rank)) <= {rank} for rank in range(self.num_ranks))
-        rows = [
+        return [
             ["." if a is None else str(a)[len(str(a.stage)) * short :] for a in row]
             for row in self.ranks
         ]
+
+    def __str__(self) -> str:
+        rows = self._entries()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def _repr_svg_(self) -> str:
+        """A box for each action in its step, as a notebook shows it."""
+        texts = self._entries()
+        boxes = (
+            Box(rank, step, step + 1, a.kind, str(a), texts[rank][step])
+            for step, rank, a in self.actions()
+        )
+        names = [f"rank {rank}" for rank in range(self.num_ranks)]
+        return drawing(names, boxes, width=60 + 34.0 * self.num_steps)
 
     @classmethod
     def parse(cls, text: str) -> Grid:
