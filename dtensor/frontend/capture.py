@@ -32,11 +32,11 @@ from dtensor.frontend.call import Grads, Program, faked, make_call
 from dtensor.frontend.canonical import canonicalise
 from dtensor.frontend.checkpointed import recording_checkpoints
 from dtensor.frontend.detect import (
-    DATA_DEPENDENT,
     assigned_attribute,
     assigned_names,
     check_forward,
     data_dependent,
+    data_dependent_errors,
     refusing,
 )
 from dtensor.frontend.graph import Graph
@@ -108,7 +108,7 @@ def capture(
 def _export(root: Program, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         return torch.export.export(root, tensors, strict=False).module(check_guards=False)
-    except DATA_DEPENDENT as error:
+    except data_dependent_errors() as error:
         raise data_dependent(error, source_of_exception(error)) from error
     except UserWarning as warning:
         if not re.match(_ASSIGNED, str(warning)):

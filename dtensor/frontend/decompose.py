@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor.frontend.detect import DATA_DEPENDENT
+from dtensor.frontend.detect import data_dependent_errors
 from dtensor.frontend.opcall import op_call
 from dtensor.frontend.stitch import Joint
 from dtensor.sharding.call import OpCall
@@ -80,7 +80,7 @@ def _expansion(node: fx.Node, mode: FakeTensorMode) -> fx.GraphModule | None:
     try:
         with mode, torch.no_grad():
             inner = make_fx(call)(*fakes)
-    except DATA_DEPENDENT:
+    except data_dependent_errors():
         return None
     for constant in inner.graph.find_nodes(op="get_attr"):
         constant.meta["val"] = mode.from_tensor(getattr(inner, str(constant.target)))

@@ -29,10 +29,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    PendingUnbackedSymbolNotFound,
-)
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
@@ -41,13 +37,21 @@ from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import source_here, source_of_trace
 from dtensor.frontend.text import type_text
 
-# What torch raises for values and sizes that depend on data.
-DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-    PendingUnbackedSymbolNotFound,
-)
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What torch raises for values and sizes that depend on data."""
+    # Not at the top: it loads sympy, which an actor never needs.
+    from torch.fx.experimental.symbolic_shapes import (
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
+
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+        PendingUnbackedSymbolNotFound,
+    )
 
 
 def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -> PlanningError:

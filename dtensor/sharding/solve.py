@@ -22,11 +22,12 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 from dtensor.sharding.placements import REPLICATE, Placement
 
@@ -82,6 +83,9 @@ def solve(nodes: Sequence[Node], price: Price) -> Solution:
 
 
 def _solve(nodes: Sequence[Node], price: Price) -> Solution:
+    # Not at the top: it takes 0.3 s to load, which an actor never needs.
+    from scipy.optimize import Bounds, milp
+
     groups = _groups(nodes)
     index: dict[tuple[int, int], int] = {}
     costs: list[float] = []
@@ -258,6 +262,9 @@ class _Rows:
         self.upper.append(upper)
 
     def constraint(self, num_columns: int) -> LinearConstraint:
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_array
+
         shape = (len(self.lower), num_columns)
         matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
         return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))  # pyright: ignore[reportArgumentType]
