@@ -10,7 +10,8 @@ A mapping of placements stands for all tensors below it; what is left out of a d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 from dtensor.api.checks import check_fit
 from dtensor.api.patterns import listing, nearest
@@ -25,7 +26,8 @@ Pins = Mapping[str, Placement]
 Out = Pins | Sequence[Any] | Mapping[str, Any] | None
 
 
-class _Tensor(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Tensor:
     """Stands for a tensor in the structure that fn returns."""
 
     index: int
@@ -38,7 +40,7 @@ def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[i
     results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
     shape = graph.unflatten([_Tensor(index) for index in sorted(results)])
     pinned: dict[int, Pins] = {}
-    for (index,), stated, where in _matched(out, shape, "out"):
+    for tensor, stated, where in _matched(out, shape, "out"):
         for axis, placement in stated.items():
             mesh.axis_size(axis)
             if not isinstance(placement, Placement):
@@ -46,6 +48,7 @@ def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[i
                     f"{where}= states {axis}={placement!r}, which is not a placement; "
                     f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
                 )
+        index = tensor.index
         meta = flow.metas[results[index]]
         check_fit(f"result {index}", meta, stated, f"{where}=", mesh)
         spec = make_spec(meta.shape, meta.dtype, mesh, stated)
@@ -76,7 +79,7 @@ def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_Tensor, 
         return
     if isinstance(out, (list, tuple)):
         parts = cast(Sequence[object], out)
-        below = shape if isinstance(shape, (list, tuple)) and not _is_tensor(shape) else None
+        below = shape if isinstance(shape, (list, tuple)) else None
         if below is None or len(below) != len(parts):
             tensors = list(_tensors(shape))
             if len(tensors) != len(parts):
@@ -93,10 +96,6 @@ def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_Tensor, 
         f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
         f"dicts in the structure that the function returns"
     )
-
-
-def _is_tensor(shape: object) -> bool:
-    return isinstance(shape, _Tensor)
 
 
 def _tensors(shape: object) -> Iterator[_Tensor]:

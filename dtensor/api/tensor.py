@@ -180,7 +180,7 @@ class DTensor(torch.Tensor):
         from dtensor.sharding.call import Meta
 
         spec = self.spec
-        _check_placements(self.mesh, placements)
+        check_placements(self.mesh, placements)
         held = restated(spec)
         wanted = {**held, **placements}
         if set(placements) >= set(held):  # the user's order says which axis is major
@@ -301,7 +301,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
             f"distribute takes a plain tensor, not {tensor.spec} on {tensor.mesh}.\n"
             f"fix: x.redistribute(...), or dt.transfer(x, mesh, ...) to another mesh"
         )
-    _check_placements(mesh, placements)
+    check_placements(mesh, placements)
     placed = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
     session = session_for(mesh)
     name = fresh_name()
@@ -312,7 +312,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     return made
 
 
-def _check_placements(mesh: Mesh, placements: Mapping[str, Placement]) -> None:
+def check_placements(mesh: Mesh, placements: Mapping[str, Placement]) -> None:
     for axis, placement in placements.items():
         mesh.axis_size(axis)
         if not isinstance(placement, Placement):

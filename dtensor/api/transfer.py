@@ -25,7 +25,7 @@ import torch
 
 from dtensor.api.eager_values import Value, fresh_name
 from dtensor.api.session import Session, launched, session_for
-from dtensor.api.tensor import DTensor
+from dtensor.api.tensor import DTensor, check_placements
 from dtensor.daft import Cluster, Handle, Stored
 from dtensor.daft.part import Part
 from dtensor.errors import PlanningError
@@ -110,13 +110,7 @@ def _target(
 ) -> tuple[Session, TensorSpec]:
     """The session and the spec that the value gets."""
     x.session.check()
-    for axis, placement in placements.items():
-        mesh.axis_size(axis)
-        if not isinstance(placement, Placement):
-            raise PlanningError(
-                f"{axis}={placement!r} is not a placement; write {axis}=dt.Row(), dt.Column(), "
-                f"dt.Shard(dim) or dt.Replicate()"
-            )
+    check_placements(mesh, placements)
     spec = make_spec(tuple(x.shape), x.dtype, mesh, placements)
     launch = launched()
     if launch is None:

@@ -45,6 +45,8 @@ Table: TypeAlias = dict[tuple[int, str], object]
 Inputs: TypeAlias = dict[int, dict[str, object]]
 """Values fed to each rank. A run takes them out, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
+Times: TypeAlias = dict[int, list[tuple[int, float, float]]]
+"""By rank, (index, begin, end) of its instructions."""
 
 
 class Engine:
@@ -75,18 +77,13 @@ class Engine:
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
         counter[0] = 0
-        times: dict[int, list[tuple[int, float, float]]] = {rank: [] for rank in ranks}
+        times: Times = {rank: [] for rank in ranks}
+        steps = [*map(timing(times), self.sites, self._steps)] if timed else self._steps
         with local_execution():
             try:
-                for position, step in enumerate(self._steps):
+                for position, step in enumerate(steps):
                     counter[0] = position
-                    if timed:
-                        begin = time.monotonic()
-                        step()
-                        rank, index = self.sites[position]
-                        times[rank].append((index, begin, time.monotonic()))
-                    else:
-                        step()
+                    step()
             except Exception as error:
                 raise self._error(counter[0], error) from error
         results = self.finish(ranks)
@@ -210,6 +207,22 @@ class Engine:
         function: Function = self._functions[instruction.fn]
         line = function.user_line(error) or instruction.source
         return TaskError(describe(self.program, site, reason, line=line))
+
+
+def timing(times: Times) -> Callable[[Site, Step], Step]:
+    """Makes of a step one that notes when it began and ended."""
+
+    def timed(site: Site, step: Step) -> Step:
+        rank, index = site
+
+        def run() -> None:
+            begin = time.monotonic()
+            step()
+            times[rank].append((index, begin, time.monotonic()))
+
+        return run
+
+    return timed
 
 
 def describe(program: Program, site: Site, reason: str, line: str | None = None) -> Failure:

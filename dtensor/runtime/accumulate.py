@@ -3,30 +3,26 @@
     F0 B0    total = grad_w.to(float32)        a gradient of bf16: its total is float32
     F1 B1    total = total + grad_w
 
-Invariants: the order is that of microbatches, a left fold; the last sum has the plan's name.
+Invariants: a left fold in the order of the schedule, which in the published ones is that of
+microbatches; later steps find the last sum by `RankLowering.accumulated`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from dtensor.sharding.steps import Accumulate, Step, results_of
+from dtensor.sharding.steps import Accumulate
 
 if TYPE_CHECKING:
     from dtensor.runtime.rank_lower import RankLowering
     from dtensor.runtime.schedule import Action
 
 
-def accumulate(rank: RankLowering, steps: Sequence[Step], action: Action) -> None:
+def accumulate(rank: RankLowering, action: Action) -> None:
     """Add the outputs that the steps of this action have made to their sums."""
-    made_here = {name for step in steps for name, _ in results_of(step)}
     last = action.microbatch == rank.plan.num_microbatches - 1
-    for step in rank.plan.steps:
-        if not isinstance(step, Accumulate) or step.stage != action.stage:
-            continue
-        if step.operand in made_here:
-            _add(rank, step, action.microbatch, last=last)
+    for step in rank.actions.sums(action.kind, action.stage):
+        _add(rank, step, action.microbatch, last=last)
 
 
 def _add(rank: RankLowering, step: Accumulate, microbatch: int, *, last: bool) -> None:

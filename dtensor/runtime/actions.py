@@ -17,7 +17,16 @@ from dtensor.runtime.halves import in_weight_half, weight_half
 from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
 from dtensor.sharding.memory import step_seconds
 from dtensor.sharding.plan import Plan
-from dtensor.sharding.steps import Step, Transfer, comes_last, phase_of, runs_once, stage_of
+from dtensor.sharding.steps import (
+    Accumulate,
+    Step,
+    Transfer,
+    comes_last,
+    phase_of,
+    results_of,
+    runs_once,
+    stage_of,
+)
 
 
 class Actions:
@@ -28,6 +37,7 @@ class Actions:
         self.all = tuple(grid.actions() if grid is not None else _one_by_one(plan))
         """(step, pipeline rank, action), by steps."""
         self._steps: dict[tuple[Kind, int], tuple[Step, ...]] = {}
+        self._sums: dict[tuple[Kind, int], tuple[Accumulate, ...]] = {}
         self._received: dict[Event, int] = {
             event: step for step, _, action in self.all for event in action.gives()
         }
@@ -57,6 +67,18 @@ class Actions:
                 and (kind in ("F", "B") or (kind == "W") == in_weight_half(s, self._weights))
             )
         return self._steps[key]
+
+    def sums(self, kind: Kind, stage: int) -> tuple[Accumulate, ...]:
+        """The sums over microbatches to which the results of an action are added."""
+        key = kind, stage
+        if key not in self._sums:
+            made = {name for step in self.steps(kind, stage) for name, _ in results_of(step)}
+            self._sums[key] = tuple(
+                s
+                for s in self.plan.steps
+                if isinstance(s, Accumulate) and s.stage == stage and s.operand in made
+            )
+        return self._sums[key]
 
     @cached_property
     def _weights(self) -> frozenset[str]:

@@ -156,7 +156,7 @@ class RankLowering:
         self.close()
         steps = self.actions.steps(action.kind, action.stage)
         self.steps(steps, action.microbatch, action.stage)
-        accumulate(self, steps, action)
+        accumulate(self, action)
         self.close()
 
     def steps(

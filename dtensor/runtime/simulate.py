@@ -27,7 +27,7 @@ from dtensor.runtime.code import Functions
 from dtensor.runtime.rank_lower import RankLowering, Roles
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.segment import Segment
-from dtensor.runtime.trace import Span, Trace
+from dtensor.runtime.trace import Span, Trace, Track
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.steps import Update
@@ -226,12 +226,11 @@ class _Clock:
         return next(axis for axis in first if first[axis] != second[axis])
 
     def _span(
-        self, rank: _Rank, track: str, name: str, begin: float, end: float, source: str | None
+        self, rank: _Rank, track: Track, name: str, begin: float, end: float, source: str | None
     ) -> None:
         if end > begin:
-            self.spans.append(
-                Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)  # type: ignore[arg-type]
-            )
+            span = Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)
+            self.spans.append(span)
 
 
 def _bytes_sent(item: Collective) -> float:

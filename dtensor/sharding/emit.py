@@ -23,7 +23,7 @@ from dtensor.sharding.prices import AxisChoice, is_view
 from dtensor.sharding.redistribute import Move, moves, seconds
 from dtensor.sharding.rule import Rule
 from dtensor.sharding.spec import TensorSpec, alike
-from dtensor.sharding.steps import Compute, Convert, Step, StepPhase, Transfer
+from dtensor.sharding.steps import Compute, Convert, Step, StepPhase, Transfer, unused
 from dtensor.sharding.zero import stored_spec
 
 if TYPE_CHECKING:
@@ -55,12 +55,7 @@ class Emitter:
     _last: dict[str, Copy] = field(default_factory=dict[str, Copy])
 
     def fresh(self, name: str) -> str:
-        candidate, number = name, 1
-        while candidate in self.names:
-            number += 1
-            candidate = f"{name}_{number}"
-        self.names.add(candidate)
-        return candidate
+        return unused(name, self.names)
 
     def spec(self, value: str, placements: Mapping[str, Placement]) -> TensorSpec:
         meta = self.request.flow.metas[value]

@@ -43,6 +43,7 @@ from dtensor.sharding.steps import (
     reading,
     results_of,
     runs_once,
+    unused,
 )
 
 Key = tuple[str, int]  # a region's name, its stage
@@ -225,7 +226,7 @@ class _Recompute:
         assert home is not None
         given = {name: self.again.get(name, name) for name in operands_of(step)}
         for name in own:
-            self.again[name] = self._fresh(f"{name}_again")
+            self.again[name] = unused(f"{name}_again", self.taken)
         made: Repeatable
         match step:
             case Compute():
@@ -239,14 +240,6 @@ class _Recompute:
                 assert_never(step)
         self.repeats.setdefault(home, []).append(made)
         self.steps.append(made)
-
-    def _fresh(self, name: str) -> str:
-        candidate, number = name, 1
-        while candidate in self.taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self.taken.add(candidate)
-        return candidate
 
     # -- what to say of it -------------------------------------------------------------------------
 

@@ -157,6 +157,16 @@ class Regather:
 Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update | Regather
 
 
+def unused(name: str, taken: set[str]) -> str:
+    """``name``, or `name_2` and so on where it is taken; taken from then on."""
+    candidate, number = name, 1
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken.add(candidate)
+    return candidate
+
+
 def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
     match step:
         case Compute():

@@ -163,11 +163,6 @@ def plan_transfer(
     )
 
 
-def transfer_moves(source: TensorSpec, target: TensorSpec) -> tuple[Piece, ...]:
-    """The pieces of `plan_transfer` where rank i is rank i on both meshes."""
-    return plan_transfer(source, target).pieces
-
-
 def holders_of(spec: TensorSpec) -> tuple[int, ...]:
     """The ranks of the mesh that hold the value: those on its part (``spec.on``)."""
     mesh = spec.mesh

@@ -54,6 +54,7 @@ from dtensor.sharding.steps import (
     phase_of,
     reading,
     runs_once,
+    unused,
 )
 
 When = Literal["once", "forward", "backward", "optimizer"]
@@ -269,7 +270,7 @@ class _Gathering:
                 )
 
     def _named(self, value: str, stage: int, when: When) -> str:
-        name = self._fresh(value)
+        name = unused(value, self.names)
         self.copies[value, stage, when] = name
         return name
 
@@ -301,7 +302,7 @@ class _Gathering:
                 spec = cast.result_specs[0]
                 assert spec is not None
                 held, used = replace(held, dtype=spec.dtype), replace(used, dtype=spec.dtype)
-                operand = self._fresh(f"{member}_shard")
+                operand = unused(f"{member}_shard", self.names)
                 self.steps.append(
                     replace(
                         cast,
@@ -316,11 +317,11 @@ class _Gathering:
                 )
             operands.append(operand)
             found.append(Move("all_gather", axis, held, used))
-            results.append(self._fresh(f"{member}_gathered"))
+            results.append(unused(f"{member}_gathered", self.names))
             self.copies[member, stage, when] = results[-1]
         self.steps.append(
             Bucket(
-                name=self._fresh(f"parameters_{axis}"),
+                name=unused(f"parameters_{axis}", self.names),
                 results=tuple(results),
                 operands=tuple(operands),
                 moves=tuple(found),
@@ -331,14 +332,6 @@ class _Gathering:
                 once=once,
             )
         )
-
-    def _fresh(self, name: str) -> str:
-        candidate, number = name, 1
-        while candidate in self.names:
-            number += 1
-            candidate = f"{name}_{number}"
-        self.names.add(candidate)
-        return candidate
 
 
 def _when(step: Step) -> When:

@@ -352,12 +352,6 @@ def replicated(traced: Traced, mesh: Mesh) -> list[Stated]:
     return [dict.fromkeys(mesh.axes, REPLICATE) for _ in traced.leaves]
 
 
-def spec_of(leaf: torch.Tensor, mesh: Mesh, placements: Stated) -> TensorSpec:
-    """The spec of a leaf under a dict of placements, axes that are not named whole."""
-    full = tuple(placements.get(axis, REPLICATE) for axis in mesh.axes)
-    return TensorSpec(tuple(leaf.shape), leaf.dtype, mesh, full)
-
-
 def _leaf_numbers(traced: Traced) -> dict[int, int]:
     """Index among all leaves -> number among the tensor leaves."""
     leaves = pytree.tree_leaves((traced.args, dict(traced.kwargs)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -163,6 +162,11 @@ def alive(pid: int) -> bool:
         return False
 
 
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.ray
 def test_a_killed_actor_is_named(ray_session: None) -> None:
     stages = {"pp": [["first*"], ["second*"]]}
@@ -174,10 +178,12 @@ def test_a_killed_actor_is_named(ray_session: None) -> None:
         pids = pids_of(session)
         assert all(map(alive, pids))
         float(run.step(small))
+        before = cpu_seconds(pids[1])
         loss = run.step(large)
-        time.sleep(1.0)
+        while cpu_seconds(pids[1]) - before < 0.4:
+            time.sleep(0.02)
         assert not loss.done()
-        threading.Timer(0.2, os.kill, (pids[1], signal.SIGKILL)).start()
+        os.kill(pids[1], signal.SIGKILL)
         start = time.monotonic()
         with pytest.raises(ActorLost) as caught:
             float(loss)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,8 +142,8 @@ def _act(what: str) -> None:
             raise ZeroDivisionError("on purpose")
         case "exit":
             os._exit(3)
-        case "sleep":
-            time.sleep(30)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _feed(what: str = "") -> list[dict[str, object]]:
@@ -174,7 +173,7 @@ def _check_failed(cluster: Cluster, error: Exception, pids: list[int]) -> None:
         assert later.value is error
     cluster.close()
     cluster.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     assert not any(map(_alive, pids))
 
 
@@ -187,7 +186,7 @@ def test_a_call_that_raises(ray_session: None) -> None:
         start = time.monotonic()
         with pytest.raises(TaskError) as caught:
             bad.get()
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
         text = str(caught.value)
         assert "rank 1 (stage 1), instruction 0 'y = call act(x, what)' [F1], run 2: " in text
         assert "ZeroDivisionError: on purpose" in text and "at net.py:8: act(what)" in text
@@ -202,12 +201,11 @@ def test_a_call_that_raises(ray_session: None) -> None:
 def test_a_killed_actor(ray_session: None) -> None:
     with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
         pids = _pids(cluster)
-        future = cluster.run(cluster.load(_fragile()), _feed("sleep"))
-        threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
+        future = cluster.run(cluster.load(_fragile()), _feed("kill"))
         start = time.monotonic()
         with pytest.raises(ActorLost) as caught:
             future.get()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
         failure = caught.value.failure
         assert (failure.rank, failure.stage, failure.index, failure.label) == (1, 1, 0, "F1")
         assert "died" in str(caught.value) and "call act" in str(caught.value)
@@ -223,7 +221,7 @@ def test_a_stopped_actor(ray_session: None) -> None:
         start = time.monotonic()
         with pytest.raises(ActorLost) as caught:
             future.get()
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 10
         assert caught.value.failure.rank == 1 and "has stopped" in str(caught.value)
         _check_failed(cluster, caught.value, pids)
 

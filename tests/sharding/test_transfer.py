@@ -31,7 +31,6 @@ from dtensor.sharding.transfer import (
     box_shape,
     is_zero,
     plan_transfer,
-    transfer_moves,
 )
 
 SHAPE = (7, 6)
@@ -159,7 +158,7 @@ def test_the_price_is_the_busiest_ranks() -> None:
 def test_only_the_part_that_holds_the_value_sends() -> None:
     mesh = Mesh(pp=2, tp=2)
     source = parse("f32[8@tp] on pp=1", mesh)
-    pieces = transfer_moves(source, parse("f32[8]", Mesh(x=1)))
+    pieces = plan_transfer(source, parse("f32[8]", Mesh(x=1))).pieces
     assert [(p.source_rank, p.ranges, p.bytes_sent) for p in pieces] == [
         (2, (((0, 4),),), 16),
         (3, (((4, 8),),), 16),
@@ -170,7 +169,7 @@ def test_scalars_and_empty_tensors() -> None:
     scalar = parse("f32[]", Mesh(a=2))
     assert plan_transfer(scalar, parse("f32[]", Mesh(b=3))).bytes_by_pair == {(0, 2): 4}
     empty = parse("f32[0@a,4]", Mesh(a=2))
-    assert transfer_moves(empty, parse("f32[0,4]", Mesh(b=3))) == ()
+    assert plan_transfer(empty, parse("f32[0,4]", Mesh(b=3))).pieces == ()
 
 
 def test_what_is_refused() -> None:

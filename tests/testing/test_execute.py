@@ -12,6 +12,7 @@ from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.rules import pattern, registry
 from dtensor.sharding.rules.build import retarget
+from dtensor.sharding.spec import make_spec
 from dtensor.testing import execute
 
 MESH = Mesh(x=3)
@@ -53,7 +54,7 @@ def test_cotangents_are_given_or_random() -> None:
 def test_pending_parts_sum_to_the_last_bit(num: int) -> None:
     """A hash or a sign of a pending value sees the value itself."""
     x = torch.cat([torch.randn(50) * 1e-3, torch.zeros(2), torch.tensor([float("inf"), -2.5])])
-    spec = execute.spec_of(x, Mesh(x=num), {"x": SUM})
+    spec = make_spec(tuple(x.shape), x.dtype, Mesh(x=num), {"x": SUM})
     parts = execute._cut(x, spec, torch.Generator().manual_seed(0))
     total = parts[0]
     for part in parts[1:]:

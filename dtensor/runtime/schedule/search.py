@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,14 +26,13 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place
 from dtensor.runtime.schedule.measure import EQUAL, Costs, timeline
 from dtensor.runtime.schedule.published import (
-    GPipe,
     Interleaved1F1B,
     LoopedBFS,
     OneFOneB,
     check_dealt,
     check_microbatches,
 )
-from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
+from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2
 
 Orders = tuple[tuple[Action, ...], ...]
 
@@ -126,17 +126,12 @@ def search(
 
 
 def _published(problem: _Problem) -> Iterator[Orders]:
-    """Those of the published schedules that are defined here and keep the stages where they are."""
-    schedules: list[Callable[[int], GPipe | OneFOneB]] = [GPipe, LoopedBFS, OneFOneB]  # type: ignore
-    schedules += [Interleaved1F1B]  # type: ignore[list-item]
-    if problem.halves:
-        schedules += [ZBH1, ZBH2, ZBV, DualPipeV]  # type: ignore[list-item]
-    for schedule in schedules:
-        try:
-            grid = schedule(problem.microbatches).grid(problem.num_stages, problem.num_ranks)
-        except PlanningError:
-            continue
-        if grid.home() == tuple(problem.home(s) for s in range(problem.num_stages)):
+    """Those of the published schedules that deal stages out in turn and are defined here."""
+    m = problem.microbatches
+    schedules = [LoopedBFS(m), OneFOneB(m), Interleaved1F1B(m)]
+    for schedule in (*schedules, *((ZBH1(m), ZBH2(m)) if problem.halves else ())):
+        with suppress(PlanningError):
+            grid = schedule.grid(problem.num_stages, problem.num_ranks)
             yield tuple(grid.order(rank) for rank in range(problem.num_ranks))
 
 
@@ -220,17 +215,7 @@ class _Problem:
         Run 0 takes one microbatch after the other, which always fits.
         """
         if run == 0:
-            return tuple(
-                tuple(
-                    Action(kind, m, s)
-                    for m in range(self.microbatches)
-                    for kind in self.kinds
-                    for s in (stages if kind == "F" else stages[::-1])
-                )
-                for stages in (
-                    range(rank, self.num_stages, self.num_ranks) for rank in range(self.num_ranks)
-                )
-            )
+            return tuple(self._one_by_one(rank) for rank in range(self.num_ranks))
         noise = 0.0 if run == 1 else draw.choice([0.02, 0.1, 0.3])
         late = draw.random() * 2 if run > 1 else 1.0  # how much a microbatch's number weighs
         rank_of = self._priorities(late)
@@ -272,6 +257,15 @@ class _Problem:
         if sum(map(len, orders)) < len(chosen):
             return None
         return tuple(map(tuple, orders))
+
+    def _one_by_one(self, rank: int) -> tuple[Action, ...]:
+        down = range(rank, self.num_stages, self.num_ranks)
+        return tuple(
+            Action(kind, m, s)
+            for m in range(self.microbatches)
+            for kind in self.kinds
+            for s in (down if kind == "F" else reversed(down))
+        )
 
     def _may(self, action: Action, held: int, order: Sequence[Action]) -> bool:
         """Microbatches of a stage in order; and a forward leaves room for the later stages of the
