@@ -140,8 +140,14 @@ class Emitter:
             there = [
                 c for c in self.copies[value] if c.stage == first.stage and c.phase == first.phase
             ]
-            copy = self._convert(there, value, wanted, first.stage, first.phase, source, why)
-            return self.transfer(copy, value, stage, first.phase, source, why)
+            copy, rest = self._cheapest(there, wanted)
+            smallest = _smallest(copy.spec, rest)
+            for move in rest[:smallest]:
+                copy = self.move(copy, value, move, first.stage, first.phase, source, why)
+            copy = self.transfer(copy, value, stage, first.phase, source, why)
+            for move in rest[smallest:]:
+                copy = self.move(copy, value, move, stage, phase, source, why)
+            return copy
         return self._convert(here, value, wanted, stage, phase, source, why)
 
     def _convert(
@@ -154,14 +160,19 @@ class Emitter:
         source: str,
         why: str,
     ) -> Copy:
+        copy, path = self._cheapest(copies, wanted)
+        for move in path:
+            copy = self.move(copy, value, move, stage, phase, source, why)
+        return copy
+
+    def _cheapest(self, copies: Sequence[Copy], wanted: TensorSpec) -> tuple[Copy, Sequence[Move]]:
+        """The copy from which the way to a spec costs least, and that way."""
         for copy in copies:
             if alike(copy.spec, wanted):
-                return copy
+                return copy, ()
         topology = self.request.topology
         best = min(copies, key=lambda c: seconds(c.spec, wanted, topology))
-        for move in moves(best.spec, wanted, topology):
-            best = self.move(best, value, move, stage, phase, source, why)
-        return best
+        return best, moves(best.spec, wanted, topology)
 
     def move(
         self,
@@ -222,6 +233,13 @@ def _rearranges(op: Op) -> bool:
         return False
     result = op.call.results[0]
     return result is not None and math.prod(result.shape) == math.prod(op.call.operands[0].shape)
+
+
+def _smallest(spec: TensorSpec, path: Sequence[Move]) -> int:
+    """How many moves of a way to make before a value crosses: it crosses where it is smallest, so
+    that it is gathered on the far side."""
+    sizes = [spec.max_local_nbytes, *(move.dst.max_local_nbytes for move in path)]
+    return max(i for i, size in enumerate(sizes) if size == min(sizes))
 
 
 def _whole_in_time(spec: TensorSpec) -> bool:
