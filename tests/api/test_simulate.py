@@ -22,22 +22,38 @@ MESSAGES = dt.Topology(latency=1e-3, bandwidth=1e6, flops=1e30, memory_bandwidth
 
 @pytest.mark.parametrize(
     ("schedule", "v", "p"),
-    [(dt.GPipe, 1, 2), (dt.OneFOneB, 1, 3), (dt.Interleaved1F1B, 2, 2), (dt.ZBH1, 1, 3)],
+    [
+        (dt.GPipe, 1, 2),
+        (dt.LoopedBFS, 2, 2),
+        (dt.OneFOneB, 1, 3),
+        (dt.Interleaved1F1B, 2, 2),
+        (dt.ZBH1, 1, 3),
+        (dt.ZBH2, 1, 2),
+        (dt.ZBV, 2, 2),
+        (dt.DualPipeV, 2, 2),
+    ],
 )
 def test_a_schedules_bubble(schedule: Callable[[int], dt.Schedule], v: int, p: int) -> None:
     """That of the grid with the costs that the actions of these stages have."""
     step = step_of(v * p, dt.Mesh(pp=p), schedule(6))
     trace = dt.simulate(step, *data(), topology=COMPUTE)
-    lasts = {kind: [0.0] * (v * p) for kind in "FBIW"}
+    lasts: dict[tuple[str, int], dict[str, float]] = {}
     for span in trace.spans:
         label = span.name.split(":")[0]
-        if span.track == "compute" and label[:1] in lasts and " stage " in label:
-            lasts[label[0]][int(label.rpartition(" ")[2])] += (span.end - span.begin) / 6
-    halves = any(lasts["I"])
+        if span.track == "compute" and " stage " in label:
+            action, _, stage = label.partition(" stage ")
+            actions = lasts.setdefault((action[0], int(stage)), {})
+            actions[action] = actions.get(action, 0.0) + span.end - span.begin
+
+    def mean(kind: str, stage: int) -> float:
+        each = lasts.get((kind, stage), {"": 0.0}).values()
+        return sum(each) / len(each)
+
+    stages = range(v * p)
     costs = dt.Costs(
-        forward=tuple(lasts["F"]),
-        input=tuple(lasts["I"] if halves else lasts["B"]),
-        weight=tuple(lasts["W"] if halves else [0.0] * (v * p)),
+        forward=tuple(mean("F", s) for s in stages),
+        input=tuple(mean("I" if ("I", s) in lasts else "B", s) for s in stages),
+        weight=tuple(mean("W", s) for s in stages),
     )
     inside = [s for s in trace.spans if s.track == "compute" and " stage " in s.name]
     lasting = max(s.end for s in inside) - min(s.begin for s in inside)
