@@ -51,6 +51,8 @@ class CompiledFunction:
         self.search = search
         self.planned: dict[object, Planned] = {}
         self.calls = Counter()
+        self.latest: Planned | None = None
+        """What `plan` or a call planned last."""
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
@@ -82,7 +84,8 @@ class CompiledFunction:
             self.planned[key] = replace(planned, plan=gather_stored(planned.plan))
             # capture ran fn, which may count its calls in an attribute of a module
             self.planned[call.key()] = self.planned[key]
-        return self.planned[key]
+        self.latest = self.planned[key]
+        return self.latest
 
     @property
     def _name(self) -> str:

@@ -25,17 +25,23 @@ def simulate(
     the same are simulated once, so the mesh may have thousands.
 
     Args:
-        batch: tensors (meta too) or specs, as for `plan`.
+        batch: tensors (meta too) or specs, as for `plan`; a `Topology` may stand last. Without
+            a batch: that of the last plan or call of ``step``.
 
     Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank, ``save("trace.json")``.
     """
+    if batch and isinstance(batch[-1], Topology) and topology is None:
+        batch, topology = batch[:-1], batch[-1]
     match step:
         case TrainStep():
-            return simulated(step.plan(*batch, **kwargs), step.grid, topology)
+            grid = step.grid
         case CompiledFunction():
-            return simulated(step.plan(*batch, **kwargs), None, topology)
+            grid = None
         case _:
             raise PlanningError(
                 f"simulate takes what dt.train_step or dt.compile returns, not "
                 f"{type(step).__name__}.\nfix: dt.simulate(step, *batch)"
             )
+    if step.latest is not None and not batch and not kwargs:
+        return simulated(step.latest.plan, grid, topology)
+    return simulated(step.plan(*batch, **kwargs), grid, topology)

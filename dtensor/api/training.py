@@ -84,6 +84,8 @@ class TrainStep:
         self._planned: dict[object, Planned] = {}
         self._running: deque[Loss] = deque()
         self._session: Session | None = None  # of the last step
+        self.latest: Planned | None = None
+        """What `plan` or a call planned last."""
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -128,7 +130,8 @@ class TrainStep:
             self._planned[key] = replace(planned, plan=self._scheduled(planned.plan))
             # capture ran forward, which may count its calls in an attribute of a module
             self._planned[self._key(call)] = self._planned[key]
-        return self._planned[key]
+        self.latest = self._planned[key]
+        return self.latest
 
     def _key(self, call: Call) -> object:
         trained = tuple(p.requires_grad for p in self.model.parameters())

@@ -63,6 +63,13 @@ def test_a_schedules_bubble(schedule: Callable[[int], dt.Schedule], v: int, p: i
     assert bubble(step.grid, costs) - 2e-3 < found <= bubble(step.grid, costs)
 
 
+def test_the_last_batch_and_a_topology() -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
+    expected = dt.simulate(step, *data(), topology=COMPUTE)
+    assert dt.simulate(step, COMPUTE) == dt.simulate(step, *data(), COMPUTE) == expected
+    assert dt.simulate(step) == dt.simulate(step, *data()) != expected
+
+
 def test_messages_are_those_of_the_plan() -> None:
     mesh = dt.Mesh(pp=2, dp=2)
     step = step_of(2, mesh, dt.OneFOneB(2), inputs=dict(dp=dt.Row()), clip_grad_norm=1.0)
