@@ -37,6 +37,7 @@ from torch import Tensor
 
 from dtensor.sharding import ops_loss as ops_loss  # registers the ops of cross entropy
 from dtensor.sharding import ops_random as ops_random  # registers the random ops
+from dtensor.sharding.localops_nn import flash_attention, flash_attention_backward
 from dtensor.sharding.ops_base import LIBRARY, accumulation_dtype, define, local_index
 
 # -- attention ---------------------------------------------------------------------------------
@@ -116,11 +117,7 @@ def _attention(
         return like.zero_(), lse
     k, v = _spread(k, q.shape[1]), _spread(v, q.shape[1])
     if q.device.type == "cpu":
-        # The CPU kernel is right for strides of 1 in the last dim only.
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, scale=scale
-        )
+        out, lse = flash_attention(q, k, v, is_causal, None, scale)
     elif _efficient_on_cuda(q):
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             _rows(q), _rows(k), _rows(v), None, True, 0.0, is_causal, scale=scale
@@ -162,20 +159,8 @@ def _attention_backward(
     ks, vs = _spread(k, q.shape[1]), _spread(v, q.shape[1])
     if q.device.type == "cpu":
         # The kernel indexes lse as (b, t, h): the layout that its own forward returns.
-        grad, q_, ks, vs, out = (
-            x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, ks, vs, out)
-        )
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad,
-            q_,
-            ks,
-            vs,
-            out,
-            lse.transpose(1, 2).contiguous().transpose(1, 2),
-            0.0,
-            is_causal,
-            scale=scale,
-        )
+        laid = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, laid, is_causal, None, scale)
     elif _efficient_on_cuda(q):
         padded = -(-q.shape[2] // 32) * 32
         full = lse.new_full((*lse.shape[:2], padded), float("inf"))
