@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,12 @@ import torch
 
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look through it again for each test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
