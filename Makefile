@@ -1,6 +1,7 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
 # test: the tests;  check: all that CI runs;  certify: every rule by brute force, and its table;
-# opinfo: PyTorch's OpInfo database under placements, and its table.
+# opinfo: PyTorch's OpInfo database under placements, and its table;
+# chaos: hundreds of launches that end in every way, none of which may leave anything behind.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test lint check certify opinfo format
+.PHONY: setup demo test lint check certify opinfo chaos format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -41,6 +42,9 @@ certify: setup
 
 opinfo: setup
 	$(BIN)/python -m tests.opinfo --jobs $(JOBS)
+
+chaos: setup
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix .

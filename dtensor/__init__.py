@@ -12,6 +12,7 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
+from dtensor.api.calibrate import calibrate
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager_policy import implicit_redistribution
@@ -20,6 +21,7 @@ from dtensor.api.randomness import manual_seed
 from dtensor.api.rule import rule
 from dtensor.api.session import launch
 from dtensor.api.simulate import simulate
+from dtensor.api.stages import Auto
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.tensor import DTensor, distribute, spec
 from dtensor.api.tracing import trace
@@ -55,6 +57,7 @@ __all__ = [
     "ZBH1",
     "ZBH2",
     "ZBV",
+    "Auto",
     "Column",
     "ColumnParallel",
     "Compared",
@@ -86,6 +89,7 @@ __all__ = [
     "Trace",
     "TrainStep",
     "annotate",
+    "calibrate",
     "compare",
     "compare_traces",
     "compile",

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from dtensor.api.placing import input_pins, planner_pins, resolve
+from dtensor.api.scheduled import scheduled
 from dtensor.api.stages import stage_of
 from dtensor.frontend.capture import capture
 from dtensor.frontend.flow import dataflow
-from dtensor.runtime.schedule import OneFOneB, bubble, in_flight
+from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import Placement, Shard
 from dtensor.sharding.plan import Plan
@@ -98,7 +98,7 @@ def plan_model(
     if held.axis is not None:
         ranks = mesh.axis_size(held.axis)
         grid = OneFOneB(microbatches).grid(held.num_stages, ranks)
-        found = replace(found, schedule=str(grid), bubble=bubble(grid), in_flight=in_flight(grid))
+        found = scheduled(found, grid)
     found.verify()
     return found
 

@@ -21,7 +21,7 @@ from dtensor.api.placing import ParameterPlacement, resolve
 from dtensor.api.randomness import Counter
 from dtensor.api.recompute import recompute_of
 from dtensor.api.roles import StatedRoles
-from dtensor.api.stages import StagePlan, stage_of
+from dtensor.api.stages import Auto, StagePlan, Stages, stage_of
 from dtensor.api.zero import zero_of
 from dtensor.errors import PlanningError
 from dtensor.sharding.mesh import Mesh
@@ -32,7 +32,7 @@ from dtensor.sharding.planner import dealt
 class ParallelModule:
     """A module, the mesh it lives on, and what was stated of its parameters.
 
-    ``placements``: one entry per parameter and buffer; ``stages``: which stage holds which;
+    ``placements``: one entry per parameter and buffer; ``stage_plan``: which stage holds which;
     ``settled``: what the first plan chose for parameters that nothing was stated of;
     ``version``: raised when the controller's values change under `load_state_dict`;
     ``steps``: the number of the next training step, which random numbers depend on;
@@ -57,24 +57,31 @@ class ParallelModule:
         self.initial = Initial(module, init)
         self.mesh = mesh
         self.placements = placements
-        self.stages = stages
+        self.stage_plan = stages
         self.settled: dict[str, dict[str, Placement]] = {}
         self.version = 0
         self.steps = Counter()
 
+    @property
+    def stages(self) -> dict[str, list[list[str]] | Auto]:
+        """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages,
+        those that "auto" chose once a program was planned."""
+        return self.stage_plan.stated()
+
     def settle_stages(self, ranks: tuple[int, ...]) -> None:
         """The rank of each stage, as a schedule has it. Raises where values lie otherwise."""
-        num = self.mesh.axis_size(self.stages.axis) if self.stages.axis else 1
-        before = self.stages.ranks or dealt(self.stages.num_stages, num)
+        stages = self.stage_plan
+        num = self.mesh.axis_size(stages.axis) if stages.axis else 1
+        before = stages.ranks or dealt(stages.num_stages, num)
         if ranks == before:
             return
         if self.settled:
             raise PlanningError(
-                f"the schedule has the stages on ranks {list(ranks)} of {self.stages.axis}, and "
+                f"the schedule has the stages on ranks {list(ranks)} of {stages.axis}, and "
                 f"programs of this model were planned with them on {list(before)}.\n"
                 f"fix: make the train_step first, or parallelize the module again"
             )
-        self.stages = replace(self.stages, ranks=ranks)
+        self.stage_plan = replace(stages, ranks=ranks)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -110,7 +117,7 @@ class ParallelModule:
         return (
             f"parallelize({type(self.module).__name__}, {self.mesh!r}): {stated} of "
             f"{len(self.placements)} parameters and buffers placed, "
-            f"{self.stages.num_stages} stage{'s' * (self.stages.num_stages != 1)}"
+            f"{self.stage_plan.num_stages} stage{'s' * (self.stage_plan.num_stages != 1)}"
         )
 
 
@@ -119,7 +126,7 @@ def parallelize(
     mesh: Mesh,
     placements: Mapping[str, StatedRoles] | None = None,
     *,
-    stages: Mapping[str, Sequence[Sequence[str]]] | None = None,
+    stages: Stages | None = None,
     init: Init | None = None,
     zero: Mapping[str, int] | None = None,
     recompute: Sequence[str] | None = None,
@@ -130,7 +137,9 @@ def parallelize(
         placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are
             alternatives; the first match wins. What no glob matches, the planner places. With
             ColumnParallel or RowParallel the glob is over names of modules.
-        stages: one axis and its list of stages, each a list of globs: pipeline stages.
+        stages: one axis and its list of stages, each a list of globs: pipeline stages. Or "auto"
+            for the axis (without an axis: pp): the first plan chooses one stage for each rank, or
+            as many as `Auto` states, so that the slowest is fast; ``model.stages`` has them then.
         init: for a module on the meta device, whose parameters each rank then makes for itself:
             "reset" (each part's own reset_parameters), a function of the model that is called
             after those, or a function without arguments that builds the model once more.

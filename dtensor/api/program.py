@@ -12,11 +12,12 @@ modules, and anything else, which is a constant of the program. Nothing is launc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.utils import _pytree as pytree
 
+from dtensor.api.auto_stages import cut
 from dtensor.api.leaves import check_leaf, for_capture, leaf_key
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placing import (
@@ -37,7 +38,7 @@ from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.sharding.call import Meta
 from dtensor.sharding.collector import collector_paused
 from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow
+from dtensor.sharding.dataflow import Dataflow, Input
 from dtensor.sharding.mesh import Mesh
 from dtensor.sharding.placements import REPLICATE, Placement
 from dtensor.sharding.plan import Plan
@@ -102,7 +103,8 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a plan depends on besides the call. ``graph``: the call's, where it is captured."""
+    """What a plan depends on besides the call. ``graph``: the call's, where it is captured;
+    ``in_flight``: by stage, the microbatches that the schedule holds, for stages to be chosen."""
 
     inputs: Mapping[str, Any] | None = None
     results: Callable[[Graph, Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
@@ -112,6 +114,7 @@ class Options:
     free: bool = False
     graph: Graph | None = None
     recompute: tuple[str, ...] = ()
+    in_flight: tuple[int, ...] = ()
 
 
 @collector_paused()
@@ -123,8 +126,35 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
             f"the model was parallelized on {model.mesh}, the program is for {mesh}"
         )
     graph = options.graph or call.graph(grads)
-    stages = model.stages if model is not None else NO_STAGES
-    flow = dataflow(graph, stages.held, stages.num_stages)
+    stages = model.stage_plan if model is not None else NO_STAGES
+    if model is not None and stages.waiting:
+        whole = _request(call, graph, model, mesh, replace(stages, num_stages=1), options, name)
+        stages = cut(model.module, stages, whole, plan, options.in_flight)
+    request = _request(call, graph, model, mesh, stages, options, name)
+    planned = replace(plan(request), auto=stages.patterns if stages.auto else ())
+    if model is not None:
+        model.stage_plan = stages  # what was chosen holds once there is a plan
+        _settle(model, planned)
+    return Planned(
+        plan=planned,
+        graph=graph,
+        arguments={item.name: entry.index for item, entry in _arguments(request.flow, graph)},
+        model=model,
+        request=request,
+    )
+
+
+def _request(
+    call: Call,
+    graph: Graph,
+    model: ParallelModule | None,
+    mesh: Mesh,
+    stages: StagePlan,
+    options: Options,
+    name: str,
+) -> Request:
+    """What of a call the planner is asked."""
+    flow = dataflow(graph, stages.held, stages.num_stages, stages.homes)
     training = options.training(graph) if options.training else None
     if training is not None:  # parameters outside the optimizer are frozen: no gradient is made
         flow = uncast(
@@ -132,11 +162,7 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
                 tuple(o for o in flow.outputs if o.kind != "gradient" or o.of in training.trained)
             )
         )
-    named = [
-        (item, entry)
-        for item, entry in zip(flow.inputs, graph.inputs, strict=True)
-        if isinstance(entry, Arg)
-    ]
+    named = _arguments(flow, graph)
     metas = {entry.name: item.meta for item, entry in named}
     leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
     pins = _input_pins(metas, leaves, options, mesh, stages)
@@ -150,7 +176,7 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
                 settled.add(item.name)
             merged = {**model.settled[item.label], **stated.get(item.name, {})}
             stated[item.name] = merged
-    request = Request(
+    return Request(
         name=name,
         flow=flow,
         mesh=mesh,
@@ -168,16 +194,15 @@ def plan_call(call: Call, mesh: Mesh, grads: Grads, options: Options, name: str)
         zero=model.zero if model is not None else None,
         recompute=_recomputed(model, options, flow),
     )
-    planned = plan(request)
-    if model is not None:
-        _settle(model, planned)
-    return Planned(
-        plan=planned,
-        graph=graph,
-        arguments={item.name: entry.index for item, entry in named},
-        model=model,
-        request=request,
-    )
+
+
+def _arguments(flow: Dataflow, graph: Graph) -> list[tuple[Input, Arg]]:
+    """The inputs that the caller's leaves feed."""
+    return [
+        (item, entry)
+        for item, entry in zip(flow.inputs, graph.inputs, strict=True)
+        if isinstance(entry, Arg)
+    ]
 
 
 def _recomputed(model: ParallelModule | None, options: Options, flow: Dataflow) -> frozenset[str]:

@@ -12,6 +12,7 @@ them (one warning if they changed and were neither gathered nor loaded elsewhere
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class Resident:
     states: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])  # of optimizers
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
+    placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
     changed: bool = False
 
     def name(self, label: str) -> str:
@@ -66,7 +68,7 @@ class Session:
         self.mesh = mesh
         self.cluster = cluster
         self.mode: Mode = mode
-        self.timed: tuple[Handle, Future] | None = None
+        self.timed: tuple[Handle, Future, float] | None = None  # and when it was called
         self.closed = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
@@ -118,9 +120,12 @@ class Session:
         self.check()
         if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
             self._collect()
+        if self.mode == "timed":
+            self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
+        called = time.monotonic()
         future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
         if self.mode == "timed":
-            self.timed = handle, future
+            self.timed = handle, future, called
         return future
 
     @contextmanager
@@ -143,6 +148,7 @@ class Session:
         if found.version != model.version:  # the controller loaded other values
             found.version = model.version
             found.specs.clear()
+            found.placed = None
             found.optimizers.clear()
             found.changed = False
         return found
@@ -150,6 +156,8 @@ class Session:
     def place(self, model: ParallelModule, plan: Plan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
         resident = self.resident(model)
+        if resident.placed is plan:
+            return
         tensors = tensors_of(model)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
@@ -184,6 +192,7 @@ class Session:
             kept = {label: resident.name(label) for wanted in made for label in wanted}
             handle = self.cluster.load(init_program(made, self.cluster.device))
             self.run(handle, [{} for _ in made], kept).get()
+        resident.placed = plan
 
     def settle(self) -> None:
         """Wait for what is under way; a failure that nobody has read raises here."""

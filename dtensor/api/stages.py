@@ -5,17 +5,20 @@
     # StagePlan(axis="pp", num_stages=2, held={"embed.weight": (0,), ...})
 
 Invariants: every parameter is held by exactly one stage, but for a tied one, which each of its
-names may put on another stage; the number of stages is a multiple of the axis. A buffer that no
+names may put on another stage, and one that several stages name in full, without a wildcard; the
+number of stages is a multiple of the axis. A buffer that no
 pattern matches goes where the parameters of its module are (or of the module around it, and so
 on); where those are on several stages it is left out of ``held`` and is kept where it is used.
 
-Not here: which stage an op runs on (frontend/flow.py), when it runs (the schedule).
+Not here: how "auto" chooses (auto_stages.py), which stage an op runs on (frontend/stager.py), when
+it runs (the schedule).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -25,30 +28,72 @@ from dtensor.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """Stages that the first plan chooses, ``num_stages`` of them; default one for each rank."""
+
+    num_stages: int | None = None
+
+
+Patterns = Sequence[Sequence[str]]
+Stages = Mapping[str, Patterns | Literal["auto"] | Auto] | Literal["auto"]
+"""What `parallelize` takes: an axis and its lists of patterns, or "auto" for the axis pp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """``held``: canonical name of a parameter or buffer to the stages that hold it, ascending.
 
-    ``ranks``: by stage, its coordinate on the axis; empty: stages are dealt out in turn. Without
-    stages ``axis`` is None, ``num_stages`` 1 and ``held`` empty.
+    ``homes``: by each name of a parameter, the stages that its own patterns put it on.
+    ``ranks``: by stage, its coordinate on the axis; empty: stages are dealt out in turn.
+    ``patterns``: by stage. ``auto``: the first plan chooses them; until then there are none.
+    Without stages ``axis`` is None, ``num_stages`` 1 and ``held`` empty.
     """
 
     axis: str | None
     num_stages: int
     held: Mapping[str, tuple[int, ...]]
+    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     ranks: tuple[int, ...] = ()
+    patterns: tuple[tuple[str, ...], ...] = ()
+    auto: bool = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the stages are still to be chosen."""
+        return self.auto and not self.patterns
+
+    def stated(self) -> dict[str, list[list[str]] | Auto]:
+        """As `parallelize` takes it."""
+        if self.axis is None:
+            return {}
+        if self.waiting:
+            return {self.axis: Auto(num_stages=self.num_stages)}
+        return {self.axis: [list(patterns) for patterns in self.patterns]}
 
 
 NO_STAGES = StagePlan(axis=None, num_stages=1, held={})
 
 
-def stage_of(
-    module: nn.Module, mesh: Mesh, stages: Mapping[str, Sequence[Sequence[str]]] | None
-) -> StagePlan:
+def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
     """The stages of a module. Raises PlanningError for a parameter in no stage or in two, a
     pattern without a match, and a number of stages that the axis does not divide."""
     if not stages:
         return NO_STAGES
+    if stages == "auto":
+        if "pp" not in mesh.axes:
+            raise PlanningError(
+                f'stages="auto" is over the axis pp, which is not in the mesh.\n'
+                f"  {mesh}, axes: {listing(mesh.axes)}\n"
+                f'fix: Mesh(pp=2, ...), or name the axis of stages: {{"axis": "auto"}}'
+            )
+        stages = {"pp": "auto"}
     axis, lists = _axis_of(mesh, stages)
+    if isinstance(lists, int):
+        if lists > 1:
+            return StagePlan(axis=axis, num_stages=lists, held={}, auto=True)
+        lists, auto = (("*",),), True
+    else:
+        auto = False
     names = names_of(module)
     for index, patterns in enumerate(lists):
         for pattern in patterns:
@@ -74,12 +119,19 @@ def stage_of(
             around = _stage_around(named, parameters, by_name)
             if around is not None:
                 held[named.name] = (around,)
-    return StagePlan(axis=axis, num_stages=len(lists), held=held)
+    homes = {name: found for name, found in by_name.items() if found}
+    for named in names:  # of a tied parameter each name says where its own module's ops are
+        if len(named.names) == 1 and named.name in held:
+            homes[named.name] = held[named.name]
+    return StagePlan(
+        axis=axis, num_stages=len(lists), held=held, homes=homes, patterns=lists, auto=auto
+    )
 
 
 def _axis_of(
-    mesh: Mesh, stages: Mapping[str, Sequence[Sequence[str]]]
-) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    mesh: Mesh, stages: Mapping[str, Patterns | str | Auto] | str
+) -> tuple[str, tuple[tuple[str, ...], ...] | int]:
+    """The axis and its patterns by stage, or how many stages are to be chosen."""
     if not isinstance(stages, Mapping) or len(stages) != 1:
         axes = listing(list(stages)) if isinstance(stages, Mapping) else type(stages).__name__
         raise PlanningError(
@@ -87,13 +139,17 @@ def _axis_of(
             f'fix: write stages={{"pp": [["embed*", "blocks.[0-1].*"], ["blocks.[2-3].*"]]}}'
         )
     axis, lists = next(iter(stages.items()))
+    lists = Auto() if lists == "auto" else lists
     if axis not in mesh.axes:
         near = nearest(axis, mesh.axes)
+        number = (lists.num_stages or 2) if isinstance(lists, Auto) else len(lists)
         raise PlanningError(
             f'stages names the axis "{axis}", which is not in the mesh.\n'
             f"  {mesh}, axes: {listing(mesh.axes)}\n"
-            + (f'fix: write "{near[0]}"' if near else f"fix: Mesh({axis}={len(lists)}, ...)")
+            + (f'fix: write "{near[0]}"' if near else f"fix: Mesh({axis}={number}, ...)")
         )
+    if isinstance(lists, Auto):
+        return axis, _number(mesh, axis, lists)
     if isinstance(lists, str) or any(isinstance(patterns, str) for patterns in lists):
         raise PlanningError(
             f"stages has patterns where it should have one list of patterns for each stage.\n"
@@ -118,8 +174,24 @@ def _axis_of(
     return axis, tuple(tuple(patterns) for patterns in lists)
 
 
+def _number(mesh: Mesh, axis: str, auto: Auto) -> int:
+    size = mesh.axis_size(axis)
+    number = size if auto.num_stages is None else auto.num_stages
+    if number < 1 or number % size:
+        raise PlanningError(
+            f"the number of stages is no multiple of the axis {axis}.\n"
+            f"  {auto}; {mesh}: {axis}={size}\n"
+            f"fix: Auto(num_stages={-(-max(number, 1) // size) * size})"
+        )
+    return number
+
+
 def _check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]) -> None:
-    twice = {name: stages for name, stages in by_name.items() if len(stages) > 1}
+    twice = {
+        name: stages
+        for name, stages in by_name.items()
+        if len(stages) > 1 and not all(name in lists[stage] for stage in stages)
+    }
     if not twice:
         return
     lines = [f"{len(twice)} {_plural(len(twice))} matched by more than one stage."]

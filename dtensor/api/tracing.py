@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from dtensor.api.compiled import CompiledFunction
@@ -15,8 +16,9 @@ from dtensor.runtime.trace import Trace
 def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace:
     """Run one call of ``step`` and return its measured timeline, of every rank.
 
-    A training step is taken: state moves on. The names of spans are those of `simulate`. Times are
-    of the host's monotonic clock, so of ranks on several hosts they are offset to one another. In
+    A training step is taken: state moves on. The names of spans are those of `simulate`; the first,
+    "call", is what the controller's call takes beside the ranks' instructions. Times are of the
+    host's monotonic clock, so of ranks on several hosts they are offset to one another. In
     one process all ranks share a thread: there each waits while others compute.
     """
     match step:
@@ -33,6 +35,7 @@ def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Tra
     with session.timing():
         step(*batch, **kwargs)
     assert session.timed is not None
-    handle, future = session.timed
+    handle, future, called = session.timed
     session.timed = None
-    return measured(handle, future.get())
+    outputs = future.get()
+    return measured(handle, outputs, time.monotonic() - called)

@@ -27,6 +27,7 @@ from dtensor.api.placed_optimizer import OptimizerHome, agreed, place_optimizer
 from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.recompute import recompute_of
+from dtensor.api.scheduled import scheduled
 from dtensor.api.session import Session, session_for
 from dtensor.api.tensor import held_by
 from dtensor.errors import PlanningError
@@ -35,7 +36,7 @@ from dtensor.runtime.actions import stage_costs
 from dtensor.runtime.lower import holders
 from dtensor.runtime.optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.runtime.rank_lower import Roles
-from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule, bubble, in_flight
+from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule, in_flight
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.hints import hints as hints_of
 from dtensor.sharding.local import assemble_at
@@ -43,7 +44,6 @@ from dtensor.sharding.plan import Plan
 from dtensor.sharding.planner import Training
 from dtensor.sharding.precision import is_narrow
 from dtensor.sharding.spec import TensorSpec
-from dtensor.sharding.zero import gather_stored
 
 RUN_AHEAD = 2
 
@@ -124,10 +124,11 @@ class TrainStep:
                 free=self.search == "free",
                 recompute=self.recompute,
                 graph=graph,
+                in_flight=in_flight(self.grid),
             )
             name = getattr(self.loss_fn, "__name__", "step").strip("<>")
             planned = plan_call(call, self.model.mesh, "loss", options, name)
-            self._planned[key] = replace(planned, plan=self._scheduled(planned.plan))
+            self._planned[key] = replace(planned, plan=scheduled(planned.plan, self.grid))
             # capture ran forward, which may count its calls in an attribute of a module
             self._planned[self._key(call)] = self._planned[key]
         self.latest = self._planned[key]
@@ -136,15 +137,6 @@ class TrainStep:
     def _key(self, call: Call) -> object:
         trained = tuple(p.requires_grad for p in self.model.parameters())
         return (call.key(), trained, self.groups)
-
-    def _scheduled(self, plan: Plan) -> Plan:
-        return replace(
-            gather_stored(plan),  # the last pass over the steps
-            bubble=bubble(self.grid),
-            in_flight=in_flight(self.grid),
-            schedule=str(self.grid) if self.schedule.microbatches > 1 else "",
-            plain=None if plan.plain is None else self._scheduled(plan.plain),
-        )
 
     def _training(self, graph: Graph) -> Training:
         known = parameter_labels(graph)
@@ -175,7 +167,7 @@ class TrainStep:
         self.groups, self._held = tuple(groups), held
 
     def _grid(self) -> Grid:
-        stages = self.model.stages
+        stages = self.model.stage_plan
         ranks = self.model.mesh.axis_size(stages.axis) if stages.axis else 1
         grid = self.schedule.grid(stages.num_stages, ranks)
         self.model.settle_stages(grid.home())

@@ -40,6 +40,7 @@ from dtensor.daft.groups import (
     broadcast,
 )
 from dtensor.daft.inprocess import InProcessCluster
+from dtensor.daft.interference import Bound, Conflict, Interference, interference
 from dtensor.daft.launching import launch, spawn
 from dtensor.daft.merge import merge
 from dtensor.daft.program import (
@@ -65,6 +66,7 @@ __all__ = [
     "ActorHandle",
     "ActorLost",
     "Backend",
+    "Bound",
     "Buffer",
     "Call",
     "Cluster",
@@ -72,6 +74,7 @@ __all__ = [
     "Collective",
     "CommunicationError",
     "Compiled",
+    "Conflict",
     "DaftError",
     "Failure",
     "Free",
@@ -80,6 +83,7 @@ __all__ = [
     "GroupFuture",
     "Handle",
     "Instruction",
+    "Interference",
     "Mode",
     "Program",
     "ProgramError",
@@ -98,6 +102,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "compile",
+    "interference",
     "launch",
     "launch_cluster",
     "merge",

@@ -6,13 +6,15 @@
 
 `begin`, `step` for each position, `finish` do the same, one instruction at a time.
 
-Invariants: the program is verified, so no step looks for what is not there. Functions are built
-once. Steps run under `no_grad` with one kernel thread. `Free`, `finish` and overwriting drop the
-table's reference and no other is kept. What a `Call` raises becomes a `TaskError`, what a
-transfer raises a `CommunicationError`, both with the user's line.
+Invariants: the program is verified, so no step looks for what is not there. Of the table it
+touches its state alone: all other values of a run are its own (`values`), so that programs on the
+same ranks may use the same names. Functions are built once. Steps run under `no_grad` with one
+kernel thread. `Free`, `finish` and overwriting drop the reference and no other is kept. What a
+`Call` raises becomes a `TaskError`, what a transfer raises a `CommunicationError`, both with the
+user's line.
 
-It does not copy inputs or outputs, and after an error the table is left as it is: the cluster
-that owns it does both.
+It does not copy inputs or outputs, and after an error the values are left as they are: the cluster
+that owns the table does both.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from dtensor.daft.program import Program, format_instruction
 from dtensor.daft.transport import Pending, Transport, check_value
 
 Table: TypeAlias = dict[tuple[int, str], object]
+Place: TypeAlias = tuple[Table, tuple[int, str]]
+"""Where a value is: the table that it is in, and its key there."""
 Inputs: TypeAlias = dict[int, dict[str, object]]
 """Values fed to each rank. A run takes them out, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
@@ -55,8 +59,12 @@ class Engine:
     ) -> None:
         self.program = program
         self.sites = tuple(sites)
+        self.values: Table = {}  # of the run: all but state
         self._table = table
         self._transport = transport
+        self._state = frozenset(
+            (rank, name) for rank, own in enumerate(program.ranks) for name in own.state
+        )
         self._pending: dict[Site, Pending] = {}
         self._functions = dict(program.functions)
         needed = {i.fn for s in sites if isinstance(i := instruction_at(program, s), Call)}
@@ -94,7 +102,7 @@ class Engine:
     def begin(self, inputs: Inputs) -> None:
         for rank, values in inputs.items():
             for name in tuple(values):
-                self._table[rank, name] = values.pop(name)
+                self.values[rank, name] = values.pop(name)
 
     def step(self, position: int) -> None:
         with local_execution():
@@ -104,14 +112,19 @@ class Engine:
                 raise self._error(position, error) from error
 
     def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]]:
-        """The outputs of these ranks; drops outputs and inputs from the table, but no state."""
+        """The outputs of these ranks; drops outputs and inputs, but no state."""
         results: dict[int, dict[str, object]] = {}
         for rank in ranks:
             own = self.program.ranks[rank]
-            results[rank] = {name: self._table[rank, name] for name in own.outputs}
-            for name in sorted({*own.inputs, *own.outputs} - set(own.state)):
-                self._table.pop((rank, name), None)
+            places = {name: self._place(rank, name) for name in own.outputs}
+            results[rank] = {name: table[key] for name, (table, key) in places.items()}
+            for name in (*own.inputs, *own.outputs):
+                self.values.pop((rank, name), None)
         return results
+
+    def _place(self, rank: int, name: str) -> Place:
+        key = (rank, name)
+        return (self._table if key in self._state else self.values), key
 
     def _prepare(self, site: Site) -> Step:
         rank, _ = site
@@ -124,41 +137,42 @@ class Engine:
             case Wait():
                 return self._prepare_wait(site)
             case Free(values=values):
-                table, keys = self._table, [(rank, value) for value in values]
+                own, keys = self.values, [(rank, value) for value in values]
 
                 def free() -> None:
                     for key in keys:
-                        del table[key]
+                        del own[key]
 
                 return free
             case _:
                 assert_never(instruction)
 
     def _prepare_call(self, rank: int, call: Call) -> Step:
-        table, fn = self._table, self._built[call.fn]
-        inputs = [(rank, value) for value in call.inputs]
-        outputs = [(rank, value) for value in call.outputs]
+        fn = self._built[call.fn]
+        inputs = [self._place(rank, value) for value in call.inputs]
+        outputs = [self._place(rank, value) for value in call.outputs]
 
         def run() -> None:
-            results = fn(*[table[key] for key in inputs])
+            results = fn(*[table[key] for table, key in inputs])
             if len(results) != len(outputs):
                 raise ValueError(
                     f"Function {call.fn!r} returned {len(results)} values for "
                     f"{len(outputs)} outputs."
                 )
-            for key, result in zip(outputs, results):
+            for (table, key), result in zip(outputs, results):
                 table[key] = result
 
         return run
 
     def _prepare_start(self, site: Site, start: Start) -> Step:
         rank, _ = site
-        table, transport, pending = self._table, self._transport, self._pending
+        transport, pending = self._transport, self._pending
         match start:
             case Send(value=name, buffer=buffer):
+                table, key = self._place(rank, name)
 
                 def run_send() -> None:
-                    value = check_value(table[rank, name], buffer, name)
+                    value = check_value(table[key], buffer, name)
                     pending[site] = transport.start_send(rank, start, value)
 
                 return run_send
@@ -169,10 +183,12 @@ class Engine:
 
                 return run_recv
             case Collective():
-                wanted = [((rank, n), b, n) for n, b in zip(start.inputs, start.in_buffers)]
+                wanted = [
+                    (*self._place(rank, n), b, n) for n, b in zip(start.inputs, start.in_buffers)
+                ]
 
                 def run_collective() -> None:
-                    values = [check_value(table[key], b, name) for key, b, name in wanted]
+                    values = [check_value(table[key], b, name) for table, key, b, name in wanted]
                     pending[site] = transport.start_collective(rank, start, values)
 
                 return run_collective
@@ -181,15 +197,15 @@ class Engine:
 
     def _prepare_wait(self, site: Site) -> Step:
         rank, index = site
-        table, pending = self._table, self._pending
+        pending = self._pending
         completed = [
-            ((rank, start), [(rank, name) for name in outputs_of(self._at(rank, start))])
+            ((rank, start), [self._place(rank, n) for n in outputs_of(self._at(rank, start))])
             for start in self._waits[rank][index]
         ]
 
         def wait() -> None:
-            for start, keys in completed:
-                for key, value in zip(keys, pending.pop(start).wait()):
+            for start, places in completed:
+                for (table, key), value in zip(places, pending.pop(start).wait()):
                     table[key] = value
 
         return wait

@@ -73,10 +73,13 @@ class Frozen:
         titles = [f"{rank}: {name}" for rank, name in enumerate(self.names)]
         lines = [f"program {self.program.name}    {len(self.actors)} actors"]
         lines += [columns(titles, lists), "", "memory of values, at most"]
-        for name, peak, unknown in zip(
-            self.names, self.report.peak_bytes, self.undeclared, strict=True
+        for name, own, peak, unknown in zip(
+            self.names, self.program.ranks, self.report.peak_bytes, self.undeclared, strict=True
         ):
-            bound = f"{peak} bytes" if not unknown else f"unknown: {', '.join(unknown)}"
+            # Arguments have the size that the caller gives them.
+            bound = " + ".join((f"{peak} bytes", *own.inputs))
+            if unknown:
+                bound = f"unknown: {', '.join(unknown)}"
             lines.append(f"  {name:<16} {bound}")
         if any(self.undeclared):
             lines.append("  (unknown: these tasks do not declare their tensors by daft.returns)")

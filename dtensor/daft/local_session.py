@@ -60,9 +60,10 @@ class LocalSession(Session):
         return True
 
     def load(self, frozen: Frozen) -> int:
-        self.calls += len(frozen.processes)
-        self._loaded.append((frozen, self._engine(frozen)))
-        return len(self._loaded) - 1
+        with self.lock:
+            self.calls += len(frozen.processes)
+            self._loaded.append((frozen, self._engine(frozen)))
+            return len(self._loaded) - 1
 
     def _engine(self, frozen: Frozen) -> Engine:
         everyone = (tuple(range(len(frozen.actors))),)

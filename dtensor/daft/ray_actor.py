@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.errors import CommunicationError, DaftError, Failure
+from dtensor.daft.malloc import keep_freed_memory
 from dtensor.daft.order import Site
 from dtensor.daft.program import Program
 from dtensor.daft.ray_exchange import ExchangeTransport
@@ -39,6 +40,7 @@ class Connection:
     host: str
     port: int
     own_address: str
+    start_s: float  # for all to start, which share cores
     deadline_s: float
     actor_of: tuple[int, ...]
 
@@ -46,6 +48,7 @@ class Connection:
 class Actor:
     def __init__(self, index: int, ranks: tuple[int, ...], device: str, counter: str) -> None:
         torch.set_num_threads(1)
+        keep_freed_memory()
         self._index = index
         self._ranks = ranks
         self._device = torch.device(device)
@@ -56,11 +59,14 @@ class Actor:
 
     def connect(self, connection: Connection) -> None:
         """Join the others: over gloo at once, over NCCL as programs are loaded."""
-        timeout = timedelta(seconds=connection.deadline_s)
+        start = timedelta(seconds=connection.start_s)
         store = TCPStore(
-            connection.host, connection.port, None, False, timeout, wait_for_workers=False
+            connection.host, connection.port, None, False, start, wait_for_workers=False
         )
         actor_of, deadline_s = connection.actor_of, connection.deadline_s
+        # gloo would wait for one that is still starting no longer than for a message.
+        store.set(f"here{self._index}", "")
+        store.wait([f"here{index}" for index in range(max(actor_of) + 1)], start)
         if self._device.type == "cuda":
             wire = join_nccl(store, self._ranks, max(actor_of) + 1, deadline_s)
         else:

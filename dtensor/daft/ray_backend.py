@@ -15,13 +15,10 @@ has failed.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -40,30 +37,24 @@ from dtensor.daft.cluster import (
     hosts_of,
 )
 from dtensor.daft.errors import ClusterClosed, CommunicationError, DaftError, Failure, TaskError
+from dtensor.daft.interference import check_state
 from dtensor.daft.merge import merge_sites
 from dtensor.daft.program import Program
-from dtensor.daft.ray_actor import Connection
+from dtensor.daft.ray_actor import Actor, Connection
 from dtensor.daft.ray_failure import Outcome, diagnose
-from dtensor.daft.ray_launch import START_S, ActorProcess, own_address, ranks_per_gpu, start_ray
-from dtensor.daft.ray_progress import CounterFile
+from dtensor.daft.ray_launch import START_S, ActorProcess, Home, own_address, ranks_per_gpu
+from dtensor.daft.ray_results import (
+    ActorCall,
+    RayFuture,
+    dicts_by_rank,
+    packed,
+    tuples_by_rank,
+)
 from dtensor.daft.ray_routes import Key, check_groups, check_routes
-from dtensor.daft.ray_wire import pack, unpack, unpack_all
 from dtensor.daft.verify import verify
 
 SLICE_S = 0.25  # how often a waiting controller looks for progress
-SETTLE_S = 2.0  # how long after a first failure the controller looks for its root
-
-
-Arrange: TypeAlias = Callable[[list[Any]], list[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class ActorCall:
-    """A call under way: its number, who was called, Ray's reference to the result."""
-
-    number: int
-    actor: ActorProcess
-    ref: Any
+SETTLE_S = 5.0  # how long after a first failure the controller looks for its root
 
 
 class RayCluster(Cluster):
@@ -95,11 +86,11 @@ class RayCluster(Cluster):
         self.runs = 0
         self._closed = False
         self._actors: list[ActorProcess] = []
-        self._directory = Path(tempfile.mkdtemp(prefix="dtensor-"))
-        self._own_ray = False
+        self._store: TCPStore | None = None
         self._unread: list[ActorCall] = []  # calls that nobody waits for
+        self._lock = threading.RLock()  # runs have one order, the same at every actor
+        self._home = Home(address)
         try:
-            self._own_ray = start_ray(address)
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
             self._actor_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
@@ -110,72 +101,60 @@ class RayCluster(Cluster):
 
     def _start(self) -> None:
         address = own_address()
-        self._store = TCPStore(address, 0, None, True, wait_for_workers=False)
-        for index, ranks in enumerate(self.hosts):
-            counter = CounterFile(self._directory, index)
-            device = str(self.device)
-            self._actors.append(ActorProcess(index, ranks, device, counter))
+        self._store = store = TCPStore(address, 0, None, True, wait_for_workers=False)
+        self._actors += [self._home.spawn(ranks, str(self.device), Actor) for ranks in self.hosts]
+        start_s = max(START_S, self.deadline_s)
         connection = Connection(
             host=address,
-            port=self._store.port,
+            port=store.port,
             own_address=address,
+            start_s=start_s,
             deadline_s=self.deadline_s,
             actor_of=self._actor_of,
         )
         calls = [self._call(a, a.actor.connect, connection) for a in self._actors]
-        self._collect(calls, deadline_s=max(START_S, self.deadline_s))
-        for actor in self._actors:
-            actor.watch()
+        self._collect(calls, deadline_s=start_s)
 
     def put(self, values: Sequence[Mapping[str, object]]) -> None:
-        self._check()
         check_size(self.size, values, "put")
-        self._unread += [
-            self._call(a, a.actor.put, {r: _packed(values[r]) for r in a.ranks})
-            for a in self._actors
-        ]
+        self._submit("put", [({r: packed(values[r]) for r in ranks},) for ranks in self.hosts])
 
     def get(self, names: Sequence[Sequence[str]]) -> Future:
-        self._check()
         check_size(self.size, names, "get")
-        wanted = [{r: tuple(names[r]) for r in a.ranks} for a in self._actors]
-        refs = [self._call(a, a.actor.get, w) for a, w in zip(self._actors, wanted, strict=True)]
-        return RayFuture(self, refs, lambda found: _tuples(self.size, found))
+        wanted = [({r: tuple(names[r]) for r in ranks},) for ranks in self.hosts]
+        calls = self._submit("get", wanted, read=True)
+        return RayFuture(self._collect, calls, lambda found: tuples_by_rank(self.size, found))
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
-        self._check()
         check_size(self.size, names, "delete")
-        self._unread += [
-            self._call(a, a.actor.delete, {r: tuple(names[r]) for r in a.ranks})
-            for a in self._actors
-        ]
+        self._submit("delete", [({r: tuple(names[r]) for r in ranks},) for ranks in self.hosts])
 
     def load(self, program: Program) -> Handle:
         self._check()
         check_size(self.size, program.ranks, f"Program {program.name!r}")
         report = verify(program, self.hosts, self._seed)
         keys = check_routes(program, self._actor_of)
-        new = [key for key in keys if key not in self._tags]
-        if self.device.type == "cuda":
-            check_groups([*self._tags, *new], self._actor_of)
-        for key in new:
-            self._tags[key] = len(self._tags)
-        handle = Handle(self._next_handle, program, report)
-        self._next_handle += 1
-        self._handles[handle.id] = handle
-        shipped = ray.put(program)  # pyright: ignore
-        self._unread += [
-            self._call(a, a.actor.load, handle.id, shipped, report.lists[h], dict(self._tags))
-            for h, a in enumerate(self._actors)
-        ]
-        if self.device.type == "cuda":  # over NCCL the actors connect here
-            self._collect([], deadline_s=max(START_S, self.deadline_s))
+        with self._lock:
+            check_state((handle.program for handle in self._handles.values()), program)
+            new = [key for key in keys if key not in self._tags]
+            if self.device.type == "cuda":
+                check_groups([*self._tags, *new], self._actor_of)
+            shipped = ray.put(program)  # pyright: ignore
+            for key in new:
+                self._tags[key] = len(self._tags)
+            handle = Handle(self._next_handle, program, report)
+            self._next_handle += 1
+            self._handles[handle.id] = handle
+            parts = [(handle.id, shipped, sites, dict(self._tags)) for sites in report.lists]
+            self._submit("load", parts)
+            if self.device.type == "cuda":  # over NCCL the actors connect here
+                self._collect([], deadline_s=max(START_S, self.deadline_s))
         return handle
 
     def unload(self, handle: Handle) -> None:
-        self._check()
-        self._unread += [self._call(a, a.actor.unload, handle.id) for a in self._actors]
-        del self._handles[handle.id]
+        with self._lock:
+            self._submit("unload", [(handle.id,)] * len(self._actors))
+            del self._handles[handle.id]
 
     def run(
         self,
@@ -187,22 +166,23 @@ class RayCluster(Cluster):
     ) -> Future:
         self._check()
         check_inputs(handle, inputs)
-        run, self.runs = self.runs, self.runs + 1
-        fed = [{r: _packed(inputs[r]) for r in a.ranks} for a in self._actors]
-        if mode != "interpreted":
-            refs = [
-                self._call(a, a.actor.run, handle.id, run, f, dict(keep), mode == "timed")
-                for a, f in zip(self._actors, fed, strict=True)
-            ]
-            return RayFuture(self, refs, lambda found: _dicts(self.size, found))
-        try:
-            return self._run_interpreted(handle, run, fed, dict(keep))
-        except DaftError as error:
-            return Finished([], error)
-        except BaseException:
-            # An interrupt: state may be half-written, and transfers half-made.
-            self.failure = CommunicationError(Failure(rank=None, reason="a run was interrupted"))
-            raise
+        fed = [{r: packed(inputs[r]) for r in ranks} for ranks in self.hosts]
+        with self._lock:
+            run, self.runs = self.runs, self.runs + 1
+            if mode != "interpreted":
+                timed = mode == "timed"
+                parts = [(handle.id, run, own, dict(keep), timed) for own in fed]
+                calls = self._submit("run", parts, read=True)
+                return RayFuture(
+                    self._collect, calls, lambda found: dicts_by_rank(self.size, found)
+                )
+            try:
+                return self._run_interpreted(handle, run, fed, dict(keep))
+            except DaftError as error:
+                return Finished([], error)
+            except BaseException:
+                self._interrupted()
+                raise
 
     def _run_interpreted(
         self,
@@ -213,39 +193,52 @@ class RayCluster(Cluster):
     ) -> Future:
         """One instruction at a time, in an order in which a single thread would never block."""
         actors = self._actors
-        self._collect(
-            [
-                self._call(a, a.actor.begin, handle.id, run, f)
-                for a, f in zip(actors, fed, strict=True)
-            ]
-        )
+        self._collect(self._submit("begin", [(handle.id, run, own) for own in fed], read=True))
         position = {s: i for sites in handle.report.lists for i, s in enumerate(sites)}
         everyone = (tuple(range(self.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
             actor = actors[self._actor_of[site[0]]]
             self._collect([self._call(actor, actor.actor.step, handle.id, run, position[site])])
-        found = self._collect([self._call(a, a.actor.finish, handle.id, keep) for a in actors])
-        return Finished(_dicts(self.size, found))
+        made = self._submit("finish", [(handle.id, keep)] * len(actors), read=True)
+        return Finished(dicts_by_rank(self.size, self._collect(made)))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for actor in self._actors:
-            actor.kill()
-        for actor in self._actors:
-            actor.end()
-            actor.close()
         self._actors.clear()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if self._own_ray:
-            ray.shutdown()  # pyright: ignore[reportUnknownMemberType]
+        self._store = None  # and its port: somebody may hold on to a future, and so to this
+        self._home.close()
 
     def _check(self) -> None:
         if self._closed:
             raise ClusterClosed("This cluster is closed: launch another one.")
         if self.failure is not None:
             raise self.failure
+
+    def _submit(
+        self, method: str, parts: Sequence[tuple[object, ...]], *, read: bool = False
+    ) -> list[ActorCall]:
+        """One call to each actor, with its part, and no other thread's between them: so all
+        actors see one order, on which it rests that runs of several programs cannot hang. Unless
+        the results are to be `read`, only a failure among them will be noticed."""
+        with self._lock:
+            self._check()
+            calls: list[ActorCall] = []
+            try:
+                for actor, part in zip(self._actors, parts, strict=True):
+                    calls.append(self._call(actor, getattr(actor.actor, method), *part))
+            except BaseException as error:
+                if calls or not isinstance(error, Exception):
+                    self._interrupted()  # actors that were called would wait for the others
+                raise
+            if not read:
+                self._unread += calls
+            return calls
+
+    def _interrupted(self) -> None:
+        """State may be half-written, and transfers half-made."""
+        self.failure = CommunicationError(Failure(rank=None, reason="a run was interrupted"))
 
     def _call(self, actor: ActorProcess, method: Any, *arguments: object) -> ActorCall:
         self.calls += 1
@@ -263,12 +256,14 @@ class RayCluster(Cluster):
             raise ClusterClosed("This cluster was closed before the result was there.")
         deadline_s = self.deadline_s + 1.0 if deadline_s is None else deadline_s
         first = calls[0].number if calls else self.calls + 1
-        unread = [c for c in self._unread if c.number < first]
-        self._unread = self._unread[len(unread) :]
+        with self._lock:
+            unread = [c for c in self._unread if c.number < first]
+            self._unread = self._unread[len(unread) :]
         try:
             return self._wait_for([*unread, *calls], timeout, deadline_s)[len(unread) :]
         except TimeoutError:
-            self._unread = [*unread, *self._unread]
+            with self._lock:
+                self._unread = [*unread, *self._unread]
             raise
 
     def _wait_for(
@@ -336,6 +331,7 @@ def _outcome(actor: ActorProcess, calls: Sequence[ActorCall]) -> Outcome:
         progress=actor.counter.read(),
         error=error,
         died=died,
+        stopped_by_signal=actor.stopped,
         waiting=waiting,
     )
 
@@ -343,57 +339,3 @@ def _outcome(actor: ActorProcess, calls: Sequence[ActorCall]) -> Outcome:
 def _decides(outcome: Outcome) -> bool:
     """Whether this is a root cause, and no consequence of something not seen yet."""
     return isinstance(outcome.error, TaskError) or outcome.died is not None or outcome.stopped
-
-
-class RayFuture(Future):
-    """The results of one call to every actor."""
-
-    def __init__(
-        self,
-        cluster: RayCluster,
-        calls: Sequence[ActorCall],
-        arrange: Arrange,
-    ) -> None:
-        self._cluster = cluster
-        self._calls = tuple(calls)
-        self._arrange = arrange
-        self._finished: Finished | None = None
-
-    def get(self, timeout: float | None = None) -> list[Any]:
-        if self._finished is None:
-            try:
-                found = self._cluster._collect(self._calls, timeout)  # pyright: ignore[reportPrivateUsage]
-                self._finished = Finished(self._arrange(found))
-            except (DaftError, LookupError) as error:
-                self._finished = Finished([], error)
-            self._calls = ()
-        return self._finished.get()
-
-    def done(self) -> bool:
-        if self._finished is not None:
-            return True
-        refs = [call.ref for call in self._calls]
-        waited: Any = ray.wait(refs, num_returns=len(refs), timeout=0)  # pyright: ignore
-        return len(waited[0]) == len(refs)
-
-
-def _packed(named: Mapping[str, object]) -> dict[str, object]:
-    return {name: pack(value) for name, value in named.items()}
-
-
-def _dicts(size: int, found: Sequence[Mapping[int, Mapping[str, object]]]) -> list[Any]:
-    merged = {rank: named for part in found for rank, named in part.items()}
-    return [
-        {name: _own(value) for name, value in named.items()}
-        for named in (unpack_all(merged)[rank] for rank in range(size))
-    ]
-
-
-def _tuples(size: int, found: Sequence[Mapping[int, Sequence[object]]]) -> list[Any]:
-    merged = {rank: values for part in found for rank, values in part.items()}
-    return [tuple(_own(unpack(value)) for value in merged[rank]) for rank in range(size)]
-
-
-def _own(value: object) -> object:
-    """Out of Ray's read-only memory, which lives as long as the future."""
-    return value.clone() if isinstance(value, torch.Tensor) else value

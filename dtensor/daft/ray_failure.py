@@ -22,8 +22,9 @@ from dtensor.daft.instructions import Call
 from dtensor.daft.order import instruction_at
 from dtensor.daft.ray_progress import Progress
 
-STALE_S = 1.0
-"""A heartbeat comes every 0.25 s; one this old means a stopped process."""
+STALE_S = 5.0
+"""A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
+has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,14 @@ class Outcome:
     progress: Progress
     error: DaftError | None = None
     died: str | None = None
+    stopped_by_signal: bool = False
     waiting: bool = False  # its call has not come back
 
     @property
     def stopped(self) -> bool:
         beat = self.progress.beat_s
-        return self.died is None and beat is not None and beat > STALE_S
+        stale = beat is not None and beat > STALE_S
+        return self.died is None and (self.stopped_by_signal or stale)
 
 
 def diagnose(
@@ -64,9 +67,8 @@ def _root(
             return ActorLost(where(outcome, handles, f"the actor died. {outcome.died}"))
     for outcome in outcomes:
         if outcome.stopped:
-            reason = (
-                f"the actor's process has stopped: no heartbeat for {outcome.progress.beat_s:.1f} s"
-            )
+            silent_s = outcome.progress.beat_s or 0.0
+            reason = f"the actor's process has stopped: no heartbeat for {silent_s:.1f} s"
             return ActorLost(where(outcome, handles, reason))
     for outcome in outcomes:
         if outcome.error is not None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.errors import ActorLost, Failure
+from dtensor.daft.malloc import keep_freed_memory
 from dtensor.daft.order import Site
 from dtensor.daft.program import Program
 from dtensor.daft.ray_launch import own_address
@@ -59,6 +60,7 @@ Outcome: TypeAlias = Kept | Bytes
 class Host:
     def __init__(self, index: int, ranks: tuple[int, ...], device: str, counter: str) -> None:
         torch.set_num_threads(1)
+        keep_freed_memory()
         self._counter = Counter(counter)
         self._subjects: dict[int, Subject] = {}
         self._programs: dict[int, ProgramPart | StepFailed] = {}

@@ -1,7 +1,7 @@
 """The processes of a launch on Ray, as the controller sees them: who is alive, who was lost, how.
 
     processes = Processes(deadline_s=60.0)
-    processes.all.append(Process(ActorProcess(...), time.monotonic()))
+    processes.all.append(Process(home.spawn((), "cpu", Host), time.monotonic()))
     processes.get(ref, timeout=None)          # Ray's value, or the root cause of its failure
 
 Invariants: a process is lost once, and described by what it was doing then; every failure that
@@ -18,15 +18,16 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.errors import ActorLost, DaftError, Failure
 from dtensor.daft.frozen import Frozen
 from dtensor.daft.order import instruction_at
 from dtensor.daft.program import format_instruction
 from dtensor.daft.ray_launch import START_S, ActorProcess
-from dtensor.daft.ray_step import StepFailed
+from dtensor.daft.ray_step import StepFailed, lost_key
 
-SETTLE_S = 2.0  # how long the controller looks for the root of a failed transfer
+SETTLE_S = 5.0  # how long the controller looks for the root of a failed transfer
 SLICE_S = 0.25  # how often a waiting controller looks at the processes
 MAX_RECENT = 10_000  # tasks of which a process remembers what they were
 
@@ -43,24 +44,7 @@ class Process:
     recent: dict[int, tuple[str, tuple[str, ...]]] = field(
         default_factory=dict[int, tuple[str, tuple[str, ...]]]
     )
-    watched: bool = False
-    ended: bool = False  # before anybody watched
     lost: ActorLost | None = None
-
-    @property
-    def gone(self) -> bool:
-        """Whether it has ended, as far as can be seen from here."""
-        self.watch()
-        return self.ended or self.ray.gone
-
-    def watch(self) -> None:
-        """Hold on to the process as soon as it has started."""
-        if not self.watched and self.ray.counter.pid:
-            self.watched = True
-            try:
-                self.ray.watch()
-            except ProcessLookupError:
-                self.ended = True
 
     def remember(self, number: int, title: str, issued: tuple[str, ...]) -> None:
         """What call `number` is."""
@@ -76,6 +60,7 @@ class Processes:
         self.deadline_s = deadline_s
         self.all: list[Process] = []
         self.loaded: list[Frozen] = []
+        self.store: TCPStore | None = None  # where the processes of a program find each other
 
     def get(self, ref: Any, timeout: float | None) -> Any:
         """Ray's value; `ActorLost` for the process that was lost, whichever task waited for it."""
@@ -103,24 +88,27 @@ class Processes:
     def lost_of(self, frozen: Frozen) -> ActorLost | None:
         """The first process of a program that is lost, if any is."""
         taking_part = [self.all[number] for number in frozen.processes]
-        if any(process.gone for process in taking_part):
+        if any(process.ray.gone for process in taking_part):
             self._lost("", taking_part)
         return next((p.lost for p in taking_part if p.lost is not None), None)
 
-    def stop(self) -> None:
-        for process in self.all:
-            process.watch()
-            process.ray.kill()
-        for process in self.all:
-            process.ray.end()
-            process.ray.close()
-        self.all.clear()
+    def lose(self, process: Process, lost: ActorLost) -> None:
+        """A process is lost; those that wait for it to join a program are told."""
+        process.lost = lost
+        if self.store is not None:
+            self.store.set(lost_key(self.all.index(process)), "")
+
+    def end(self, process: Process, reason: str) -> None:
+        """End one that cannot go on, so that what waits for it fails."""
+        self.lose(process, self._describe(process, reason))
+        process.ray.kill()
+        process.ray.end()
 
     def _root(self, error: StepFailed) -> DaftError:
         """A transfer fails because a process was lost; its death may show a moment later."""
         taking_part = [self.all[number] for number in self.loaded[error.program].processes]
         end = time.monotonic() + SETTLE_S
-        while not any(process.gone for process in taking_part):
+        while not any(process.ray.gone for process in taking_part):
             if time.monotonic() > end:
                 return error
             time.sleep(0.05)
@@ -130,8 +118,8 @@ class Processes:
         """The process that an error of Ray's names, or else the first that may be meant."""
         line = text.strip().splitlines()[0] if text.strip() else ""
         for process in self.all:
-            if process.lost is None and (process.gone or process.ray.id in text):
-                process.lost = self._describe(process, f"the process died. {line}".strip())
+            if process.lost is None and (process.ray.gone or process.ray.id in text):
+                self.lose(process, self._describe(process, f"the process died. {line}".strip()))
         named = [process for process in self.all if process.ray.id in text]
         for process in (*named, *among):
             if process.lost is not None:
@@ -140,17 +128,17 @@ class Processes:
 
     def _check_alive(self, process: Process) -> None:
         """A process that has stopped is ended, so that what waits for it fails."""
-        process.watch()
-        beat = process.ray.counter.read().beat_s
         if process.lost is not None:
             return
+        if process.ray.gone:
+            self._lost("", (process,))
+            return
+        beat = process.ray.counter.read().beat_s
         silent = time.monotonic() - process.started if beat is None else beat
         if silent <= (max(START_S, self.deadline_s) if beat is None else self.deadline_s):
             return
         fact = "has not started" if beat is None else "has stopped: no heartbeat"
-        process.lost = self._describe(process, f"the process {fact} for {silent:.1f} s.")
-        process.ray.kill()
-        process.ray.end()
+        self.end(process, f"the process {fact} for {silent:.1f} s.")
 
     def _describe(self, process: Process, reason: str) -> ActorLost:
         progress = process.ray.counter.read()

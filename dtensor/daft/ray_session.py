@@ -14,11 +14,9 @@ was doing, by every future that depends on it; the others go on. Leaving ends al
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -30,9 +28,8 @@ from dtensor.daft.errors import ActorLost, DaftError, TaskError
 from dtensor.daft.frozen import Frozen, argument
 from dtensor.daft.futures import TaskFuture, user_frames, user_line
 from dtensor.daft.ray_host import CloudPickler, Host, message_of
-from dtensor.daft.ray_launch import START_S, ActorProcess, own_address, start_ray
+from dtensor.daft.ray_launch import START_S, Home, own_address
 from dtensor.daft.ray_processes import Process, Processes
-from dtensor.daft.ray_progress import CounterFile
 from dtensor.daft.ray_routes import check_routes
 from dtensor.daft.ray_step import Join
 from dtensor.daft.session import ActorInfo, Session
@@ -51,18 +48,10 @@ class RaySession(Session):
     def __init__(self, *, address: str | None = None, deadline_s: float = 60.0) -> None:
         super().__init__()
         self._processes = Processes(deadline_s)
-        self._directory = Path(tempfile.mkdtemp(prefix="dtensor-"))
-        self._own_ray = False
-        self._store: TCPStore | None = None
-        try:
-            self._own_ray = start_ray(address)
-        except BaseException:
-            self.stop()
-            raise
+        self._home = Home(address)
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
         _check_resources(name, resources)
-        index = len(self._processes.all)
         asked: dict[str, object] = {
             option: resources[kind]
             for kind, option in (("CPU", "num_cpus"), ("GPU", "num_gpus"), ("memory", "memory"))
@@ -71,10 +60,9 @@ class RaySession(Session):
         asked["resources"] = {
             kind: n for kind, n in resources.items() if kind not in ("CPU", "GPU", "memory")
         }
-        counter = CounterFile(self._directory, index)
-        made = ActorProcess(index, (), "cpu", counter, cls=Host, asked=asked)
+        made = self._home.spawn((), "cpu", Host, asked)
         self._processes.all.append(Process(made, time.monotonic()))
-        return index
+        return len(self._processes.all) - 1
 
     def create(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
@@ -112,7 +100,7 @@ class RaySession(Session):
             message = message_of(self._processes.get(future.value, timeout))
         except DaftError as error:
             return encode_failure(error)
-        process.watch()
+        process.ray.watch()
         self.bytes_received += message.numel()
         return message
 
@@ -122,10 +110,7 @@ class RaySession(Session):
 
     def load(self, frozen: Frozen) -> int:
         self._check_lost(frozen)
-        number = len(self._processes.loaded)
         address = own_address()
-        if self._store is None:
-            self._store = TCPStore(address, 0, None, True, wait_for_workers=False)
         host_of = tuple(
             next(h for h, ranks in enumerate(frozen.hosts) if rank in ranks)
             for rank in range(len(frozen.actors))
@@ -133,13 +118,19 @@ class RaySession(Session):
         tags = {key: i for i, key in enumerate(check_routes(frozen.program, host_of))}
         program = _ray.put(frozen.program)
         with self.lock:
+            number = len(self._processes.loaded)
+            store = self._processes.store
+            if store is None:
+                store = TCPStore(address, 0, None, True, wait_for_workers=False)
+                self._processes.store = store
             self._processes.loaded.append(frozen)
             for h, (ranks, process) in enumerate(zip(frozen.hosts, frozen.processes, strict=True)):
                 join = Join(
                     host=address,
-                    port=self._store.port,
+                    port=store.port,
                     prefix=f"program{number}",
                     index=h,
+                    processes=frozen.processes,
                     host_of=host_of,
                     tags=tags,
                     start_s=max(START_S, self._processes.deadline_s),
@@ -163,7 +154,7 @@ class RaySession(Session):
             else:
                 refs.append(given.value if given is not None else None)
         issued, made = user_frames(), dict[tuple[int, str], Any]()
-        with self.lock:
+        with self.lock, self._all_or_none() as asked:
             for ranks, number in zip(frozen.hosts, frozen.processes, strict=True):
                 process = self._processes.all[number]
                 fed = [
@@ -175,6 +166,7 @@ class RaySession(Session):
                 wanted = sorted({result for result in frozen.results if result[0] in ranks})
                 self.calls += 1
                 process.remember(self.calls, frozen.program.name, issued)
+                asked.append(process)
                 call = process.ray.actor.run.options(num_returns=max(1, len(wanted))).remote(
                     loaded,
                     self.calls,
@@ -187,6 +179,18 @@ class RaySession(Session):
             TaskFuture(self, frozen.actors[result[0]], title, made[result])
             for result, title in zip(frozen.results, frozen.titles, strict=True)
         ]
+
+    @contextmanager
+    def _all_or_none(self) -> Generator[list[Process]]:
+        """The processes asked to run their part of a step; after an interrupt they would wait for
+        the others' parts, and all runs behind that with them."""
+        asked: list[Process] = []
+        try:
+            yield asked
+        except BaseException:
+            for process in asked:
+                self._processes.end(process, "the process was ended: a step was half submitted.")
+            raise
 
     def _check_lost(self, frozen: Frozen) -> None:
         """A program that has lost one of its processes is not sent to the others."""
@@ -202,14 +206,13 @@ class RaySession(Session):
                 found += [TaskError(failure) for failure in self._processes.get(ref, None)]
             except ActorLost as lost:
                 if process.lost is None:
-                    process.lost = lost
+                    self._processes.lose(process, lost)
         return found + [p.lost for p in self._processes.all if p.lost is not None]
 
     def stop(self) -> None:
-        self._processes.stop()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if self._own_ray:
-            _ray.shutdown()
+        self._processes.all.clear()
+        self._processes.store = None  # and its port, though somebody may hold on to a future
+        self._home.close()
 
 
 def _check_resources(name: str, resources: Mapping[str, float]) -> None:

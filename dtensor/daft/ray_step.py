@@ -12,6 +12,7 @@ connections, so that the others fail too instead of waiting, and is repeated to 
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dtensor.daft.engine import Engine, Table
 from dtensor.daft.errors import CommunicationError, DaftError, Failure
@@ -36,16 +37,19 @@ from dtensor.daft.transport import Transport
 PATIENCE = timedelta(days=1)
 """How long a transfer may wait for a method of another actor. A process that dies breaks its
 connections at once, and the controller ends one that has stopped: nothing else is a time-out."""
+SLICE_S = 0.1  # how often one that waits for others to join looks whether they have, or are lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """How the processes of a program find each other: `index` of those in `host_of` (by rank)."""
+    """How the processes of a program find each other: `index` of those in `host_of` (by rank).
+    `processes` are their numbers in the launch."""
 
     host: str
     port: int
     prefix: str
     index: int
+    processes: tuple[int, ...]
     host_of: tuple[int, ...]
     tags: Mapping[Key, int]
     start_s: float
@@ -99,15 +103,29 @@ def _connect(join: Join, own_address: str) -> Transport:
     start = timedelta(seconds=join.start_s)
     store = TCPStore(join.host, join.port, None, False, start, wait_for_workers=False)
     prefixed = PrefixStore(join.prefix, store)
-    # gloo would wait as patiently for one that never comes as for a message.
-    others = [f"here{host}" for host in sorted(set(join.host_of))]
-    prefixed.set(f"here{join.index}", "")
-    prefixed.wait(others, start)
+    meet(store, prefixed, join)
     patience_s = PATIENCE.total_seconds()
     wire = join_gloo(prefixed, join.index, join.host_of, own_address, patience_s)
     transport = ExchangeTransport(wire, join.host_of)
     transport.open(join.tags)
     return transport
+
+
+def meet(store: Store, prefixed: Store, join: Join) -> None:
+    """Blocks until all have come, as gloo would, but not for one that is lost. Others may come
+    hours later: from a method, or from runs of other programs."""
+    prefixed.set(f"here{join.index}", "")
+    others = [f"here{host}" for host in sorted(set(join.host_of))]
+    while not prefixed.check(others):  # the store's own `wait` logs each time that it times out
+        for process in join.processes:
+            if store.check([lost_key(process)]):
+                raise RuntimeError(f"process {process} was lost before it joined the program")
+        time.sleep(SLICE_S)
+
+
+def lost_key(process: int) -> str:
+    """What the controller writes into the store when a process is lost."""
+    return f"lost{process}"
 
 
 def step_failed(raised: Exception, program: int) -> StepFailed:

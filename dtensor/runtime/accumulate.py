@@ -1,7 +1,11 @@
 """Lowering sums over microbatches: each result is added to its total when its action ends.
 
     F0 B0    total = grad_w.to(float32)        a gradient of bf16: its total is float32
-    F1 B1    total = total + grad_w
+    F1 B1    total = total + grad_w             now in storage of its own
+    F2 B2    total = total.add_(grad_w)
+
+The first sum is the gradient itself, which may be a view of what something else reads; the second
+is new, and nothing reads it but the next: from then on it grows in place.
 
 Invariants: a left fold in the order of the schedule, which in the published ones is that of
 microbatches; later steps find the last sum by `RankLowering.accumulated`.
@@ -39,7 +43,10 @@ def _add(rank: RankLowering, step: Accumulate, microbatch: int, *, last: bool) -
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
-        text = f"{step.result} = {before} + {step.operand}"
+        own = step.result in rank.owned
+        added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
+        text = f"{step.result} = {added}"
+        rank.owned.add(step.result)
         segment.code.line(text, [before, step.operand], [step.result], None)
     rank.price(segment, step)
     rank.accumulated[step.result] = total

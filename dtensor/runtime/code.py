@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtensor.daft import Function
+from dtensor.runtime.quick import quick
 from dtensor.sharding.call import OpCall, Operand, Slot, slots_of
 
 _PLAIN = (int, bool, str, type(None))
@@ -55,7 +56,7 @@ class CodeBuilder:
         """``results = call(operands)``."""
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
-        function = self.bind(re.sub(r"\W", "_", call.name), call.target)
+        function = self.bind(re.sub(r"\W", "_", call.name), quick(call))
         targets = ", ".join(name or "_" for name in results)
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"

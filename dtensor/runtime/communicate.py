@@ -195,7 +195,12 @@ def transfer(
     elif receives:
         value = rank.value(step.result, microbatch)
         label = f"{rank.label}: receive {what}"
-        rank.start(Recv(value, rank.peer(step.stage), channel, buffer, label=label, source=source))
+        receive = Recv(value, rank.peer(step.stage), channel, buffer, label=label, source=source)
+        # during the action before, so that the value is there, and its sender free, when it ends
+        if microbatch is None:
+            rank.start(receive)
+        else:
+            rank.start_early(receive)
         rank.start(Wait((value,), label=label, source=source))
     if receives or rank.peer(step.stage) == rank.peer(step.to_stage):
         rank.record(step.result, step.spec, microbatch)

@@ -9,9 +9,10 @@ row, the steps of that stage and phase are laid down in plan order; between two 
 stands one `Call` of straight-line code (code.py). Packing for a collective and putting its pieces
 together are lines of that code. A value of microbatch i is called `name@i`.
 
-A send is waited for before the first action whose step in the schedule comes after that of the
-action which receives it; values are freed after their last use. Invariants are daft's:
-`daft.verify` proves that the program cannot hang.
+A receive is posted an action before the one that waits for it. A send is waited for before the
+first action whose step in the schedule comes after that of the action which receives it; values are
+freed after their last use. Invariants are daft's: `daft.verify` proves that the program cannot
+hang.
 """
 
 from __future__ import annotations

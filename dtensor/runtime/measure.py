@@ -9,17 +9,27 @@ from typing import cast
 
 from dtensor.daft import Call, Collective, Free, Handle, Recv, Send, Wait
 from dtensor.daft.cluster import TIMES
-from dtensor.runtime.trace import Span, Trace, Track
+from dtensor.runtime.trace import CALL, Span, Trace, Track
 from dtensor.sharding.plan_words import seconds_text
 
 Times = Sequence[tuple[int, float, float]]
 
 
-def measured(handle: Handle, outputs: Sequence[Mapping[str, object]]) -> Trace:
-    """``outputs``: of a run in the mode "timed"."""
+def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: float) -> Trace:
+    """``outputs``: of a run in the mode "timed"; ``seconds``: from its call until they were there.
+
+    What the run took beside the ranks' instructions stands in front of them, as in a simulation:
+    clocks of other hosts do not tell how much of it came after.
+    """
     by_rank = [cast(Times, own[TIMES]) for own in outputs]
-    start = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
-    spans = [s for rank, own in enumerate(by_rank) for s in _spans(handle, rank, own, start)]
+    first = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
+    last = max((end for own in by_rank for _, _, end in own), default=0.0)
+    called = max(0.0, seconds - (last - first))
+    spans = [
+        Span(rank=r, track="wait", name=CALL, begin=0, end=called) for r in range(len(by_rank))
+    ]
+    for rank, own in enumerate(by_rank):
+        spans += _spans(handle, rank, own, first - called)
     return Trace(
         name=handle.program.name,
         ranks=tuple(range(handle.program.size)),
@@ -126,7 +136,7 @@ def _kind(span: Span) -> str:
         case "compute":
             return re.sub(r"^([FBIW])\d+ ", r"\1 ", action)
         case "wait":
-            return "wait"
+            return CALL if span.name == CALL else "wait"
         case "communication":
             verb = rest.partition(" ")[0]
             over = re.search(r" over \S+$| from stage .*$", rest)

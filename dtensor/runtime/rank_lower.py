@@ -76,10 +76,13 @@ class RankLowering:
     nbytes: dict[str, int] = field(default_factory=dict)
     sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
     accumulated: dict[str, str] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
     snapshots: dict[str, str] = field(default_factory=dict)  # results copied before state changes
     fed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     label: str = ""
+    began: int = 0  # where the action under way begins
+    posted: int = 0  # where its receives go: the beginning of the action before
     gathers: dict[str, buckets.Gather] = field(default_factory=dict)  # started; by value
     priced: bool = False  # segments are told how long they take
     places: dict[int | None, dict[str, int]] = field(default_factory=dict)
@@ -154,6 +157,7 @@ class RankLowering:
     def action(self, action: Action) -> None:
         self.label = f"{action.kind}{action.microbatch} stage {action.stage}"
         self.close()
+        self.posted, self.began = self.began, len(self.instructions)
         steps = self.actions.steps(action.kind, action.stage)
         self.steps(steps, action.microbatch, action.stage)
         accumulate(self, action)
@@ -266,6 +270,12 @@ class RankLowering:
     def start(self, instruction: Instruction) -> None:
         self.close()
         self.instructions.append(instruction)
+
+    def start_early(self, instruction: Instruction) -> None:
+        """At the beginning of the action before this one; in the order of these calls."""
+        self.instructions.insert(self.posted, instruction)
+        self.posted += 1
+        self.began += 1
 
     def record(self, name: str, spec: TensorSpec, microbatch: int | None) -> None:
         here = self.at(microbatch)

@@ -8,9 +8,9 @@ for all: the one at coordinate 0, which has the largest. Its list of instruction
 actor would run. A `Call` lasts as long as its ops by the roofline; a message as long as the
 alpha-beta model says, in the background, after those before it on its channel; a `Wait` until its
 messages are complete. A message begins when all its members have started it; those that no rank
-here stands for start when ours does.
+here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
 
-Not modelled: contention between channels, kernel launches, the controller.
+Not modelled: contention between channels; what `Free` and an empty `Wait` take.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtensor.runtime.code import Functions
 from dtensor.runtime.rank_lower import RankLowering, Roles
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.segment import Segment
-from dtensor.runtime.trace import Span, Trace, Track
+from dtensor.runtime.trace import CALL, Span, Trace, Track
 from dtensor.sharding.cost import Topology
 from dtensor.sharding.plan import Plan
 from dtensor.sharding.steps import Update
@@ -132,6 +132,8 @@ class _Clock:
             fed = (*rank.program.inputs, *rank.program.state)
             rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
             rank.peak = rank.held
+            rank.now = self.plan.topology.step_latency
+            self._span(rank, "wait", CALL, 0.0, rank.now, None)
         moved = True
         while moved:
             moved = False

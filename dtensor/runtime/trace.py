@@ -20,6 +20,8 @@ from dtensor.sharding.plan_words import seconds_text, size_text
 
 Track = Literal["compute", "wait", "communication"]
 _TRACKS: tuple[Track, ...] = ("compute", "wait", "communication")
+CALL = "call"
+"""Name of the first span of each rank: it waits for the controller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@
 A collective over n ranks that sends b bytes per rank takes steps * latency + b / bandwidth, with
 the steps of a ring: n-1, for an all-reduce 2(n-1) (Thakur, Rabenseifner, Gropp 2005). A local op
 takes the larger of its FLOPs over FLOP/s and its bytes over memory bandwidth (Williams,
-Waterman, Patterson 2009). Overlap, contention and kernel launch are not modelled.
+Waterman, Patterson 2009), and a fixed time beside. Overlap and contention are not modelled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ class Topology:
 
     latency: seconds per message; bandwidth: bytes per second that a rank sends along an axis;
     flops: FLOP per second of a rank; memory_bandwidth: bytes per second of a rank; memory_bytes:
-    of a rank's device, which `compare` checks and the planner does not.
-    The defaults are an H100 within one host, dense bf16, at about half of its peak.
+    of a rank's device, which `compare` checks and the planner does not; op_latency: seconds of any
+    local op beside its work, such as dispatch and kernel launch; step_latency: seconds of a step
+    beside those of its ranks, as of the controller's call, which `simulate` counts.
+    attention_flops: as flops, of attention, whose kernels do not reach a product's; None: they do.
+    update_bandwidth: bytes of parameters, gradients and optimizer state per second, each counted
+    when read and when written, however often the optimizer goes through them; None: once, at
+    memory_bandwidth.
+    The defaults are an H100 within one host, dense bf16, at about half of its peak, and leave out
+    what comes after. `calibrate` measures what there is.
     """
 
     latency: float | Mapping[str, float] = 5e-6
@@ -32,6 +39,10 @@ class Topology:
     flops: float = 400e12
     memory_bandwidth: float = 2e12
     memory_bytes: float = 80 * 2**30
+    op_latency: float = 0.0
+    step_latency: float = 0.0
+    attention_flops: float | None = None
+    update_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("latency", "bandwidth"):
@@ -43,6 +54,11 @@ class Topology:
                 object.__setattr__(self, name, _Frozen(value))
         if min(self.flops, self.memory_bandwidth, self.memory_bytes) <= 0:
             raise PlanningError("Topology: flops, memory_bandwidth and memory_bytes are positive")
+        if min(self.op_latency, self.step_latency) < 0:
+            raise PlanningError("Topology: op_latency and step_latency are not negative")
+        for rate in (self.attention_flops, self.update_bandwidth):
+            if rate is not None and rate <= 0:
+                raise PlanningError("Topology: attention_flops and update_bandwidth are positive")
 
     def latency_of(self, axis: str) -> float:
         return _lookup(self.latency, axis, "latency")
@@ -54,8 +70,16 @@ class Topology:
         steps = {"all_reduce": 2 * (num - 1), "transfer": 1}.get(kind, num - 1)
         return steps * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
 
-    def compute_seconds(self, *, flops: float, bytes_moved: float) -> float:
-        return max(flops / self.flops, bytes_moved / self.memory_bandwidth)
+    def compute_seconds(
+        self, *, flops: float, bytes_moved: float, attention: bool = False
+    ) -> float:
+        """Of one local op; of a view too, which does no work."""
+        rate = (self.attention_flops if attention else None) or self.flops
+        return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.op_latency
+
+    def update_seconds(self, *, bytes_moved: float) -> float:
+        """Of the optimizer's step on one parameter."""
+        return bytes_moved / (self.update_bandwidth or self.memory_bandwidth) + self.op_latency
 
 
 class _Frozen(dict[str, float]):

@@ -129,7 +129,7 @@ class Emitter:
         here = [c for c in self.copies[value] if c.stage == stage]
         if not here:
             producer = self.request.flow.producers.get(value)
-            if producer is not None and _rearranges(producer):
+            if producer is not None and rearranges(producer):
                 # what crosses is the value itself, once; its views are taken where they are used
                 self.compute(producer, (self.fresh(f"{value}_at{stage}"),), stage, phase)
                 here = [c for c in self.copies[value] if c.stage == stage]
@@ -227,7 +227,7 @@ class Emitter:
         return self.add(value, Copy(result, copy.spec, stage, copy.once, phase))
 
 
-def _rearranges(op: Op) -> bool:
+def rearranges(op: Op) -> bool:
     """Whether the op is a view of one tensor, with all its elements."""
     if not is_view(op) or len(op.operands) != 1 or len(op.results) != 1:
         return False

@@ -24,7 +24,7 @@ from typing import assert_never
 import torch
 
 from dtensor.sharding.plan import Memory, Plan
-from dtensor.sharding.prices import is_view
+from dtensor.sharding.prices import is_attention, is_view
 from dtensor.sharding.redistribute import FREE_KINDS
 from dtensor.sharding.spec import TensorSpec
 from dtensor.sharding.steps import (
@@ -277,10 +277,14 @@ def step_seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
     match step:
         case Compute():
             if is_view(step.op):
-                return 0.0, 0.0
+                return topology.op_latency, 0.0
             specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
             moved = sum(spec.max_local_nbytes for spec in specs)
-            return topology.compute_seconds(flops=step.flops, bytes_moved=moved), 0.0
+            attention = is_attention(step.op)
+            seconds = topology.compute_seconds(
+                flops=step.flops, bytes_moved=moved, attention=attention
+            )
+            return seconds, 0.0
         case Convert(move=move):
             seconds = move.seconds(topology)
             return (seconds, 0.0) if move.kind in FREE_KINDS else (0.0, seconds)
@@ -289,7 +293,8 @@ def step_seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
             return _streamed(plan, moved), 0.0
         case Update():
             kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
-            return _streamed(plan, 3 * step.spec.max_local_nbytes + kept), 0.0
+            moved = 3 * step.spec.max_local_nbytes + kept
+            return topology.update_seconds(bytes_moved=moved), 0.0
         case Transfer():
             if step.stage != stage:
                 return 0.0, 0.0

@@ -155,7 +155,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     if _attention_empty(q, k):
-        return torch.zeros_like(q), _zeros(k), _zeros(v)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     ks, vs = _spread(k, q.shape[1]), _spread(v, q.shape[1])
     if q.device.type == "cpu":
         # The kernel indexes lse as (b, t, h): the layout that its own forward returns.
@@ -175,11 +175,14 @@ def _attention_backward(
     else:
         dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
     dk, dv = _gather_groups(dk, groups), _gather_groups(dv, groups)
-    return torch.empty_like(q).copy_(dq), dk.contiguous(), dv.contiguous()
+    return _laid_as(q, dq), _laid_as(k, dk), _laid_as(v, dv)
 
 
-def _zeros(x: Tensor) -> Tensor:
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+def _laid_as(like: Tensor, made: Tensor) -> Tensor:
+    """The values of `made` with the strides of `empty_like`; itself where it has them."""
+    wanted = torch.empty_like(like)
+    alike = made.stride() == wanted.stride() and made.dtype == wanted.dtype
+    return made if alike else wanted.copy_(made)
 
 
 def _attention_backward_fake(
@@ -192,7 +195,7 @@ def _attention_backward_fake(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 define(

@@ -93,11 +93,12 @@ class Cost:
 
     compute_seconds: float
     communication_seconds: float
-    bubble: float  # fraction of the step in which a stage waits, from the schedule
+    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait
+    waiting_seconds: float = 0.0  # of the slowest rank
 
     @property
     def seconds(self) -> float:
-        return (self.compute_seconds + self.communication_seconds) / (1 - self.bubble)
+        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,9 @@ class Plan:
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
     topology: Topology
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
-    bubble: float = 0.0
+    bubble: float = 0.0  # of the schedule, with this plan's stages
+    waiting: tuple[float, ...] = ()  # seconds of a step, by rank of the stage axis; from these
+    auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
     zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""
@@ -155,8 +158,10 @@ class Plan:
         ranks = [
             (sum(pairs[s][0] for s in held), sum(pairs[s][1] for s in held)) for held in self.hosted
         ]
-        compute, communication = max(ranks, key=sum)
-        return Cost(compute, communication, self.bubble)
+        compute, communication = slowest = max(ranks, key=sum)
+        waiting = self.waiting or (0.0,) * len(ranks)
+        last = max(sum(rank) + waited for rank, waited in zip(ranks, waiting, strict=True))
+        return Cost(compute, communication, self.bubble, last - sum(slowest))
 
     @property
     def hosted(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,5 @@
-"""The beginning of a printed plan: its mesh, what each axis splits, what is stored split, inputs.
+"""The beginning of a printed plan: its mesh, what each axis splits, the stages that were chosen,
+what is stored split, inputs.
 
     plan mlp    mesh(tp=2)    stage 0 of 1    all ranks identical
     axis tp     splits up.weight dim 0 (4096), with down.weight, up.bias; opened by *.up.weight
@@ -13,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dtensor.sharding.memory import stage_seconds
 from dtensor.sharding.mesh import MICROBATCH_AXIS
 from dtensor.sharding.placements import Shard, index_sets, length
 from dtensor.sharding.plan import Plan
-from dtensor.sharding.plan_words import collapse, wrapped
+from dtensor.sharding.plan_words import collapse, size_text, wrapped
 from dtensor.sharding.spec import TensorSpec
 from dtensor.sharding.steps import Compute, Convert
 from dtensor.sharding.zero import LEVELS
@@ -77,6 +79,7 @@ def axes(plan: Plan) -> list[str]:
         start = f"axis {axis}    "
         if axis == plan.stage_axis:
             lines.append(f"{start}stages: {', '.join(map(str, range(plan.num_stages)))}")
+            lines += _chosen(plan)
             continue
         groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
         for item in opened.get(axis, ()):
@@ -93,6 +96,21 @@ def axes(plan: Plan) -> list[str]:
             one = plan.mesh.axis_size(axis) == 1
             lines.append(start + ("one rank" if one else "splits nothing: no pin opens a factor"))
     return lines
+
+
+def _chosen(plan: Plan) -> list[str]:
+    """The stages that "auto" chose, and what the slowest of them costs beside the mean."""
+    if not plan.auto:
+        return []
+    costs = [sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages)]
+    text = " | ".join(", ".join(patterns) for patterns in plan.auto)
+    if sum(costs):
+        text += f"; the slowest costs {max(costs) * len(costs) / sum(costs):.2f} of even"
+    fullest = max(sum(plan.memory[stage].total for stage in held) for held in plan.hosted)
+    limit = plan.topology.memory_bytes
+    if fullest > limit:
+        text += f"; {size_text(fullest)} on the fullest rank, above its {size_text(int(limit))}"
+    return wrapped(text, "auto       ", WIDTH)
 
 
 def stored(plan: Plan) -> list[str]:

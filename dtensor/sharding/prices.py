@@ -32,6 +32,7 @@ from dtensor.sharding.rule import Strategy
 from dtensor.sharding.solve import At
 from dtensor.sharding.spec import TensorSpec
 
+ATTENTION = ("dt.attention.default", "dt.attention_backward.default")
 ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
 
 
@@ -176,7 +177,13 @@ class Prices:
                 placed = (*s.operands, *s.results)[index]
                 part /= mesh.axis_size(axis) if isinstance(placed, Shard) else 1
             moved += math.prod(meta.shape) * meta.dtype.itemsize * part
-        return self.question.topology.compute_seconds(flops=rule.flops * work, bytes_moved=moved)
+        return self.question.topology.compute_seconds(
+            flops=rule.flops * work, bytes_moved=moved, attention=is_attention(op)
+        )
+
+
+def is_attention(op: Op) -> bool:
+    return op.call.name in ATTENTION
 
 
 def is_view(op: Op) -> bool:

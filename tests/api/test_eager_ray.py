@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dtensor as dt
+from dtensor.daft import Call
 from tests.api.eager import same
 from tests.api.eager_training import MEGATRON, Transformer, equal, spread, train
+from tests.chaos.actors import wait_for_file
+from tests.daft.programs import function, program
 
 pytestmark = pytest.mark.ray
 
@@ -24,7 +28,7 @@ def allowed(ray_session: None) -> Iterator[None]:
         yield
 
 
-def test_training_views_and_waiting() -> None:
+def test_training_views_and_waiting(tmp_path: Path) -> None:
     """One launch for all that needs no failure: starting actors takes seconds."""
     model = Transformer().double()
     x = torch.randn(6, 4)
@@ -38,7 +42,7 @@ def test_training_views_and_waiting() -> None:
 
         assert torch.equal(_written(x), here)
 
-        _an_op_returns_before_it_has_run(session)
+        _an_op_returns_before_it_has_run(session, tmp_path / "go")
 
 
 def _written(x: torch.Tensor) -> torch.Tensor:
@@ -48,17 +52,22 @@ def _written(x: torch.Tensor) -> torch.Tensor:
     return (d @ d.t()).softmax(0).full_tensor()
 
 
-def _an_op_returns_before_it_has_run(session: object) -> None:
-    big = dt.distribute(torch.randn(900, 900), TP2)
-    (big @ big).add_(1).sum().item()  # all programs are loaded
-    start = time.perf_counter()
-    y = big
+def _an_op_returns_before_it_has_run(session: Any, go: Path) -> None:
+    """The actors wait for a file while 40 ops are issued; ops that waited would wait for ever."""
+    x = torch.randn(4, 4)
+    big, y = (dt.distribute(x, TP2) for _ in range(2))
+    source = "def forward():\n    wait_for_file(go)\n    return ()"
+    wait = function("wait", source, wait_for_file=wait_for_file, go=str(go))
+    handle = session.cluster.load(program(*[[Call("wait", (), ())]] * 2, functions=[wait]))
+    held = session.cluster.run(handle, [{}, {}])
     for _ in range(40):
         y = (big @ y).mul_(1e-2).add_(1)
-    issued = time.perf_counter() - start
-    y.sum().item()
-    total = time.perf_counter() - start
-    assert issued < total / 2, f"issued in {issued:.2f} s, done after {total:.2f} s"
+    assert not held.done()
+    go.touch()
+    expected = x
+    for _ in range(40):
+        expected = (x @ expected).mul_(1e-2).add_(1)
+    torch.testing.assert_close(y.full_tensor(), expected)
 
 
 def test_a_failure_names_the_line_that_issued_the_op() -> None:

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.daft import ActorLost, Call, Function, Program, RankProgram, TaskError
 from tests.api.training import Placed, Run, assert_losses_close, batches, make_model, train_torch
+from tests.chaos.watch import running
 from tests.models import batch
 
+NEVER_S = 3600.0
+"""A deadline that no test lives to see: a failure that is found was found by what happened."""
 BACKENDS = ["inprocess", pytest.param("ray", marks=pytest.mark.ray)]
 
 
@@ -41,13 +44,11 @@ def test_an_exception_in_the_model(backend: str) -> None:
     """At float(loss), with the root cause in later losses and calls; then a launch works anew."""
     run = Run.of("pp2")
     good, bad = batch(), out_of_range("tokens")
-    with dt.launch(run.mesh, backend=backend, deadline_s=20.0):  # type: ignore[arg-type]
+    with dt.launch(run.mesh, backend=backend, deadline_s=NEVER_S):  # type: ignore[arg-type]
         float(run.step(*good))
         failing = run.step(*bad)
-        start = time.monotonic()
         with pytest.raises(TaskError) as caught:
             float(failing)
-        assert time.monotonic() - start < 10
         text = str(caught.value)
         assert text.startswith("rank 0 (stage 0), instruction ")
         assert "IndexError: index out of range" in text
@@ -154,14 +155,6 @@ def pids_of(session: object) -> list[int]:
     return [found["pid"] for found in cluster.run(cluster.load(program), [{}] * cluster.size).get()]
 
 
-def alive(pid: int) -> bool:
-    """A zombie that its parent has not read yet is not alive."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def cpu_seconds(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -174,9 +167,9 @@ def test_a_killed_actor_is_named(ray_session: None) -> None:
     run = Run.of(where, module=Heavy(), loss=squares, schedule=dt.GPipe(1))
     small, large = torch.randn(8, 1024), torch.randn(6000, 1024)
     run.step.plan(large)
-    with dt.launch(run.mesh, backend="ray", deadline_s=30.0) as session:
+    with dt.launch(run.mesh, backend="ray", deadline_s=NEVER_S) as session:
         pids = pids_of(session)
-        assert all(map(alive, pids))
+        assert all(map(running, pids))
         float(run.step(small))
         before = cpu_seconds(pids[1])
         loss = run.step(large)
@@ -184,17 +177,15 @@ def test_a_killed_actor_is_named(ray_session: None) -> None:
             time.sleep(0.02)
         assert not loss.done()
         os.kill(pids[1], signal.SIGKILL)
-        start = time.monotonic()
         with pytest.raises(ActorLost) as caught:
             float(loss)
-        assert time.monotonic() - start < 10
         text = str(caught.value)
         assert re.match(r"rank 1 \(stage 1\), instruction \d+ '.*' \[F0 stage 1", text)
         assert re.search(r"at test_failures\.py:\d+: ", text)
         with pytest.raises(ActorLost) as again:
             run.step(small)
         assert again.value is caught.value
-    assert not any(map(alive, pids))
+    assert not any(map(running, pids))
     data = batches(2)
     fresh = Run.of("pp2")
     with dt.launch(fresh.mesh, backend="ray"):

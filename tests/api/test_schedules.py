@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.runtime.actions import Actions
-from dtensor.runtime.schedule import timeline
+from dtensor.runtime.schedule import bubble, timeline
 from dtensor.sharding.memory import stage_seconds
 from dtensor.sharding.steps import Compute
 
@@ -148,6 +148,12 @@ def test_costs_of_stages_are_those_of_the_plan() -> None:
         each = costs.forward[stage] + costs.input[stage] + costs.weight[stage]
         assert min(costs.forward[stage], costs.input[stage], costs.weight[stage]) > 0
         assert 4 * each == pytest.approx(sum(stage_seconds(plan, stage)), rel=0.05)  # no update
+    # the printed bubble is that of these costs, and not that of equal stages
+    assert plan.bubble == pytest.approx(bubble(step.grid, costs))
+    assert abs(plan.bubble - bubble(step.grid)) > 0.005
+    span = max(end for _, end in timeline(step.grid, costs).values())
+    assert plan.cost.seconds == pytest.approx(span, rel=0.1)  # and the update
+    assert plan.cost.seconds > span
     found = dt.Searched(microbatches=4, costs=costs).search(3, 3)
     known = timeline(dt.OneFOneB(4).grid(3, 3), costs)
     assert found.time <= max(end for _, end in known.values())

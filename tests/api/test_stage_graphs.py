@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from tests.models import GPT, batch, loss_fn
 
 D, VOCAB = 8, 11
 
@@ -82,8 +83,20 @@ def tokens() -> tuple[Tensor, ...]:
     return torch.randint(0, VOCAB, (8, 6)), torch.randint(0, VOCAB, (8, 5))
 
 
+def gpt_loss(model: nn.Module, given: Tensor, targets: Tensor) -> Tensor:
+    return loss_fn(model, given, targets)[0]
+
+
+def gpt_batch() -> tuple[Tensor, ...]:
+    return batch(size=8)
+
+
 TWO = [["down*", "middle*"], ["up*"]]
 FOUR = [["down1*"], ["down2*", "middle*"], ["up2*"], ["up1*"]]
+THREE = [["down1*", "down2*"], ["middle*", "up2*"], ["up1*"]]
+GPT_TWO = [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]
+GPT_THREE = [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*"], ["norm*", "head*"]]
+TWO_CODERS = [["embed*", "encoder*"], ["decoder*", "head*"]]
 CODERS = [["embed*", "encoder.0*"], ["encoder.1*", "decoder.0*"], ["decoder.1*", "head*"]]
 
 
@@ -94,6 +107,10 @@ CODERS = [["embed*", "encoder.0*"], ["encoder.1*", "decoder.0*"], ["decoder.1*",
         (Skips, square, vectors, FOUR, 2, dt.ZBV(4)),  # a value is sent to two stages
         (Skips, square, vectors, FOUR, 2, dt.Interleaved1F1B(4)),
         (EncoderDecoder, next_token, tokens, CODERS, 3, dt.ZBH1(4)),
+        (EncoderDecoder, next_token, tokens, TWO_CODERS, 2, dt.OneFOneB(2)),
+        (Skips, square, vectors, THREE, 3, dt.OneFOneB(4)),
+        (GPT, gpt_loss, gpt_batch, GPT_TWO, 2, dt.OneFOneB(2)),  # tied: one parameter, two stages
+        (GPT, gpt_loss, gpt_batch, GPT_THREE, 3, dt.ZBH1(4)),
         (Branches, square, vectors, [["left*"], ["right*"], ["out*"]], 3, dt.GPipe(2)),
     ],
 )
@@ -105,14 +122,30 @@ def test_gradients_are_plain_torchs(
     ranks: int,
     schedule: dt.Schedule,
 ) -> None:
-    module, batch = make(), data()
+    module, given = make(), data()
     mesh = dt.Mesh(pp=ranks)
     model = dt.parallelize(module, mesh, {}, stages={"pp": stages})
     step = dt.train_step(model, loss_fn, torch.optim.SGD(module.parameters()), schedule=schedule)
     with dt.launch(mesh):
-        found = step.gradients(*batch)
-    loss_fn(module, *batch).backward()
+        found = step.gradients(*given)
+        loss = float(step(*given))
+        dt.gather_state_dict(model)
+    expected = loss_fn(module, *given)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
         allowed = 1e-5 * parameter.grad.abs().max().item()
         torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=allowed)
+
+
+def test_a_tied_head_runs_on_the_stage_of_its_own_name() -> None:
+    """Though the stage before, where its input is, holds the weight as well."""
+    module = GPT()
+    stages = [["embed*", "positions*", "blocks.*", "norm*"], ["head*"]]
+    model = dt.parallelize(module, dt.Mesh(pp=2), {}, stages={"pp": stages})
+    step = dt.train_step(model, gpt_loss, torch.optim.SGD(module.parameters()))
+    plan = step.plan(*gpt_batch())
+    assert {op.stage for op in plan.flow.ops if op.module == "head"} == {1}
+    assert next(i.stages for i in plan.inputs if i.label == "embed.weight") == (0, 1)
+    assert [c.kind for c in plan.collectives if c.phase == "optimizer"] == ["all_reduce"] * 2

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtensor import daft
+from tests.chaos.actors import wait_for_file
 from tests.daft.programs import same_bits
 
 
@@ -84,9 +85,17 @@ class Model:
     def lock(self) -> object:
         return threading.Lock()
 
-    def sleep(self, seconds: float) -> float:
-        time.sleep(seconds)
-        return seconds
+    def meet_in(self, folder: str) -> None:
+        """Where `mark` and `await_mark` of several actors have their files."""
+        self.folder = Path(folder)
+
+    def mark(self, number: float) -> float:
+        (self.folder / f"{number:g}").touch()
+        return number + 1
+
+    def await_mark(self, number: float) -> float:
+        wait_for_file(str(self.folder / f"{number:g}"))
+        return number
 
     def process(self) -> int:
         return os.getpid()

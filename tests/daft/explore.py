@@ -1,6 +1,7 @@
 """The verifier against brute force: every interleaving of every small program.
 
     python -m tests.daft.explore                  # exhaustive, then 100,000 random programs
+    python -m tests.daft.explore --pairs          # two programs on the same ranks: `pairs.py`
 
 A program is some operations, each a send or a collective of a group, and for each rank an order of
 its starts and waits. `can_hang` explores all states that the ranks' lists and the queues of a
@@ -231,9 +232,15 @@ def drawn(draw: random.Random) -> Made:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.daft.explore", description=__doc__)
-    parser.add_argument("--random", type=int, default=100_000)
+    parser.add_argument("--random", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pairs", action="store_true")
     options = parser.parse_args(argv)
+    if options.pairs:
+        from tests.daft.pairs import report  # which imports this file
+
+        return report(5_000 if options.random is None else options.random, options.seed)
+    number_drawn = 100_000 if options.random is None else options.random
     wrong = 0
     for ranks, count, channels in (
         (2, 1, "cd"),
@@ -255,12 +262,12 @@ def main(argv: Sequence[str]) -> int:
         )
     draw = random.Random(options.seed)
     hanging = 0
-    for _ in range(options.random):
+    for _ in range(number_drawn):
         transfers, orders = drawn(draw)
         hanging += can_hang(transfers, orders, buffered=False)
         wrong += _report(transfers, orders)
     print(
-        f"{options.random} random programs, seed {options.seed}: {hanging} can hang, "
+        f"{number_drawn} random programs, seed {options.seed}: {hanging} can hang, "
         f"{wrong} disagreements in all"
     )
     return int(bool(wrong))

@@ -120,6 +120,13 @@ def test_the_program_says_what_runs():
         known = daft.compile(lambda x: [b.declared(a.declared(x))]).program(X)
         assert "unknown" not in str(known) and known.report.peak_bytes == (32, 64)
         assert daft.compile(lambda x: a.declared(b.declared(x)))(X).get().equal(4 * X)
+        # Each actor for itself: b holds its result and what it is given, a runs an opaque method.
+        mixed = str(daft.compile(lambda x: a.execute(b.declared(x))).program(X))
+        assert mixed.splitlines()[-4:-1] == [
+            "memory of values, at most",
+            "  b                32 bytes + x0",
+            "  a                unknown: a.execute",
+        ]
 
 
 EXPECTED = """\

@@ -16,6 +16,7 @@ from dtensor.daft import (
     Call,
     Cluster,
     Collective,
+    CommunicationError,
     Function,
     Program,
     ProgramError,
@@ -24,16 +25,23 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.instructions import Buffer
+from dtensor.daft.ray_backend import RayCluster
 from dtensor.daft.ray_routes import check_routes
+from tests.chaos.actors import wait_for_file
+from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
+from tests.daft.test_several_programs import run_alternately, submit_from_threads
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
+NEVER_S = 3600.0
+"""A deadline that no test lives to see: a failure that is found was found by what happened."""
+
 
 @pytest.fixture(scope="module")
 def three(ray_session: None) -> Iterator[Cluster]:
-    with launch_cluster(3, backend="ray", deadline_s=20.0) as cluster:
+    with launch_cluster(3, backend="ray", deadline_s=120.0) as cluster:
         yield cluster
 
 
@@ -75,13 +83,56 @@ def test_runs_ahead_with_state(three: Cluster) -> None:
     three.delete([("w", "n")] * 3)
 
 
-def test_a_time_out_does_not_consume_a_future(three: Cluster) -> None:
-    sleep = function("sleep", "def forward():\n    sleep(0.5)\n    return (7,)", sleep=time.sleep)
-    made = program(*[[Call("sleep", (), ("y",))]] * 3, functions=[sleep], outputs=[("y",)] * 3)
+def test_a_time_out_does_not_consume_a_future(three: Cluster, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    source = "def forward():\n    wait_for_file(go)\n    return (7,)"
+    wait = function("wait", source, wait_for_file=wait_for_file, go=str(go))
+    made = program(*[[Call("wait", (), ("y",))]] * 3, functions=[wait], outputs=[("y",)] * 3)
     future = three.run(three.load(made), [{}] * 3)
     with pytest.raises(TimeoutError, match="ask again"):
         future.get(timeout=0.05)
+    assert not future.done()
+    go.touch()
     assert future.get() == future.get() == [{"y": 7}] * 3
+
+
+def test_several_programs_run_ahead_on_the_same_channels(three: Cluster) -> None:
+    run_alternately(three)
+
+
+def test_threads_submit_in_one_order(three: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = RayCluster._call
+
+    def slowly(self: RayCluster, *args: object) -> object:
+        time.sleep(0.02)  # so that threads take turns between the calls of one run
+        return call(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RayCluster, "_call", slowly)
+    submit_from_threads(three)
+
+
+def test_an_interrupt_between_the_calls_of_a_run(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some actors have the run and others have not: what they wait for will not come."""
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
+        cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 2)
+        handle = cluster.load(pipeline(2))
+        fed: list[dict[str, object]] = [{"x": torch.zeros(4)}, {}]
+        before = cluster.run(handle, fed)
+        call, calls = RayCluster._call, cluster.calls
+
+        def interrupted(self: RayCluster, *args: object) -> object:
+            if self.calls == calls + 1:
+                raise KeyboardInterrupt
+            return call(self, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(RayCluster, "_call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run(handle, fed)
+        assert before.get()[1]["y"].tolist() == [2.0] * 4
+        with pytest.raises(CommunicationError, match="a run was interrupted"):
+            cluster.run(handle, fed)
 
 
 def test_ranks_that_share_an_actor(ray_session: None) -> None:
@@ -156,37 +207,25 @@ def _pids(cluster: Cluster) -> list[int]:
     return [result["y"] for result in cluster.run(cluster.load(made), [{}, {}]).get()]
 
 
-def _alive(pid: int) -> bool:
-    """A zombie that its parent has not read yet is not alive."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def _check_failed(cluster: Cluster, error: Exception, pids: list[int]) -> None:
-    """Everything after raises the same, at once, and nothing is left running."""
-    start = time.monotonic()
+    """Everything after raises the same, and nothing is left running."""
     for again in (lambda: cluster.put([{}, {}]), lambda: cluster.get([(), ()])):
         with pytest.raises(type(error)) as later:
             again()
         assert later.value is error
     cluster.close()
     cluster.close()
-    assert time.monotonic() - start < 10
-    assert not any(map(_alive, pids))
+    assert not any(map(running, pids))
 
 
 def test_a_call_that_raises(ray_session: None) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
         pids = _pids(cluster)
         handle = cluster.load(_fragile())
         good = cluster.run(handle, _feed())
         bad, queued = cluster.run(handle, _feed("raise")), cluster.run(handle, _feed())
-        start = time.monotonic()
         with pytest.raises(TaskError) as caught:
             bad.get()
-        assert time.monotonic() - start < 10
         text = str(caught.value)
         assert "rank 1 (stage 1), instruction 0 'y = call act(x, what)' [F1], run 2: " in text
         assert "ZeroDivisionError: on purpose" in text and "at net.py:8: act(what)" in text
@@ -199,13 +238,11 @@ def test_a_call_that_raises(ray_session: None) -> None:
 
 
 def test_a_killed_actor(ray_session: None) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
         pids = _pids(cluster)
         future = cluster.run(cluster.load(_fragile()), _feed("kill"))
-        start = time.monotonic()
         with pytest.raises(ActorLost) as caught:
             future.get()
-        assert time.monotonic() - start < 10
         failure = caught.value.failure
         assert (failure.rank, failure.stage, failure.index, failure.label) == (1, 1, 0, "F1")
         assert "died" in str(caught.value) and "call act" in str(caught.value)
@@ -213,21 +250,20 @@ def test_a_killed_actor(ray_session: None) -> None:
 
 
 def test_a_stopped_actor(ray_session: None) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=2.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
         pids = _pids(cluster)
         handle = cluster.load(_fragile())
         os.kill(pids[1], signal.SIGSTOP)
+        cluster.deadline_s = 1.0  # type: ignore[attr-defined]  # only now: starting may take longer
         future = cluster.run(handle, _feed())
-        start = time.monotonic()
         with pytest.raises(ActorLost) as caught:
             future.get()
-        assert time.monotonic() - start < 10
         assert caught.value.failure.rank == 1 and "has stopped" in str(caught.value)
         _check_failed(cluster, caught.value, pids)
 
 
 def test_an_actor_that_dies_between_runs(ray_session: None) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=20.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
         pids = _pids(cluster)
         handle = cluster.load(_fragile())
         os.kill(pids[0], signal.SIGKILL)

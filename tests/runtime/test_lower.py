@@ -57,6 +57,22 @@ def test_it_is_verified_in_any_order(lowered: Lowered) -> None:
     verify(lowered.program, ((0,), (1,), (2,), (3,)))
 
 
+def test_sums_over_microbatches_grow_in_place_once_they_are_their_own(lowered: Lowered) -> None:
+    """The first is the gradient itself, the second a new tensor; the third and fourth add to it."""
+    functions = dict(lowered.program.functions)
+    for rank in lowered.program.ranks:
+        lines = [
+            line.strip()
+            for i in rank.instructions
+            if isinstance(i, Call)
+            for line in functions[i.fn].source.splitlines()
+            if "_total_before" in line and " = " in line
+        ]
+        grown = [line for line in lines if ".add_(" in line]
+        assert len(lines) > 0
+        assert len(grown) * 3 == len(lines) * 2
+
+
 def test_what_is_communicated_is_what_is_planned(lowered: Lowered) -> None:
     """Per rank: as many starts of each kind as the plan counts, of its stage."""
     for rank, own in enumerate(lowered.program.ranks):

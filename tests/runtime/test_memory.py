@@ -89,21 +89,21 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
 
         def step(handle: int, position: int) -> None:
             engine = worker.engines[handle]
+            values = engine.values  # of the run: all but state
             rank, index = engine.sites[position]
             instruction = engine.program.ranks[rank].instructions[index]
             if isinstance(instruction, Call) and instruction.label == "update":
                 held[rank]["gradients"] += sum(
-                    table[rank, name].numel() * 4
+                    value.numel() * 4
                     for name in instruction.inputs
-                    if name not in engine.program.ranks[rank].state
-                    and isinstance(table[rank, name], torch.Tensor)
+                    if isinstance(value := values.get((rank, name)), torch.Tensor)
                 )
             meter.rank = rank if isinstance(instruction, Call) else None
             plain(handle, position)
             meter.rank = None
-            made = table.items()  # communication may end for other ranks too
+            made = values.items()  # communication may end for other ranks too
             if isinstance(instruction, Call):
-                made = [((rank, n), table.get((rank, n))) for n in instruction.outputs]
+                made = [((rank, n), values.get((rank, n))) for n in instruction.outputs]
             for (owner, _), value in made:
                 if isinstance(value, torch.Tensor):
                     meter.add(value, owner)
@@ -111,7 +111,7 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
 
         def start(handle: int, inputs: Any) -> None:
             begin(handle, inputs)
-            for (owner, _), value in table.items():
+            for (owner, _), value in worker.engines[handle].values.items():
                 if isinstance(value, torch.Tensor):
                     meter.add(value, owner)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtensor.daft import ProgramError, Recv, Wait, verify
+from dtensor.daft import Call, ProgramError, Recv, Wait, verify
 from dtensor.runtime.lower import lower
 from dtensor.runtime.schedule import GPipe, OneFOneB
 from dtensor.sharding.mesh import Mesh
@@ -42,13 +42,30 @@ def test_accepts_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
         assert verify(program, hosts).peak_bytes
 
 
+def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
+    """So that the value comes while the rank computes, and its sender has its buffer back."""
+    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2)).program
+    between: list[list[str]] = []  # by rank, the actions whose calls stand before the wait
+    for rank in program.ranks:
+        items = rank.instructions
+        between.append([])
+        for at, item in enumerate(items):
+            if isinstance(item, Recv):
+                waits = (i for i in items[at:] if isinstance(i, Wait) and i.values == (item.value,))
+                until = items.index(next(waits))
+                calls = [i.label for i in items[at:until] if isinstance(i, Call)]
+                between[-1].append(" ".join(dict.fromkeys(c.split()[0] for c in calls)))
+    assert between[0] == ["F1", "F2", "F3", "B2"]  # the gradients of B0, B1, B2, B3
+    assert between[1][1:] == ["B0", "B1", "B2"]  # the activations of F1, F2, F3
+
+
 def test_refuses_a_gradient_that_is_waited_for_too_early() -> None:
     """The first stage waits for the first gradient before it has sent an activation."""
     program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2)).program
     items = list(program.ranks[0].instructions)
-    at = next(i for i, item in enumerate(items) if isinstance(item, Recv))
-    assert isinstance(items[at + 1], Wait)
-    early = [*items[at : at + 2], *items[:at], *items[at + 2 :]]
+    receive = next(item for item in items if isinstance(item, Recv))
+    wait = next(i for i in items if isinstance(i, Wait) and i.values == (receive.value,))
+    early = [receive, wait, *(item for item in items if item not in (receive, wait))]
     broken = replace(
         program, ranks=(replace(program.ranks[0], instructions=tuple(early)), program.ranks[1])
     )

@@ -40,7 +40,7 @@ def gradients_held(run: Run, one: Any) -> list[int]:
             rank, index = engine.sites[position]
             label = engine.program.ranks[rank].instructions[index].label
             if rank not in held and label.startswith(("optimizer", "update")):
-                values = [worker._table[rank, name] for name in names]
+                values = [engine.values[rank, name] for name in names]
                 held[rank] = sum(v.numel() * v.element_size() for v in values)
             plain(handle, position)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dtensor.errors import PlanningError
 from dtensor.runtime.schedule.grid import Action, Event, Grid
 
-__all__ = ["Costs", "bubble", "in_flight", "span_bubble", "timeline"]
+__all__ = ["Costs", "bubble", "in_flight", "span_bubble", "timeline", "waits"]
 
 PerStage = float | tuple[float, ...]
 
@@ -73,9 +73,16 @@ def timeline(grid: Grid, costs: Costs = EQUAL) -> Mapping[Action, tuple[float, f
 
 def bubble(grid: Grid, costs: Costs = EQUAL) -> float:
     """The fraction of the ranks' time that is idle, from the first action of all to the last."""
+    span, waited = waits(grid, costs)
+    return sum(waited) / (span * grid.num_ranks) if span else 0.0
+
+
+def waits(grid: Grid, costs: Costs = EQUAL) -> tuple[float, tuple[float, ...]]:
+    """The time from the first action of all to the last, and how much of it each rank is idle."""
     times = timeline(grid, costs)
-    total = max((end for _, end in times.values()), default=0.0) * grid.num_ranks
-    return 1.0 - sum(end - begin for begin, end in times.values()) / total if total else 0.0
+    span = max((end for _, end in times.values()), default=0.0)
+    ranks = (grid.order(rank) for rank in range(grid.num_ranks))
+    return span, tuple(span - sum(costs.of(action) for action in order) for order in ranks)
 
 
 def span_bubble(grid: Grid, costs: Costs = EQUAL) -> float:

@@ -1,0 +1,162 @@
+"""Calibration: a cluster's figures as a value, and what the simulator makes of such figures."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from tests.api.test_schedules import data, step_of
+
+KNOWN = dt.Topology(
+    latency={"pp": 1e-4},
+    bandwidth={"pp": 1e9},
+    flops=1e10,
+    memory_bandwidth=1e10,
+    op_latency=1e-5,
+    step_latency=1e-3,
+    attention_flops=5e9,
+    update_bandwidth=2e9,
+)
+
+
+def check_figures(found: dt.Topology, axes: set[str]) -> None:
+    assert isinstance(found.latency, dict) and isinstance(found.bandwidth, dict)
+    assert set(found.latency) == set(found.bandwidth) == axes
+    assert found.attention_flops is not None and found.update_bandwidth is not None
+    numbers = [found.flops, found.memory_bandwidth, found.op_latency, found.step_latency]
+    numbers += [found.attention_flops, found.update_bandwidth]
+    numbers += [*found.latency.values(), *found.bandwidth.values()]
+    assert all(0 < number < math.inf for number in numbers)
+    # no machine that runs this is a thousand times faster or slower
+    assert 1e8 < found.flops < 1e15
+    assert 1e7 < found.memory_bandwidth < 1e14
+    assert 1e-7 < found.op_latency < 1e-2
+
+
+def test_in_process() -> None:
+    start = time.process_time()
+    found = dt.calibrate(dt.Mesh(tp=2, dp=1))
+    assert time.process_time() - start < 3
+    check_figures(found, {"tp"})
+    pasted = eval(repr(found), {"Topology": dt.Topology})
+    assert pasted == found and hash(pasted) == hash(found) and repr(pasted) == repr(found)
+    with pytest.raises(dt.PlanningError, match="no latency for axis 'dp'"):
+        found.latency_of("dp")  # one rank sends nothing: the axis was not measured
+
+
+def test_inside_a_launch_its_cluster_is_measured() -> None:
+    with dt.launch(dt.Mesh(tp=2)) as session:
+        runs = session.cluster.runs
+        found = dt.calibrate(dtype=torch.bfloat16)
+        assert session.cluster.runs > runs
+        check_figures(found, {"tp"})
+        x = dt.distribute(torch.ones(4), dt.Mesh(tp=2), tp=dt.Row())  # and is as it was
+        assert x.full_tensor().sum() == 4
+
+
+@pytest.mark.ray
+def test_on_ray(ray_session: None) -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
+    with dt.launch(dt.Mesh(pp=2), backend="ray"):
+        found = dt.calibrate()
+    check_figures(found, {"pp"})
+    assert found.latency_of("pp") > 1e-5  # between processes
+    predicted = dt.simulate(step, *data(), topology=found)
+    assert found.step_latency < predicted.seconds < 10
+
+
+def test_the_simulator_goes_by_the_figures() -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
+
+    def seconds(topology: dt.Topology) -> dict[str, float]:
+        trace = dt.simulate(step, *data(), topology=topology)
+        spent = {track: trace.spent(0, track) for track in ("compute", "communication")}
+        return {**spent, "step": trace.seconds}
+
+    base = seconds(KNOWN)
+    slow = dt.Topology(
+        latency={"pp": 1e-3},
+        bandwidth={"pp": 1e8},
+        flops=1e9,
+        memory_bandwidth=1e9,
+        op_latency=1e-4,
+        step_latency=1e-2,
+        attention_flops=5e8,
+        update_bandwidth=2e8,
+    )
+    for name, value in seconds(slow).items():
+        assert value == pytest.approx(10 * base[name])
+    called = seconds(replace(KNOWN, step_latency=0.0))
+    assert base["step"] == pytest.approx(called["step"] + 1e-3)
+    assert base["compute"] == pytest.approx(called["compute"])
+    # each op costs its latency beside its work, and messages do not
+    free = seconds(replace(KNOWN, op_latency=0.0))
+    ops = (base["compute"] - free["compute"]) / 1e-5
+    assert ops == pytest.approx(round(ops)) and ops > 20
+    assert base["communication"] == pytest.approx(free["communication"])
+
+
+def test_the_planner_pays_for_ops_too() -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
+    plan = step.plan(*data())
+    free = replace(plan, topology=replace(KNOWN, op_latency=0.0)).cost
+    paid = replace(plan, topology=KNOWN).cost
+    assert paid.compute_seconds > free.compute_seconds + 20e-5
+    assert paid.communication_seconds == free.communication_seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(mesh={"tp": 2}),
+            r"takes a mesh, not dict(.|\n)*fix: dt.calibrate\(dt.Mesh\(tp=2\)\)",
+        ),
+        (dict(dtype=torch.int64), r"torch.int64(.|\n)*fix: dt.calibrate\(dtype=torch.bfloat16\)"),
+        (dict(backend="mpi"), r"backend='mpi': it is \"inprocess\" or \"ray\""),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(dt.PlanningError, match=message):
+        dt.calibrate(**arguments)
+
+
+def test_a_launch_is_measured_as_it_is() -> None:
+    with dt.launch(dt.Mesh(tp=2)):
+        with pytest.raises(dt.PlanningError, match=r"backend='ray'\) inside a launch"):
+            dt.calibrate(backend="ray")
+        with pytest.raises(dt.PlanningError, match="the running launch is on"):
+            dt.calibrate(dt.Mesh(tp=4))
+
+
+def test_attention_and_updates_have_rates_of_their_own() -> None:
+    work: Any = dict(flops=1e10, bytes_moved=1e3)
+    assert KNOWN.compute_seconds(**work) == pytest.approx(1 + 1e-5)
+    assert KNOWN.compute_seconds(**work, attention=True) == pytest.approx(2 + 1e-5)
+    assert KNOWN.update_seconds(bytes_moved=1e9) == pytest.approx(0.5 + 1e-5)
+    unknown = replace(KNOWN, attention_flops=None, update_bandwidth=None)
+    assert unknown.compute_seconds(**work, attention=True) == unknown.compute_seconds(**work)
+    assert unknown.update_seconds(bytes_moved=1e9) == pytest.approx(0.1 + 1e-5)
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
+
+    def updates(topology: dt.Topology) -> float:
+        spans = dt.simulate(step, *data(), topology=topology).spans
+        return sum(s.end - s.begin for s in spans if s.name == "update")
+
+    faster = replace(KNOWN, update_bandwidth=1e10)
+    assert updates(faster) == updates(unknown) < updates(KNOWN)
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [dict(op_latency=-1e-6), dict(step_latency=-1.0), dict(attention_flops=0.0)],
+)
+def test_figures_that_nothing_has(figure: dict[str, float]) -> None:
+    with pytest.raises(dt.PlanningError, match=next(iter(figure))):
+        dt.Topology(**figure)

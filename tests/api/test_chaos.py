@@ -1,0 +1,76 @@
+"""A launch that ends in any way leaves nothing behind: some cycles of `make chaos`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.kinds import KINDS, RAY_KINDS, Place
+from tests.chaos.watch import alive, held, left
+
+PATIENCE_S = 60.0  # for what has been told to end; nobody waits that long where it does
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (own := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))  # what is left there was left by a cycle
+    yield tmp_path
+
+
+def test_nothing_is_left_in_process(scratch: Path) -> None:
+    place = Place("inprocess", scratch)
+    for kind in KINDS.values():
+        kind(place)
+    before, objects = held(), alive()
+    for name, kind in KINDS.items():
+        kept = kind(place)
+        assert left(before, PATIENCE_S) == [], name
+        del kept
+    assert left(objects, 0.0, alive) == []
+
+
+@pytest.mark.ray
+def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
+    place = Place("ray", scratch)
+    RAY_KINDS["rank killed in a step"](place)
+    before, objects = held(), alive()
+    for name in ("rank stopped in a step", "actor killed in a task"):
+        kept = RAY_KINDS[name](place)
+        assert left(before, PATIENCE_S) == [], name
+        del kept
+    assert left(objects, 0.0, alive) == []
+
+
+def test_what_is_left_is_named(scratch: Path) -> None:
+    """The watch itself: a thread, a socket, a file, a process and a tensor."""
+    import socket
+    import subprocess
+    import threading
+
+    import torch
+
+    before, objects = held(), alive()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="stray 7")
+    thread.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115
+    process = subprocess.Popen(["sleep", "600"])
+    tensor = torch.ones(1)
+    try:
+        found = "\n".join(left(before, 0.0) + left(objects, 0.0, alive))
+        for name in ("thread: stray N +1", "process: sleep +1", "port: ", "file: tmp", "Tensor +1"):
+            assert name in found
+    finally:
+        end.set()
+        thread.join()
+        listener.close()
+        file.close()
+        process.kill()
+        process.wait()
+        del tensor
+    assert left(before, PATIENCE_S) == []

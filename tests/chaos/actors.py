@@ -1,0 +1,60 @@
+"""What runs in actors that tests hold, stop or kill; here alone, so that an actor loads little.
+
+`stay(begun)` says in the file `begun` that this process, by its id, is in the middle of a step, and
+stays there until it is killed. `wait_for_file(path)` holds an actor until a test, or another actor,
+makes the file. So that no test has to guess how long something takes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+
+class Layer:
+    """An actor of daft's."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        if scale < 0:
+            raise ValueError("no such scale")
+        self.scale = scale
+
+    def times(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def fail(self, x: object) -> Tensor:
+        raise ZeroDivisionError("on purpose")
+
+    def block(self, begun: str) -> None:
+        stay(begun)
+
+
+class Pressed(KeyboardInterrupt):
+    """Ctrl-C, told from a real one."""
+
+
+def stay(begun: str) -> None:
+    part = Path(f"{begun}.part")
+    part.write_text(str(os.getpid()))
+    part.rename(begun)
+    while True:
+        time.sleep(0.05)
+
+
+def wait_for_file(path: str, patience_s: float = 120.0) -> None:
+    end = time.monotonic() + patience_s
+    while not os.path.exists(path):
+        if time.monotonic() > end:
+            raise TimeoutError(f"no file {path} after {patience_s} s")
+        time.sleep(0.01)
+
+
+def go_on(begun: str) -> None:
+    pass
+
+
+def interrupt(begun: str) -> None:
+    raise Pressed

@@ -1,0 +1,202 @@
+"""What this process and those that it started hold: taken before a launch and after it.
+
+    before = held()
+    ...                                    # a launch, and its end
+    left(before, patience_s=20.0)          # [] or ["thread: heartbeat +1", ...]
+
+Counted: processes, listening ports, shared memory, file descriptors, threads, temporary files
+(`held`, from /proc), tensors and what of dtensor's owns any of these (`alive`, from the garbage
+collector). Names have their numbers left out, so that one cycle compares with another.
+
+Ray's own is not counted: its pool of idle workers while a Ray outlives the cycle, and gRPC's pool
+of threads, which grow and shrink as they like; sockets that are closed at both ends, of which Ray
+leaves one or two for each session with an actor in it, whoever starts it (measured with Ray 2.60
+and bare actors); its logs in /tmp/ray. Linux only.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+Held: TypeAlias = Mapping[str, Counter[str]]
+"""Sort, such as "thread", to how many there are of each name."""
+
+Found = TypeVar("Found")
+
+OWNERS = ("Cluster", "Session", "Engine", "Worker", "Transport", "Future", "File", "Process")
+"""How the names end of classes of dtensor's that own values, processes, files or connections."""
+
+GRPC = ("grpc", "event_engine", "timer_manager", "resolver-", "default-execut")
+"""How the names begin of the threads of gRPC's pools."""
+
+PROC = Path("/proc")
+
+
+def held() -> Held:
+    processes = _processes()
+    return {
+        "process": Counter(processes.values()),
+        "port": _ports(processes),
+        "shared memory": _shared_memory(processes),
+        "descriptor": _descriptors(),
+        "thread": _threads(),
+        "temporary file": Counter(os.listdir(tempfile.gettempdir())),
+    }
+
+
+def alive() -> Held:
+    """After a collection: objects that somebody still refers to."""
+    gc.collect()
+    counts: Counter[str] = Counter()
+    for found in gc.get_objects():
+        cls = type(found)  # `isinstance` would ask lazy modules for their class
+        if issubclass(cls, torch.Tensor):
+            counts["Tensor"] += not issubclass(cls, FakeTensor)  # torch keeps its last export's
+        elif str(cls.__module__).startswith("dtensor.") and cls.__name__.endswith(OWNERS):
+            counts[cls.__name__] += 1
+    return {"object": counts}
+
+
+def left(before: Held, patience_s: float, take: Callable[[], Held] = held) -> list[str]:
+    """What there is more of than before; processes and threads have some time to end."""
+    gc.collect()  # an exception that nobody holds holds its frames, and they Ray's references
+    end = time.monotonic() + patience_s
+    while more := _more(before, take()):
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    return more
+
+
+def running(pid: int) -> bool:
+    """A zombie that its parent has not read yet is not running."""
+    try:
+        return _state(pid)[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _more(before: Held, after: Held) -> list[str]:
+    return [
+        f"{sort}: {name} +{count}"
+        for sort, names in after.items()
+        for name, count in sorted((names - before[sort]).items())
+    ]
+
+
+def _processes() -> dict[int, str]:
+    """Pid to name, of this process and all that descend from it or belong to a Ray that it started:
+    those are adopted by init when their parent ends before them."""
+    parents = {pid: int(state[1]) for pid in _pids() if (state := _try(_state, pid))}
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    logs = re.compile(rf"/session_[^/]*_{os.getpid()}/")
+    ours |= {pid for pid in parents if any(map(logs.search, _links(pid)))}
+    named = {pid: name for pid in ours if (name := _name(pid)) is not None}
+    return {pid: n for pid, n in named.items() if n != "idle worker" or not _ray_runs()}
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir(PROC) if entry.isdigit()]
+
+
+def _state(pid: int) -> list[str]:
+    """State, parent, ... as `man 5 proc` has them from the third on."""
+    return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
+
+
+def _name(pid: int) -> str | None:
+    words = _try(lambda p: (PROC / str(p) / "cmdline").read_text().split("\0"), pid)
+    if words is None:
+        return None
+    if not any(words):
+        return "zombie"
+    if words[0].startswith("ray::IDLE") or any("default_worker.py" in word for word in words):
+        return "idle worker"
+    python = os.path.basename(words[0]).startswith("python")
+    script = next((w for w in words[1:] if not w.startswith("-")), words[0]) if python else words[0]
+    return os.path.basename(script.strip())
+
+
+def _ray_runs() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _links(pid: int) -> list[str]:
+    """What the descriptors of a process are."""
+    folder = PROC / str(pid) / "fd"
+    names = _try(lambda _: os.listdir(folder), pid) or []
+    links = [_try(lambda _, n=name: os.readlink(folder / n), pid) for name in names]
+    return [link for link in links if link is not None]
+
+
+def _ports(processes: Mapping[int, str]) -> Counter[str]:
+    """Listening sockets, by the process that has them."""
+    listening: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        for line in (PROC / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                listening.add(f"socket:[{fields[9]}]")
+    counts: Counter[str] = Counter()
+    for pid, name in processes.items():
+        counts[name] += sum(link in listening for link in _links(pid))
+    return +counts
+
+
+def _descriptors() -> Counter[str]:
+    """Of this process, but for sockets that no table of the kernel's has: those are closed."""
+    tables = [(PROC / "net" / name).read_text() for name in ("tcp", "tcp6", "udp", "udp6", "unix")]
+    open_sockets = {word for table in tables for word in table.split() if word.isdigit()}
+    links = _links(os.getpid())
+    inodes = {link: link[8:-1] for link in links if link.startswith("socket:[")}
+    return Counter(
+        _unnumbered(link) for link in links if link not in inodes or inodes[link] in open_sockets
+    )
+
+
+def _shared_memory(processes: Mapping[int, str]) -> Counter[str]:
+    """Files in /dev/shm but those that a process of somebody else's has open."""
+    found = set(os.listdir("/dev/shm"))
+    others = [pid for pid in _pids() if pid not in processes] if found else []
+    for pid in others:
+        maps = _try(lambda p: (PROC / str(p) / "maps").read_text(), pid) or ""
+        text = "\n".join([maps, *_links(pid)])
+        found -= {name for name in found if f"/dev/shm/{name}" in text}
+    return Counter(found)
+
+
+def _threads() -> Counter[str]:
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    counts: Counter[str] = Counter()
+    for task in map(int, os.listdir(PROC / "self" / "task")):
+        comm = _try(lambda t: (PROC / "self" / "task" / str(t) / "comm").read_text(), task)
+        counts[_unnumbered(names.get(task) or (comm or "").strip())] += 1
+    return Counter({name: n for name, n in counts.items() if not name.startswith(GRPC)})
+
+
+def _unnumbered(text: str) -> str:
+    return re.sub(r"[0-9a-f]{8,}|\d+", "N", text)
+
+
+def _try(read: Callable[[int], Found], pid: int) -> Found | None:
+    """None where the process has ended meanwhile, or is not ours to look into."""
+    try:
+        return read(pid)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None

@@ -1,0 +1,38 @@
+"""The units of a program: one for each module that computes with parameters, in program order."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from dtensor.frontend.flow import dataflow
+from dtensor.frontend.units import Units, units_of
+from tests.captures import shared_capture
+from tests.models import GPT, batch, loss_fn
+
+TIED = {"embed.weight": ("embed.weight", "head.weight")}
+
+
+def units(model: nn.Module, *given: Tensor, aliases: dict[str, tuple[str, ...]]) -> Units:
+    graph = shared_capture(loss_fn, (model, *given), grads="loss")
+    return units_of(dataflow(graph), aliases)
+
+
+def test_units_of_a_gpt() -> None:
+    found = units(GPT(layers=1), *batch(), aliases=TIED)
+    assert [unit.owner for unit in found.units] == [
+        *("embed", "positions", "blocks.0.norm1", "blocks.0.attn.qkv", "blocks.0.attn.proj"),
+        *("blocks.0.norm2", "blocks.0.mlp.up", "blocks.0.mlp.down", "norm", "head"),
+    ]
+    assert found.units[3].names == ("blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias")
+    # tied: one parameter, by the names that its two modules have for it
+    assert found.units[9].names == ("head.weight",) and found.units[9].labels == ("embed.weight",)
+    assert found.of_label()["embed.weight"] == (0, 9) and not found.reused
+    stages = {op.module: op.stage for op in found.flow.ops if op.phase == "forward"}
+    assert stages["blocks.0.mlp.up"] == 6 and stages["head"] == 9
+    assert all(op.stage == 9 for op in found.flow.ops if op.call.name == "dt.cross_entropy.default")
+
+
+def test_a_name_that_is_used_twice_is_a_reuse() -> None:
+    """Without its other name the head is a second use of the embedding's."""
+    found = units(GPT(layers=1), *batch(), aliases={})
+    assert found.reused == ((0, 9),)
