@@ -106,7 +106,7 @@ def test_one_value_crosses_between_stages(name: str) -> None:
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("gpt2", "tp2"), ("llama", "dp2_tp2"), ("bert", "pp2_tp2")]
+    ("name", "mesh"), [("gpt2", "tp2"), ("llama", "zero3"), ("bert", "pp2_tp2")]
 )
 def test_ray_is_in_process(name: str, mesh: str, ray_session: None) -> None:
     expected_loss, expected = outcome(name, mesh)

@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_plain_torchs(axes: dict[str, int]) -> None:
 
 @pytest.mark.ray
 def test_ray_gives_the_bits_of_one_process(ray_session: None) -> None:
-    mesh = dt.Mesh(pp=3, dp=2)
+    mesh = dt.Mesh(pp=3)
     found: list[list[float]] = []
     for backend in ("inprocess", "ray"):
         _, step = step_of(mesh)

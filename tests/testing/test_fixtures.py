@@ -9,6 +9,8 @@ import dtensor as dt
 from dtensor.api.session import launched
 from dtensor.testing.fixtures import MESHES, mesh  # noqa: F401 - the fixture under test
 
+pytestmark = pytest.mark.xdist_group("the mesh fixture")  # tests look at one another
+
 _seen: list[dt.Mesh] = []
 _clusters: list[object] = []
 _left: list[dt.DTensor] = []
@@ -28,7 +30,7 @@ def test_on_the_usual_meshes(mesh: dt.Mesh) -> None:  # noqa: F811
 
 def test_all_of_them_and_nothing_is_left() -> None:
     assert launched() is None
-    if _seen:  # the test above may run in another worker
+    if _seen:  # else this test runs alone
         assert tuple(_seen) == MESHES
         with pytest.raises(RuntimeError, match="has ended"):
             _left[0].full_tensor()
