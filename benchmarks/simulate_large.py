@@ -1,0 +1,65 @@
+"""Seconds and memory to simulate a training step on 4,096 ranks, from the model on.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.simulate_large
+
+A GPT of 32 layers of width 4096 on the meta device, pp=16 x dp=32 x tp=8 with Megatron's
+placements, 1F1B of 64 microbatches, 2,048 sequences of 2,048 tokens, AdamW. Prints the seconds to
+plan and to simulate, the peak of the process's memory, and what is predicted.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+
+import dtensor as dt
+from benchmarks.plan_large import gpt, gpt_loss
+
+LAYERS, STAGES = 32, 16
+MEGATRON = {
+    "embed.weight": dict(tp=dt.Row()),
+    "head.weight": dict(tp=dt.Row()),
+    "*.attn.qkv.weight": dict(tp=dt.Row(blocks=3)),
+    "*.attn.proj.weight": dict(tp=dt.Column()),
+    "*.mlp.up.weight": dict(tp=dt.Row()),
+    "*.mlp.down.weight": dict(tp=dt.Column()),
+}
+
+
+def stages() -> list[list[str]]:
+    each = LAYERS // STAGES
+    lists = [[f"blocks.{{{n * each}..{(n + 1) * each - 1}}}.*"] for n in range(STAGES)]
+    lists[0] += ["embed*", "positions*"]
+    lists[-1] += ["norm*", "head*"]
+    return lists
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with torch.device("meta"):
+        module = gpt(LAYERS)
+        ids = torch.zeros(2048, 2048, dtype=torch.long)
+    mesh = dt.Mesh(pp=STAGES, dp=32, tp=8)
+    model = dt.parallelize(module, mesh, MEGATRON, stages={"pp": stages()})
+    step = dt.train_step(
+        model,
+        gpt_loss,
+        torch.optim.AdamW(module.parameters(), lr=1e-4),
+        inputs=dict(dp=dt.Row()),
+        schedule=dt.OneFOneB(microbatches=64),
+    )
+    start = time.perf_counter()
+    step.plan(ids, ids)
+    planned = time.perf_counter()
+    trace = dt.simulate(step)
+    ended = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{mesh}: {mesh.size} ranks, {len(trace.spans)} spans of {len(trace.ranks)} ranks")
+    print(f"plan {planned - start:.1f} s, simulate {ended - planned:.1f} s, peak {peak:.2f} GiB")
+    print(f"predicted {trace.seconds:.2f} s a step, bubble {trace.bubble:.1%}")
+
+
+if __name__ == "__main__":
+    main()
