@@ -61,7 +61,7 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n N --dist loadgroup` one worker runs all Ray tests; with pytest 9.2, of which
-    pytest-xdist 3.8 does not know how it names tests, each worker runs some, on a Ray of its own."""
+    pytest-xdist 3.8 does not know how it names tests, each worker runs some, on its own Ray."""
     for item in items:
         if item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.xdist_group("ray"))
