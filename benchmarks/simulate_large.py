@@ -16,16 +16,10 @@ import torch
 
 import dtensor as dt
 from benchmarks.plan_large import gpt, gpt_loss
+from benchmarks.predicted_time import MEGATRON
 
 LAYERS, STAGES = 32, 16
-MEGATRON = {
-    "embed.weight": dict(tp=dt.Row()),
-    "head.weight": dict(tp=dt.Row()),
-    "*.attn.qkv.weight": dict(tp=dt.Row(blocks=3)),
-    "*.attn.proj.weight": dict(tp=dt.Column()),
-    "*.mlp.up.weight": dict(tp=dt.Row()),
-    "*.mlp.down.weight": dict(tp=dt.Column()),
-}
+PLACEMENTS = {**MEGATRON, "embed.weight": dict(tp=dt.Row()), "head.weight": dict(tp=dt.Row())}
 
 
 def stages() -> list[list[str]]:
@@ -42,7 +36,7 @@ def main() -> None:
         module = gpt(LAYERS)
         ids = torch.zeros(2048, 2048, dtype=torch.long)
     mesh = dt.Mesh(pp=STAGES, dp=32, tp=8)
-    model = dt.parallelize(module, mesh, MEGATRON, stages={"pp": stages()})
+    model = dt.parallelize(module, mesh, PLACEMENTS, stages={"pp": stages()})
     step = dt.train_step(
         model,
         gpt_loss,

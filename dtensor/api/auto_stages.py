@@ -118,10 +118,10 @@ def _neighbours(every: Sequence[str], homes: dict[str, set[int]]) -> None:
     """Parameters that nothing uses go where the nearest one before them is, in the innermost module
     around them that has any; else the nearest one behind."""
     used = [name for name in every if name in homes]
-    for number, name in enumerate(every):
+    place = {name: number for number, name in enumerate(every)}
+    for name, number in place.items():
         if name in homes:
             continue
-        place = {n: i for i, n in enumerate(every)}
         path = name
         while path:
             path = path.rpartition(".")[0]

@@ -38,6 +38,7 @@ from dtensor.daft.instructions import (
     Send,
     Start,
     Wait,
+    outputs_of,
 )
 from dtensor.daft.order import Site, instruction_at, starts_of_waits
 from dtensor.daft.program import Program, format_instruction
@@ -260,18 +261,6 @@ def describe(program: Program, site: Site, reason: str, line: str | None = None)
         peers=tuple(peers),
         reason=reason,
     )
-
-
-def outputs_of(instruction: Instruction) -> tuple[str, ...]:
-    match instruction:
-        case Call(outputs=outputs) | Collective(outputs=outputs):
-            return outputs
-        case Recv(value=value):
-            return (value,)
-        case Send() | Wait() | Free():
-            return ()
-        case _:
-            assert_never(instruction)
 
 
 def peers_of(instruction: Instruction) -> tuple[int, ...]:

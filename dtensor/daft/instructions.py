@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 
@@ -195,3 +195,29 @@ class Free:
 
 Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free
 Start: TypeAlias = Send | Recv | Collective
+
+
+def inputs_of(instruction: Instruction) -> tuple[str, ...]:
+    """The values that it reads."""
+    match instruction:
+        case Call(inputs=inputs) | Collective(inputs=inputs):
+            return inputs
+        case Send(value=value):
+            return (value,)
+        case Recv() | Wait() | Free():
+            return ()
+        case _:
+            assert_never(instruction)
+
+
+def outputs_of(instruction: Instruction) -> tuple[str, ...]:
+    """The values that it makes."""
+    match instruction:
+        case Call(outputs=outputs) | Collective(outputs=outputs):
+            return outputs
+        case Recv(value=value):
+            return (value,)
+        case Send() | Wait() | Free():
+            return ()
+        case _:
+            assert_never(instruction)

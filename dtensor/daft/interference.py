@@ -29,10 +29,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
 
-from dtensor.daft.engine import outputs_of
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.frozen import Frozen
-from dtensor.daft.instructions import Call, Collective, Free, Instruction, Recv, Send, Wait
+from dtensor.daft.instructions import Call, Collective, Recv, Send, inputs_of, outputs_of
 from dtensor.daft.order import instruction_at, show_site
 from dtensor.daft.program import Program
 from dtensor.daft.ray_routes import Key, key_of
@@ -236,8 +235,9 @@ class _Footprint:
         for index, instruction in enumerate(own.instructions):
             if isinstance(instruction, Send | Recv | Collective):
                 self.channels.add(key_of(rank, instruction))
-            reads, writes = _touches(instruction)
-            for name in (*writes, *reads):
+            changed = instruction.writes if isinstance(instruction, Call) else ()
+            writes = (*changed, *outputs_of(instruction))
+            for name in (*writes, *inputs_of(instruction)):
                 if name in shared:
                     self._use(place, shared[name], name in writes, (rank, index))
         for name in own.outputs:
@@ -260,20 +260,3 @@ class _Footprint:
             self.uses[place, value] = Use(
                 program=self.name, writes=writes, instruction=at[0], source=at[1]
             )
-
-
-def _touches(instruction: Instruction) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The values that an instruction reads, and those that it writes."""
-    match instruction:
-        case Call():
-            return instruction.inputs, (*instruction.writes, *instruction.outputs)
-        case Send():
-            return (instruction.value,), ()
-        case Collective():
-            return instruction.inputs, instruction.outputs
-        case Recv():
-            return (), outputs_of(instruction)
-        case Wait() | Free():
-            return (), ()
-        case _:
-            assert_never(instruction)

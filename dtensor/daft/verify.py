@@ -22,7 +22,18 @@ from typing import assert_never
 
 from dtensor.daft.agree import check_agreement
 from dtensor.daft.errors import ProgramError
-from dtensor.daft.instructions import Buffer, Call, Collective, Free, Recv, Send, Start, Wait
+from dtensor.daft.instructions import (
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Recv,
+    Send,
+    Start,
+    Wait,
+    inputs_of,
+    outputs_of,
+)
 from dtensor.daft.merge import Hosts, merge_sites
 from dtensor.daft.order import (
     Site,
@@ -252,10 +263,11 @@ def _touches(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer], .
     """The values that a start reads, and those that it makes."""
     match start:
         case Send():
-            return (start.value,), ()
+            buffers = ()
         case Recv():
-            return (), ((start.value, start.buffer),)
+            buffers = (start.buffer,)
         case Collective():
-            return start.inputs, tuple(zip(start.outputs, start.out_buffers))
+            buffers = start.out_buffers
         case _:
             assert_never(start)
+    return inputs_of(start), tuple(zip(outputs_of(start), buffers))

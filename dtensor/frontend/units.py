@@ -14,7 +14,7 @@ Not here: what units cost (sharding/unit_costs.py), which of them form a stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dtensor.frontend.stager import staged
@@ -42,19 +42,20 @@ class Units:
 
     def of_label(self) -> dict[str, tuple[int, ...]]:
         """Parameter to the units that use it, ascending."""
-        found: dict[str, tuple[int, ...]] = {}
-        for number, unit in enumerate(self.units):
-            for label in unit.labels:
-                found[label] = (*found.get(label, ()), number)
-        return found
+        return _users(unit.labels for unit in self.units)
 
     def of_name(self) -> dict[str, tuple[int, ...]]:
         """As `of_label`, by the names that are used."""
-        found: dict[str, tuple[int, ...]] = {}
-        for number, unit in enumerate(self.units):
-            for name in unit.names:
-                found[name] = (*found.get(name, ()), number)
-        return found
+        return _users(unit.names for unit in self.units)
+
+
+def _users(used: Iterable[tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
+    """What each unit uses, as each of it to the units."""
+    found: dict[str, tuple[int, ...]] = {}
+    for number, names in enumerate(used):
+        for name in names:
+            found[name] = (*found.get(name, ()), number)
+    return found
 
 
 def units_of(

@@ -17,6 +17,7 @@ from dtensor.api.program import Call
 from dtensor.frontend.graph import Graph
 from dtensor.sharding.memory import stage_seconds
 from tests.api.test_stage_graphs import Skips, square, vectors
+from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn
 
 # a slow device, so that compute counts beside latency
@@ -258,11 +259,8 @@ def test_parameters_that_are_used_twice(make: Callable[[], nn.Module]) -> None:
         assert "unused.*" in chosen(model)[1]  # where the modules around it are
     with dt.launch(mesh):
         found = step.gradients(x)
-    next_token(module, x).backward()
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            allowed = 1e-5 * parameter.grad.abs().max().item()
-            torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=allowed)
+    expected = gradients_of(module, (x,), next_token)
+    assert_gradients_close({name: found[name] for name in expected}, expected)
 
 
 def test_errors() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn
 
 D, VOCAB = 8, 11
@@ -130,13 +131,8 @@ def test_gradients_are_plain_torchs(
         found = step.gradients(*given)
         loss = float(step(*given))
         dt.gather_state_dict(model)
-    expected = loss_fn(module, *given)
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    expected.backward()
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is not None
-        allowed = 1e-5 * parameter.grad.abs().max().item()
-        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=allowed)
+    assert loss == pytest.approx(loss_fn(module, *given).item(), rel=1e-5)
+    assert_gradients_close(found, gradients_of(module, given, loss_fn))
 
 
 def test_a_tied_head_runs_on_the_stage_of_its_own_name() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.sharding.steps import Transfer
+from tests.api.training import assert_gradients_close, gradients_of
 
 D, VOCAB, ROWS, LENGTH = 8, 11, 8, 6
 STAGES = {"pp": [["embed*", "one*"], ["two*"], ["place*", "head*"]]}
@@ -91,13 +92,8 @@ def test_loss_and_gradients_are_plain_torchs(axes: dict[str, int]) -> None:
         found = step.gradients(*given())
         loss = float(step(*given()))
         dt.gather_state_dict(step.model)
-    expected = weighted(module, *given())
-    expected.backward()
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is not None
-        allowed = 1e-5 * parameter.grad.abs().max().item()
-        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=allowed)
+    assert loss == pytest.approx(weighted(module, *given()).item(), rel=1e-5)
+    assert_gradients_close(found, gradients_of(module, given(), weighted))
 
 
 @pytest.mark.ray

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from tests.api.training import assert_gradients_close, gradients_of
 
 MESH = dt.Mesh(pp=2, dp=2, tp=2)
 STAGES = {"pp": [["first*"], ["second*", "head*"]]}
@@ -79,11 +80,7 @@ def test_gradients_are_plain_torchs(case: str) -> None:
     module, step = trained(*CASES[case])
     with dt.launch(MESH):
         found = step.gradients(*batch())
-    loss_fn(module, *batch()).backward()
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is not None
-        allowed = 1e-5 * parameter.grad.abs().max().item()
-        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=allowed)
+    assert_gradients_close(found, gradients_of(module, batch(), loss_fn))
 
 
 def test_what_crosses_is_at_its_smallest() -> None:
