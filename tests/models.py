@@ -265,3 +265,8 @@ class DropoutBlock(nn.Module):
         p = self.p if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
         return y.transpose(1, 2).reshape(b, t, -1)
+
+
+def square_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """For `MLP`: the mean square of what is left of ``y``."""
+    return F.mse_loss(model(x), y)

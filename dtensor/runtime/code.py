@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch._ops import OpOverload
 
 from dtensor.daft import Function
 from dtensor.runtime.quick import quick
@@ -56,7 +57,8 @@ class CodeBuilder:
         """``results = call(operands)``."""
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
-        function = self.bind(re.sub(r"\W", "_", call.name), quick(call))
+        name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
+        function = self.bind(re.sub(r"\W", "_", name), quick(call))
         targets = ", ".join(name or "_" for name in results)
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
