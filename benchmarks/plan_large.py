@@ -29,12 +29,12 @@ from torch import nn
 import dtensor as dt
 
 PHASES: dict[str, tuple[str, str]] = {
-    "export of the forward": ("dtensor.frontend.capture", "_export"),
-    "differentiation": ("dtensor.frontend.differentiate", "differentiate"),
-    "rewrites and names": ("dtensor.frontend.finish", "finish"),
-    "dataflow": ("dtensor.api.program", "dataflow"),
-    "choice of placements": ("dtensor.sharding.planner", "choose_axis"),
-    "steps laid down": ("dtensor.sharding.planner", "emit"),
+    "export of the forward": ("dtensor.frontend.capture.capture", "_export"),
+    "differentiation": ("dtensor.frontend.capture.differentiate", "differentiate"),
+    "rewrites and names": ("dtensor.frontend.capture.to_graph", "finish"),
+    "dataflow": ("dtensor.api.plan_call", "dataflow"),
+    "choice of placements": ("dtensor.sharding.plan.planner", "choose_axis"),
+    "steps laid down": ("dtensor.sharding.plan.planner", "emit"),
 }
 """What is timed: a function, where it is looked up."""
 
@@ -142,8 +142,8 @@ class Counts(contextlib.ExitStack):
     exports = variables = 0
 
     def __enter__(self) -> Counts:
-        differentiate = importlib.import_module("dtensor.frontend.differentiate")
-        choose = importlib.import_module("dtensor.sharding.choose")
+        differentiate = importlib.import_module("dtensor.frontend.capture.differentiate")
+        choose = importlib.import_module("dtensor.sharding.plan.choose.choose_axis")
         export, solve = differentiate._export, choose.solve
 
         def exported(*args: Any) -> Any:

@@ -21,18 +21,19 @@ from typing import TypeVar
 import torch
 
 from benchmarks.plan_large import report
-from dtensor.api.placing import input_pins, planner_pins, resolve
-from dtensor.api.stages import stage_of
+from dtensor.api.stating.placing import input_pins, planner_pins, resolve
+from dtensor.api.stating.stages import stage_of
 from dtensor.daft import verify
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.runtime.lower import lower
-from dtensor.runtime.rank_lower import Roles
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank import Roles
 from dtensor.runtime.schedule import OneFOneB
-from dtensor.sharding import choose, planner
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Shard
-from dtensor.sharding.solve import Node, Price, Solution, solve
+from dtensor.sharding.plan import planner
+from dtensor.sharding.plan.choose import choose_axis
+from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, loss_fn
 from tests.plans import MEGATRON
 
@@ -112,11 +113,11 @@ def measure(
     def emit(*args: object) -> object:
         return timed("emit", lambda: emitted(*args))  # pyright: ignore
 
-    choose.solve, planner.emit = solved, emit  # pyright: ignore
+    choose_axis.solve, planner.emit = solved, emit  # pyright: ignore
     try:
         plan = timed("plan, all of it", lambda: planner.plan(request))
     finally:
-        choose.solve, planner.emit = solve, emitted
+        choose_axis.solve, planner.emit = solve, emitted
     grid = OneFOneB(microbatches).grid(2, 2)
     roles = Roles(optimizer="opt")
     lowered = timed("lower", lambda: lower(plan, grid, roles=roles))

@@ -23,15 +23,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.sharding import choose, planner
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Op
-from dtensor.sharding.placements import REPLICATE, Placement, Shard
-from dtensor.sharding.planner import Request
-from dtensor.sharding.prices import is_view
-from dtensor.sharding.redistribute import seconds
-from dtensor.sharding.solve import Node, Option, Price, Solution, evaluate, solve
-from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.plan import planner
+from dtensor.sharding.plan.choose import choose_axis
+from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.choose.solve import Node, Option, Price, Solution, evaluate, solve
+from dtensor.sharding.plan.dataflow import Op
+from dtensor.sharding.plan.planner import Request
+from dtensor.sharding.redistribute.moves import seconds
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard
+from dtensor.sharding.spec.spec import TensorSpec
 
 _ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
 
@@ -67,11 +68,11 @@ def loss(request: Request) -> Loss:
         recorded.append((nodes, found))
         return found
 
-    choose.solve = record  # pyright: ignore
+    choose_axis.solve = record  # pyright: ignore
     try:
         planner.plan(request)
     finally:
-        choose.solve = solve
+        choose_axis.solve = solve
     (first, chose_first), (second, chose_second) = recorded
     model = _Model(request, (axes[0], axes[1]))
     nodes = [model.node(a, b) for a, b in zip(first, second, strict=True)]
@@ -153,10 +154,10 @@ def blocks() -> dict[str, Request]:
     """Transformer blocks under Megatron's pins, the batch over dp."""
     from torch import nn
 
-    from dtensor.api.placing import input_pins, planner_pins, resolve
-    from dtensor.frontend.capture import capture
-    from dtensor.frontend.flow import dataflow
-    from dtensor.sharding.mesh import Mesh
+    from dtensor.api.stating.placing import input_pins, planner_pins, resolve
+    from dtensor.frontend.capture.capture import capture
+    from dtensor.frontend.dataflow.to_dataflow import dataflow
+    from dtensor.sharding.spec.mesh import Mesh
     from tests.models import MLP, Block, CausalSelfAttention
     from tests.plans import MEGATRON
 
@@ -190,7 +191,7 @@ def _square_loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def random_loss(seed: int) -> Loss:
     """Of one random program on Mesh(a=2, b=2), with search="free"."""
-    from dtensor.sharding.mesh import Mesh
+    from dtensor.sharding.spec.mesh import Mesh
     from tests.sharding.programs import (
         flow_of,
         fused,

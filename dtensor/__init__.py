@@ -12,24 +12,23 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
-from dtensor.api.calibrate import calibrate
+from dtensor.api.calibrating import calibrate
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
-from dtensor.api.eager_policy import implicit_redistribution
+from dtensor.api.eager.policy import implicit_redistribution
+from dtensor.api.eager.tensor import DTensor, distribute, spec
+from dtensor.api.move_between_meshes import transfer, transfer_plan
 from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
 from dtensor.api.rule import rule
 from dtensor.api.session import launch
-from dtensor.api.simulate import simulate
-from dtensor.api.stages import Auto
+from dtensor.api.simulation import simulate
 from dtensor.api.state import gather_state_dict, load_state_dict
-from dtensor.api.tensor import DTensor, distribute, spec
+from dtensor.api.stating.stages import Auto
 from dtensor.api.tracing import trace
 from dtensor.api.training import Loss, TrainStep, train_step
-from dtensor.api.transfer import transfer, transfer_plan
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
-from dtensor.runtime.measure import compare_traces
 from dtensor.runtime.schedule import (
     ZBH1,
     ZBH2,
@@ -45,13 +44,14 @@ from dtensor.runtime.schedule import (
     Schedule,
     Searched,
 )
-from dtensor.runtime.trace import Trace
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Column, Partial, Placement, Replicate, Row, Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.roles import ColumnParallel, RowParallel
-from dtensor.sharding.spec import TensorSpec
+from dtensor.runtime.simulate.measured import compare_traces
+from dtensor.runtime.simulate.trace import Trace
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.module_roles import ColumnParallel, RowParallel
+from dtensor.sharding.spec.placements import Column, Partial, Placement, Replicate, Row, Shard
+from dtensor.sharding.spec.spec import TensorSpec
 
 __all__ = [
     "ZBH1",

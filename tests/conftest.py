@@ -35,7 +35,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if "frontend" not in request.path.parts:
         for user in (
             "dtensor.api.placements",
-            "dtensor.api.program",
+            "dtensor.api.plan_call",
             "dtensor.testing.collectives",
             "tests.plans",
         ):
@@ -46,7 +46,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def ray_session() -> Iterator[None]:
     """A Ray that launches join and must not end; the tests of a run share it."""
     ray = pytest.importorskip("ray")
-    from dtensor.daft.ray_launch import start_ray
+    from dtensor.daft.ray.starting import start_ray
 
     start_ray(None)
     yield

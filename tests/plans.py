@@ -15,16 +15,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtensor.api.placing import input_pins, planner_pins, resolve
 from dtensor.api.scheduled import scheduled
-from dtensor.api.stages import stage_of
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
+from dtensor.api.stating.placing import input_pins, planner_pins, resolve
+from dtensor.api.stating.stages import stage_of
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.schedule import OneFOneB
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Placement, Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.planner import Request, Training, plan
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import Request, Training, plan
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Placement, Shard
 
 Stated = Mapping[str, Placement]
 

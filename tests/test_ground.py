@@ -57,7 +57,7 @@ def test_importing_dtensor_loads_neither_ray_nor_triton():
 
 
 def test_only_the_ray_backend_imports_ray():
-    outside = {file for file in where("ray") if not file.startswith("daft/ray_")}
+    outside = {file for file in where("ray") if not file.startswith("daft/ray/")}
     assert not outside
 
 

@@ -25,20 +25,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule, parallelize
-from dtensor.api.patterns import listing, nearest
-from dtensor.api.program import Call
-from dtensor.api.tensor import DTensor
+from dtensor.api.plan_call import Call
+from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
-from dtensor.runtime.optimizer import check_optimizer
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE
-from dtensor.sharding.plan import Memory, Plan
-from dtensor.sharding.plan_collectives import Collective
-from dtensor.sharding.spec import TensorSpec
+from dtensor.runtime.shard_optimizer import check_optimizer
+from dtensor.sharding.plan.cost.collectives import Collective
+from dtensor.sharding.plan.plan import Memory, Plan
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.spec import TensorSpec
 
 Strategy = tuple[Any, ...] | Mapping[str, Any]
 """(mesh, placements), (mesh, placements, options), or a dict with "mesh", "placements", options:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dtensor.api.comparison import Compared, Comparison
-from dtensor.sharding.plan_words import seconds_text, size_text
+from dtensor.sharding.plan.text.words import seconds_text, size_text
 
 _PHASES = ("forward", "backward", "optimizer")
 

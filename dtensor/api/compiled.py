@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
-from dtensor.api.outputs import Out, pinned_results
-from dtensor.api.program import Call, Options, Planned, plan_call
+from dtensor.api.eager.tensor import DTensor, fresh_name
+from dtensor.api.plan_call import Call, Options, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for
-from dtensor.api.tensor import DTensor, fresh_name
+from dtensor.api.stating.outputs import Out, pinned_results
 from dtensor.daft import Stored
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import Lowered, fed_spec, holders, lower, on_mesh
-from dtensor.runtime.rank_lower import Roles
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.local import shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.spec import TensorSpec, alike
-from dtensor.sharding.zero import gather_stored
+from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
+from dtensor.runtime.lower.rank import Roles
+from dtensor.sharding.plan.passes.gather_stored import gather_stored
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
 class CompiledFunction:

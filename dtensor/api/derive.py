@@ -2,11 +2,12 @@
 
     derive(flow, size=2)   # (Choice("up.weight", Shard(0), "column: ..."), ...)
 
-For each weight the split of its output dim is followed (sharding/follow.py) at the boundaries
-that the program itself accepts: whole heads where a view makes heads of the dim, whole groups where
-queries share keys, the parts of a split where projections are fused. A split is taken where it gets
-through elementwise ops and attention to weights that contract it, or as a vocabulary to the loss.
-So column and row pairs, gates, fused and grouped projections come out; no class is named.
+For each weight the split of its output dim is followed (sharding/plan/choose/trace_split.py) at the
+boundaries that the program itself accepts: whole heads where a view makes heads of the dim, whole
+groups where queries share keys, the parts of a split where projections are fused. A split is taken
+where it gets through elementwise ops and attention to weights that contract it, or as a vocabulary
+to the loss. So column and row pairs, gates, fused and grouped projections come out; no class is
+named.
 
 Invariants: what is chosen was followed through the whole forward program over axes of 7, 5, 3 and 2
 ranks, or over ``size`` where no boundaries suit all of these, and met no op that needs the dim
@@ -20,13 +21,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtensor.sharding.contractions import Contraction, batch_values, contractions_of
-from dtensor.sharding.dataflow import Dataflow
-from dtensor.sharding.follow import Blocked, Followed, Program, follow
-from dtensor.sharding.layers import without_numbers
-from dtensor.sharding.placements import Shard, block_sizes, counted, index_sets, simplest
-from dtensor.sharding.planner import rules_of
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.plan.choose.contractions import Contraction, batch_values, contractions_of
+from dtensor.sharding.plan.choose.repeated_layers import without_numbers
+from dtensor.sharding.plan.choose.trace_split import Blocked, Followed, Program, follow
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.planner import rules_of
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets, simplest
 
 _SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by accident
 # a cut, the axes to try it over, whether they stand for axes of any size

@@ -20,8 +20,8 @@ from torch import nn
 
 from dtensor.api.randomness import initial_seed, key_of
 from dtensor.errors import PlanningError
-from dtensor.frontend.recipe import Recipe
-from dtensor.frontend.recording import Init, record
+from dtensor.frontend.initial.recipe import Recipe
+from dtensor.frontend.initial.recording import Init, record
 from dtensor.runtime.initialise import make
 
 __all__ = ["Init", "Initial"]

@@ -6,7 +6,7 @@
 A program depends on the shapes of tensors and specs, on the mode and the plain attributes of
 modules (a dropout's p, a temperature), on numbers and strings, and on anything else by identity.
 
-Not here: flattening (program.py), what capture makes of them (frontend).
+Not here: flattening (plan_call.py), what capture makes of them (frontend).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.tensor import DTensor
 from dtensor.errors import PlanningError
-from dtensor.sharding.spec import TensorSpec, dtype_name
+from dtensor.sharding.spec.spec import TensorSpec, dtype_name
 
 _PLAIN = frozenset({bool, int, float, str})
 _DEEPEST = 4  # how far into an unknown object tensors are looked for

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.api.program import Planned
+from dtensor.api.plan_call import Planned
 from dtensor.api.session import Session
 from dtensor.daft import DaftError, Future
 

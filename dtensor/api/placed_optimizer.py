@@ -4,7 +4,7 @@
     home.name                          # what the actors' tables call their `ShardOptimizer`s
 
 A tensor of its parameter's shape is cut as the plan says that the state is stored; numbers are
-copied. Not here: what a rank does with it (runtime/optimizer.py), the way back (state.py).
+copied. Not here: what a rank does with it (runtime/shard_optimizer.py), the way back (state.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 
 from dtensor.api.parallel import ParallelModule
 from dtensor.errors import PlanningError
-from dtensor.runtime.optimizer import NAMES, ShardOptimizer, hyperparameters
-from dtensor.sharding.local import shard_of
-from dtensor.sharding.spec import TensorSpec
+from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:
     from dtensor.api.session import Session

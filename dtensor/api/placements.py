@@ -20,12 +20,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from dtensor.api.derive import Choice, derive
-from dtensor.api.patterns import matches
+from dtensor.api.stating.patterns import matches
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.sharding.layers import without_numbers
-from dtensor.sharding.placements import Placement, Shard
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.sharding.plan.choose.repeated_layers import without_numbers
+from dtensor.sharding.spec.placements import Placement, Shard
 
 
 class Placements(dict[str, dict[str, Placement]]):

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.dataflow import Dataflow
-from dtensor.sharding.ops_random import SEED, STEP, is_random
+from dtensor.sharding.ops.random import SEED, STEP, is_random
+from dtensor.sharding.plan.dataflow import Dataflow
 
 
 @dataclass(slots=True)

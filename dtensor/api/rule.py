@@ -4,8 +4,8 @@
     dt.testing.certify("mylib::scale", x, weight)          # forward and backward, by brute force
 
 The pattern names the dims of every tensor operand and result, in einops' notation (see
-dtensor.sharding.rule): a factor of the operands alone is contracted, ``k!`` must be whole on each
-rank, ``...`` stands for leading dims that broadcast. An op needs a rule for each op that its
+dtensor.sharding.rules.rule): a factor of the operands alone is contracted, ``k!`` must be whole on
+each rank, ``...`` stands for leading dims that broadcast. An op needs a rule for each op that its
 backward runs, too: the backward op of a custom op has its own line.
 
 Invariants: an op has one rule; stating the same rule again changes nothing, another one is an
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from dtensor.api.patterns import listing, nearest
+from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import Localizer, OpCall, Operand
-from dtensor.sharding.notation import pattern_terms
-from dtensor.sharding.placements import ReduceOp
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make
+from dtensor.sharding.rules.notation import pattern_terms
 from dtensor.sharding.rules.registry import register
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.placements import ReduceOp
 
 Group = tuple[str | int, ...]
 Linear = str | int | Sequence[str | int | Sequence[str | int]]
@@ -76,7 +76,7 @@ def rule(
             its own in ("a", "b"); those of an inner tuple jointly, as in [("x", "bias"), "w"].
         reduce: how the parts of a contracted factor combine.
         localize: rewrites the call for one rank, where sizes or counts among its arguments are
-            global; see dtensor.sharding.call.
+            global; see dtensor.sharding.ops.call.
         flops: the factors whose product, doubled, is the number of operations: "m k n".
 
     Raises PlanningError where the op is unknown or changes its arguments, where the pattern does

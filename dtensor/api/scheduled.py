@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dtensor.runtime.actions import stage_costs
+from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.schedule import Grid, in_flight, waits
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.zero import gather_stored
+from dtensor.sharding.plan.passes.gather_stored import gather_stored
+from dtensor.sharding.plan.plan import Plan
 
 
 def scheduled(plan: Plan, grid: Grid) -> Plan:

@@ -24,16 +24,16 @@ import torch
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
-from dtensor.daft.part import Part
+from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError
-from dtensor.frontend.recipe import Recipe
+from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.initialise import init_program
-from dtensor.runtime.lower import holders, on_mesh
-from dtensor.sharding.local import shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.philox import Pieces
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.spec import TensorSpec
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.sharding.ops.philox import Pieces
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec
 
 Backend = Literal["inprocess", "ray"]
 

@@ -23,9 +23,9 @@ from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome
 from dtensor.api.session import Resident, Session, session_for
 from dtensor.errors import PlanningError
-from dtensor.runtime.optimizer import ShardOptimizer
-from dtensor.sharding.local import assemble_at
-from dtensor.sharding.spec import TensorSpec
+from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.sharding.spec.shards import assemble_at
+from dtensor.sharding.spec.spec import TensorSpec
 
 
 def gather_state_dict(

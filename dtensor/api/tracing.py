@@ -9,8 +9,8 @@ from dtensor.api.compiled import CompiledFunction
 from dtensor.api.session import session_for
 from dtensor.api.training import TrainStep
 from dtensor.errors import PlanningError
-from dtensor.runtime.measure import measured
-from dtensor.runtime.trace import Trace
+from dtensor.runtime.simulate.measured import measured
+from dtensor.runtime.simulate.trace import Trace
 
 
 def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace:

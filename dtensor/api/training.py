@@ -21,29 +21,29 @@ from typing import Any
 import torch
 
 from dtensor.api.compiled import load, on_stage
+from dtensor.api.eager.tensor import held_by
 from dtensor.api.loss import Loss
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome, agreed, place_optimizer
-from dtensor.api.program import Call, Options, Planned, parameter_labels, plan_call
+from dtensor.api.plan_call import Call, Options, Planned, parameter_labels, plan_call
 from dtensor.api.randomness import numbers_fed
-from dtensor.api.recompute import recompute_of
 from dtensor.api.scheduled import scheduled
 from dtensor.api.session import Session, session_for
-from dtensor.api.tensor import held_by
+from dtensor.api.stating.recompute_globs import recompute_of
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
-from dtensor.runtime.actions import stage_costs
-from dtensor.runtime.lower import holders
-from dtensor.runtime.optimizer import check_masters, check_optimizer, state_tensors
-from dtensor.runtime.rank_lower import Roles
+from dtensor.runtime.lower.actions import stage_costs
+from dtensor.runtime.lower.program import holders
+from dtensor.runtime.lower.rank import Roles
 from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule, in_flight
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.hints import hints as hints_of
-from dtensor.sharding.local import assemble_at
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.planner import Training
-from dtensor.sharding.precision import is_narrow
-from dtensor.sharding.spec import TensorSpec
+from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
+from dtensor.sharding.plan.hints import hints as hints_of
+from dtensor.sharding.plan.passes.precision import is_narrow
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import Training
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.shards import assemble_at
+from dtensor.sharding.spec.spec import TensorSpec
 
 RUN_AHEAD = 2
 

@@ -10,7 +10,8 @@ Below that, ranks that run programs, which the rest of dtensor stands on:
         handle = cluster.load(program)
         results = cluster.run(handle, [{"x": x}, {}]).get()
 
-`program.py` says what a program is, `verify.py` what is refused, `cluster.py` what runs it.
+`ir/program.py` says what a program is, `verify/verifier.py` what is refused, `cluster/cluster.py`
+what runs it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import assert_never
 
 import torch
 
-from dtensor.daft.actors import ActorHandle
-from dtensor.daft.cluster import Backend, Cluster, Future, Handle, Mode, Stored
+from dtensor.daft.cluster.cluster import Backend, Cluster, Future, Handle, Mode, Stored
+from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.errors import (
     ActorLost,
     ClusterClosed,
@@ -30,20 +31,7 @@ from dtensor.daft.errors import (
     ProgramError,
     TaskError,
 )
-from dtensor.daft.futures import TaskFuture
-from dtensor.daft.groups import (
-    GroupFuture,
-    Scatter,
-    WorkerGroup,
-    all_gather,
-    all_reduce,
-    broadcast,
-)
-from dtensor.daft.inprocess import InProcessCluster
-from dtensor.daft.interference import Bound, Conflict, Interference, interference
-from dtensor.daft.launching import launch, spawn
-from dtensor.daft.merge import merge
-from dtensor.daft.program import (
+from dtensor.daft.ir.program import (
     Buffer,
     Call,
     Collective,
@@ -57,10 +45,23 @@ from dtensor.daft.program import (
     Wait,
     parse_instructions,
 )
-from dtensor.daft.record import Compiled, compile
-from dtensor.daft.session import Session
-from dtensor.daft.task import returns
-from dtensor.daft.verify import Report, verify
+from dtensor.daft.tasks.actor_session import Session
+from dtensor.daft.tasks.actors import ActorHandle
+from dtensor.daft.tasks.futures import TaskFuture
+from dtensor.daft.tasks.groups import (
+    GroupFuture,
+    Scatter,
+    WorkerGroup,
+    all_gather,
+    all_reduce,
+    broadcast,
+)
+from dtensor.daft.tasks.launching import launch, spawn
+from dtensor.daft.tasks.recording import Compiled, compile
+from dtensor.daft.tasks.task import returns
+from dtensor.daft.verification.interference import Bound, Conflict, Interference, interference
+from dtensor.daft.verification.merge import merge
+from dtensor.daft.verification.verifier import Report, verify
 
 __all__ = [
     "ActorHandle",
@@ -138,7 +139,7 @@ def launch_cluster(
             )
         case "ray":
             # Not at the top: Ray is an extra, and takes a second to import.
-            from dtensor.daft.ray_backend import RayCluster
+            from dtensor.daft.ray.backend import RayCluster
 
             return RayCluster(
                 size,

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 
 import torch
 
-import dtensor.sharding.ops  # noqa: F401  (registers dt::annotate)
+import dtensor.sharding.ops.attention  # noqa: F401  (registers dt::annotate)
 
 _capturing: ContextVar[bool] = ContextVar("dtensor_capturing", default=False)
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from dtensor.daft import Call, Function, Program, RankProgram
-from dtensor.frontend.recipe import Constant, Recipe, Step, View, truncated_normal
-from dtensor.frontend.recipe_slice import DRAWS, FACTORIES, FILLS
-from dtensor.sharding.blocks import block
-from dtensor.sharding.philox import Pieces, Place
-from dtensor.sharding.random_values import normal, normal_of, truncated, uniform
+from dtensor.frontend.initial.recipe import Constant, Recipe, Step, View, truncated_normal
+from dtensor.frontend.initial.slicing import DRAWS, FACTORIES, FILLS
+from dtensor.sharding.ops.distributions import normal, normal_of, truncated, uniform
+from dtensor.sharding.ops.philox import Pieces, Place
+from dtensor.sharding.spec.blocks import block
 
 aten = torch.ops.aten
 _ELSEWHERE = ("device", "layout", "pin_memory", "memory_format", "generator")

@@ -3,7 +3,7 @@
 from dtensor.testing import strategies
 from dtensor.testing.certify import certify
 from dtensor.testing.collectives import assert_collectives, plan_of
-from dtensor.testing.oracle import Certificate
+from dtensor.testing.oracle.check import Certificate
 from dtensor.testing.same import Same, assert_same
 
 __all__ = [

@@ -12,7 +12,7 @@ The positional arguments of the module or function are given as specs, which pin
 axis; anything else is passed on as it is. Results may stay split as they come out, but not pending;
 the gradients of parameters and inputs end where those are. Only shapes and dtypes count.
 
-Not here: whether the plan computes the right numbers (oracle.py), what it costs in seconds.
+Not here: whether the plan computes the right numbers (oracle/check.py), what it costs in seconds.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dtensor.api.checks import Stated, check_fit, check_stated
-from dtensor.api.patterns import listing, nearest
-from dtensor.api.placing import InputPins, planner_pins, resolve
+from dtensor.api.stating.checks import Stated, check_fit, check_stated
+from dtensor.api.stating.patterns import listing, nearest
+from dtensor.api.stating.placing import InputPins, planner_pins, resolve
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph
-from dtensor.frontend.opcall import meta_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.plan_collectives import Collective
-from dtensor.sharding.planner import Request, plan
-from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.frontend.op_calls import meta_of
+from dtensor.sharding.plan.cost.collectives import Collective
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 Counts = Mapping[str, int]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.sharding.spec import TensorSpec
+from dtensor.sharding.spec.spec import TensorSpec
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-10, 2e-15),

@@ -27,24 +27,24 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from dtensor.api.checks import check_fit, check_stated
+from dtensor.api.stating.checks import check_fit, check_stated
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent
-from dtensor.runtime.lower import lower
-from dtensor.runtime.rank_lower import Roles
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow
-from dtensor.sharding.local import assemble, shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.ops_random import is_random
-from dtensor.sharding.placements import REPLICATE, Partial, Placement
-from dtensor.sharding.plan import Plan, PlannedOutput
-from dtensor.sharding.planner import Request, plan
-from dtensor.sharding.spec import TensorSpec
-from dtensor.testing.oracle_trial import cut
+from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank import Roles
+from dtensor.sharding.ops.random import is_random
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.plan import Plan, PlannedOutput
+from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
+from dtensor.sharding.spec.shards import assemble, shard_of
+from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.testing.oracle.trial import cut
 
 Stated = Mapping[str, Placement]
 Tensors = tuple[torch.Tensor | None, ...]

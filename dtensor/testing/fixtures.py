@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from dtensor.api.session import launch
-from dtensor.sharding.mesh import Mesh, mesh_of
+from dtensor.sharding.spec.mesh import Mesh, mesh_of
 
 MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2))
 """Where a test runs that asks for no other meshes."""

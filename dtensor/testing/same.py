@@ -27,11 +27,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dtensor.api.checks import Stated
-from dtensor.api.patterns import listing, names_of, nearest, no_match
+from dtensor.api.stating.checks import Stated
+from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg
-from dtensor.sharding.mesh import Mesh, mesh_of
+from dtensor.sharding.spec.mesh import Mesh, mesh_of
 from dtensor.testing.compare import TOLERANCES, difference
 from dtensor.testing.execute import Evaluation, RanksDisagree, Traced, reference, run, trace
 from dtensor.testing.trials import enumerated

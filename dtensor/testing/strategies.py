@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtensor.api.checks import check_fit
+from dtensor.api.stating.checks import check_fit
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import Meta
-from dtensor.sharding.mesh import Mesh, mesh_of
-from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
-from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.spec.mesh import Mesh, mesh_of
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy

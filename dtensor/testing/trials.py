@@ -15,12 +15,12 @@ from collections.abc import Mapping
 
 import torch
 
-from dtensor.api.checks import check_fit
+from dtensor.api.stating.checks import check_fit
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import Meta
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Placement, Replicate, Shard
-from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Placement, Replicate, Shard
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 Pins = dict[str, Placement]
 

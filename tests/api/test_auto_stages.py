@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.program import Call
+from dtensor.api.plan_call import Call
 from dtensor.frontend.graph import Graph
-from dtensor.sharding.memory import stage_seconds
+from dtensor.sharding.plan.cost.memory import stage_seconds
 from tests.api.test_stage_graphs import Skips, square, vectors
 from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.api import program
+from dtensor.api import plan_call
 from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, loss_fn
 
@@ -27,13 +27,13 @@ def gpt() -> nn.Module:
 def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once; the model's tensors and hooks are what they were."""
     captured: list[object] = []
-    capture = program.capture
+    capture = plan_call.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         captured.append(args)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(program, "capture", counted)
+    monkeypatch.setattr(plan_call, "capture", counted)
     model = gpt()
     before = [(name, id(t)) for name, t in [*model.named_parameters(), *model.named_buffers()]]
     attributes = [sorted(vars(module)) for module in model.modules()]

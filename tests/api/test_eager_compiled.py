@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import dtensor as dt
-from dtensor.api import eager_run
-from dtensor.sharding.steps import Compute
+from dtensor.api.eager import run
+from dtensor.sharding.plan.steps import Compute
 from tests.api.eager import MESHES, sampled
 
 Shapes = list[tuple[int, ...]]
@@ -80,13 +80,13 @@ def test_programs_are_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Where both run the same ops. A compiled plan looks ahead: it may send less, and later."""
     fn, shapes = PROGRAMS[name]
     plans: list[dt.Plan] = []
-    run = eager_run._run
+    execute = run._run
 
     def record(session: Any, entry: Any, *rest: Any) -> Any:
         plans.append(entry.planned.plan)
-        return run(session, entry, *rest)
+        return execute(session, entry, *rest)
 
-    monkeypatch.setattr(eager_run, "_run", record)
+    monkeypatch.setattr(run, "_run", record)
     compared = 0
     for mesh in MESHES:
         for choice in sampled(mesh, shapes, 6):

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from dtensor.api.placing import input_pins, planner_pins, resolve
+from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Row, Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.planner import Request, plan
-from dtensor.sharding.spec_text import parse as spec
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse as spec
+from dtensor.sharding.spec.placements import Row, Shard
 from dtensor.testing import plan_of
 from tests.models import MLP, CausalSelfAttention, Llama
 

@@ -14,12 +14,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from dtensor.api.placing import input_pins, resolve
-from dtensor.api.stages import stage_of
+from dtensor.api.stating.placing import input_pins, resolve
+from dtensor.api.stating.stages import stage_of
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import Meta
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Column, Partial, Row, Shard
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Column, Partial, Row, Shard
 from tests.models import GPT, MLP
 
 MESH = Mesh(pp=2, dp=2, tp=2)

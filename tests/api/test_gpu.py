@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor.api.session import Backend
-from dtensor.daft import Call, launch_cluster, worker
-from dtensor.daft.engine import Engine
-from dtensor.runtime.optimizer import ShardOptimizer
-from dtensor.sharding.ops import _attention_math, _attention_math_backward, _rows
+from dtensor.daft import Call, launch_cluster
+from dtensor.daft.run import worker
+from dtensor.daft.run.engine import Engine
+from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.sharding.ops.attention import _attention_math, _attention_math_backward, _rows
 from tests.api.training import (
     Run,
     assert_gradients_close,

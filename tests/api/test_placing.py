@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from dtensor.api.patterns import expand, matches, names_of
-from dtensor.api.placing import InputPins, input_pins, planner_pins, resolve
-from dtensor.api.stages import NO_STAGES, stage_of
+from dtensor.api.stating.patterns import expand, matches, names_of
+from dtensor.api.stating.placing import InputPins, input_pins, planner_pins, resolve
+from dtensor.api.stating.stages import NO_STAGES, stage_of
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.sharding.call import Meta
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Column, Placement, Replicate, Row, Shard
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Column, Placement, Replicate, Row, Shard
 from tests.models import GPT, MLP
 
 TP = Mesh(tp=2)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.sharding.call import slots_of
-from dtensor.sharding.dataflow import Dataflow
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.sharding.ops.call import slots_of
+from dtensor.sharding.plan.dataflow import Dataflow
 from tests.models import DropoutGPT, batch, loss_fn
 
 PINS: dict[str, Any] = {

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.runtime.actions import Actions
+from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.schedule import bubble, timeline
-from dtensor.sharding.memory import stage_seconds
-from dtensor.sharding.steps import Compute
+from dtensor.sharding.plan.cost.memory import stage_seconds
+from dtensor.sharding.plan.steps import Compute
 
 WIDTH, ROWS = 6, 840  # the rows divide by 1 to 8
 

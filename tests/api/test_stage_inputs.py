@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.sharding.steps import Transfer
+from dtensor.sharding.plan.steps import Transfer
 from tests.api.training import assert_gradients_close, gradients_of
 
 D, VOCAB, ROWS, LENGTH = 8, 11, 8, 6

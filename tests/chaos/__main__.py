@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtensor.daft.ray_launch import start_ray
+from dtensor.daft.ray.starting import start_ray
 from tests.chaos.kinds import KINDS, RAY_KINDS, Place
 from tests.chaos.watch import alive, held, left
 

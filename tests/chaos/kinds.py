@@ -28,8 +28,8 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor import daft
 from dtensor.daft import Call, Collective, Program, Wait
-from dtensor.daft.cluster import Backend
-from dtensor.daft.instructions import Buffer
+from dtensor.daft.cluster.cluster import Backend
+from dtensor.daft.ir.instructions import Buffer
 from dtensor.errors import PlanningError
 from tests.chaos.actors import Layer, Pressed, go_on, interrupt, stay, wait_for_file
 from tests.daft.programs import function, program

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store
 
 from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch_cluster, verify
-from dtensor.daft.cluster import hosts_of
-from dtensor.daft.ray_exchange import ExchangeTransport
-from dtensor.daft.ray_gloo import Messenger, gloo_group
-from dtensor.daft.ray_nccl import NcclWire, join_nccl
-from dtensor.daft.ray_routes import MAX_GROUPS, check_groups, check_routes
-from dtensor.daft.worker import Worker
+from dtensor.daft.cluster.cluster import hosts_of
+from dtensor.daft.ray.exchange import ExchangeTransport
+from dtensor.daft.ray.gloo import Messenger, gloo_group
+from dtensor.daft.ray.nccl import NcclWire, join_nccl
+from dtensor.daft.ray.routes import MAX_GROUPS, check_groups, check_routes
+from dtensor.daft.run.worker import Worker
 from tests.daft.programs import Collectives, pipeline, program, same_bits
 
 CPU = torch.device("cpu")
@@ -251,7 +251,7 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
 @pytest.mark.ray
 def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray")
-    from dtensor.daft.ray_launch import ranks_per_gpu
+    from dtensor.daft.ray.starting import ranks_per_gpu
 
     ray.shutdown()  # that of earlier tests
     with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):

@@ -22,8 +22,8 @@ from dtensor.daft import (
     Wait,
     parse_instructions,
 )
-from dtensor.daft.instructions import DTYPES
-from dtensor.daft.program import format_instruction
+from dtensor.daft.ir.instructions import DTYPES
+from dtensor.daft.ir.program import format_instruction
 from tests.daft.programs import Collectives, function, pipeline
 
 names = st.one_of(

@@ -24,9 +24,9 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
-from dtensor.daft.instructions import Buffer
-from dtensor.daft.ray_backend import RayCluster
-from dtensor.daft.ray_routes import check_routes
+from dtensor.daft.ir.instructions import Buffer
+from dtensor.daft.ray.backend import RayCluster
+from dtensor.daft.ray.routes import check_routes
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits

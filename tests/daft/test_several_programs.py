@@ -35,7 +35,7 @@ from dtensor.daft import (
     interference,
     launch_cluster,
 )
-from dtensor.daft.ray_step import Join, lost_key, meet
+from dtensor.daft.ray.compiled_step import Join, lost_key, meet
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
     HANGS,
@@ -368,7 +368,7 @@ def test_compiled_functions_alternate_on_ray(ray_session: None) -> None:
 @pytest.mark.ray
 def test_a_half_submitted_step(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that has it would wait for the other's part, and all behind it with it."""
-    from dtensor.daft.ray_processes import Process
+    from dtensor.daft.ray.processes import Process
 
     with daft.launch("ray", deadline_s=20.0):
         a, b = daft.spawn(Model, 1, name="a"), daft.spawn(Model, 2, name="b")

@@ -13,18 +13,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from dtensor.frontend import (
-    Arg,
-    Buffer,
-    Const,
-    Grad,
-    Graph,
-    Mutation,
-    Param,
-    Result,
-    Tangent,
-    capture,
-)
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Graph, Mutation, Param, Result, Tangent
 
 
 def modules_of(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtensor.frontend.capture import capture
+from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Graph
 
 aten = torch.ops.aten

@@ -14,7 +14,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from dtensor.errors import PlanningError
-from dtensor.frontend import Graph, capture
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.graph import Graph
 from tests.models import MLP
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtensor.frontend import Arg, Buffer, Const, Grad, Mutation, Param, Tangent, annotate, capture
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Mutation, Param, Tangent
+from dtensor.frontend.marks import annotate
 from tests.frontend.eager import check, close, run_graph
 from tests.models import GPT, MLP, Llama, SwiGLU, batch, loss_fn
 

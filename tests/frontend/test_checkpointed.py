@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from dtensor.frontend import capture
+from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Graph
 from tests.frontend.eager import check
 from tests.models import MLP

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 import dtensor as dt
 from dtensor.daft import TaskError
-from dtensor.frontend.capture import capture
-from dtensor.frontend.composite import expansion, is_composite
-from dtensor.frontend.flow import dataflow
-from dtensor.sharding.call import Meta, OpCall
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.composites import expansion, is_composite
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.sharding.ops.call import Meta, OpCall
 from dtensor.sharding.rules import rule_for
-from dtensor.testing.oracle_trial import call_of, run
+from dtensor.testing.oracle.trial import call_of, run
 from tests.frontend.eager import close
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dtensor.errors import PlanningError
-from dtensor.frontend import capture
+from dtensor.frontend.capture.capture import capture
 from tests.models import MLP
 
 

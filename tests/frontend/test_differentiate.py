@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dtensor.frontend import differentiate, segments
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
+from dtensor.frontend.capture import differentiate, layers
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Graph
 from tests.models import GPT, MLP, DropoutGPT, loss_fn
 
@@ -92,7 +92,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return export(module, tensors)
 
     monkeypatch.setattr(differentiate, "_export", counted)
-    monkeypatch.setattr(segments, "EXPORT", 0)
+    monkeypatch.setattr(layers, "EXPORT", 0)
     return found
 
 

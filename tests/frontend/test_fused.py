@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch._C import DispatchKey
 
-from dtensor.frontend.capture import capture
-from dtensor.frontend.fused import whole_layers
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.fused import whole_layers
 
 aten = torch.ops.aten
 

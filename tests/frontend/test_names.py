@@ -10,7 +10,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from dtensor.frontend import Graph, Source, annotate, capture
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.graph import Graph, Source
+from dtensor.frontend.marks import annotate
 from tests.models import GPT, MLP, Llama, batch, loss_fn
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import dtensor.sharding.ops  # noqa: F401
+import dtensor.sharding.ops.attention  # noqa: F401
 from tests.frontend.eager import close
 
 dt = torch.ops.dt

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dtensor.frontend.flow import dataflow
-from dtensor.frontend.units import Units, units_of
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.frontend.dataflow.units import Units, units_of
 from tests.captures import shared_capture
 from tests.models import GPT, batch, loss_fn
 

@@ -30,8 +30,8 @@ from torch.testing._internal import common_methods_invocations as database
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 
 MESH = Mesh(x=4)
 EVEN = {"L": 24, "M": 12, "S": 4, "XS": 2}

@@ -25,13 +25,13 @@ from unittest import mock
 import torch
 from torch.testing._internal.opinfo.core import OpInfo
 
-from dtensor.frontend import decompose
-from dtensor.sharding.placements import Placement, Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.prices import is_view
-from dtensor.sharding.rules.whole import reasons
-from dtensor.sharding.spec import TensorSpec
-from dtensor.sharding.steps import Compute
+from dtensor.frontend.capture import decompose
+from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Compute
+from dtensor.sharding.rules.tables.whole import reasons
+from dtensor.sharding.spec.placements import Placement, Shard
+from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.testing import execute
 from dtensor.testing.execute import Evaluation, RanksDisagree, Traced
 from tests.opinfo.entries import (

@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
-from dtensor.sharding import placements as ours
+from dtensor.sharding.spec import placements as ours
 from dtensor.testing import execute
 from tests.opinfo.entries import MESH, Sample, name_of, placements
 from tests.opinfo.judge import (

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.testing import execute
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -14,8 +14,8 @@ import torch
 from torch.testing._internal.distributed._tensor.common_dtensor import DTensorConverter
 from torch.testing._internal.opinfo.core import OpInfo
 
-from dtensor.sharding.placements import REPLICATE, Shard
 from dtensor.sharding.rules import pattern, registry
+from dtensor.sharding.spec.placements import REPLICATE, Shard
 from dtensor.testing import execute
 from tests.opinfo import judge as judging
 from tests.opinfo.entries import MESH, drawn, entries, name_of, placements, samples, spread

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.placements import Placement, Shard
 from dtensor.sharding.rules.registry import NoRule
+from dtensor.sharding.spec.placements import Placement, Shard
 
 
 class OutOfTime(BaseException):  # not an Exception: no handler on the way takes it for a failure

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dtensor.daft import Call, Collective, Free, Recv, Send
-from dtensor.daft.verify import verify
-from dtensor.runtime.lower import Lowered, lower
-from dtensor.runtime.rank_lower import MAX_LINES, Roles
+from dtensor.daft.verification.verifier import verify
+from dtensor.runtime.lower.program import Lowered, lower
+from dtensor.runtime.lower.rank import MAX_LINES, Roles
 from dtensor.runtime.schedule import GPipe, OneFOneB
-from dtensor.sharding.mesh import Mesh
+from dtensor.sharding.spec.mesh import Mesh
 from tests.api.training import TWO_STAGES
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, plan_model

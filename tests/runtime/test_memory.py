@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor.daft import Call
-from dtensor.runtime.optimizer import ShardOptimizer
+from dtensor.runtime.shard_optimizer import ShardOptimizer
 from tests.api.training import MEGATRON, TWO_STAGES, Placed, Run
 from tests.models import GPT, batch
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtensor.runtime.quick import QUICK, quick
-from dtensor.sharding.call import Meta, OpCall, Operand
+from dtensor.runtime.lower.quick import QUICK, quick
+from dtensor.sharding.ops.call import Meta, OpCall, Operand
 
 aten: Any = torch.ops.aten
 X, Y = torch.randn(4, 6), torch.randn(4, 6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.sharding.plan import Plan
+from dtensor.sharding.plan.plan import Plan
 from tests.api.training import MEGATRON, Run, assert_same_bits
 from tests.models import GPT, batch, loss_fn
 from tests.runtime.test_memory import measure

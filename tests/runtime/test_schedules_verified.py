@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from dtensor.daft import Call, ProgramError, Recv, Wait, verify
-from dtensor.runtime.lower import lower
+from dtensor.runtime.lower.program import lower
 from dtensor.runtime.schedule import GPipe, OneFOneB
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.plan import Plan
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.mesh import Mesh
 from tests.plans import mean_square, plan_model
 
 

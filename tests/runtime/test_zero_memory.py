@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.sharding.memory import waiting_gradients
+from dtensor.sharding.plan.cost.memory import waiting_gradients
 from tests.api.training import Run, adamw
 from tests.models import GPT, batch, loss_fn
 from tests.runtime.test_memory import measure

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.daft import launch_cluster
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.runtime.lower import fed_spec, lower, on_mesh
-from dtensor.runtime.rank_lower import Roles
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow
-from dtensor.sharding.local import assemble_at, shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Placement, Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.planner import Request, plan
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.runtime.lower.program import fed_spec, lower, on_mesh
+from dtensor.runtime.lower.rank import Roles
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Placement, Shard
+from dtensor.sharding.spec.shards import assemble_at, shard_of
 
 Instruction = tuple[str, str, tuple[object, ...]]  # result, op, operands and numbers
 

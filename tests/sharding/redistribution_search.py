@@ -29,13 +29,15 @@ import torch
 
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import lower
-from dtensor.sharding.call import Meta
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.dataflow import Dataflow, Input, Output
-from dtensor.sharding.local import assemble, shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import (
+from dtensor.runtime.lower.program import lower
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.plan.dataflow import Dataflow, Input, Output
+from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.steps import Convert
+from dtensor.sharding.redistribute.moves import WORTH, Move, moves, seconds
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
     Placement,
@@ -44,11 +46,9 @@ from dtensor.sharding.placements import (
     index_sets,
     same,
 )
-from dtensor.sharding.planner import Request, plan
-from dtensor.sharding.redistribute import WORTH, Move, moves, seconds
-from dtensor.sharding.spec import TensorSpec, make_spec
-from dtensor.sharding.steps import Convert
-from dtensor.testing.oracle_trial import cut
+from dtensor.sharding.spec.shards import assemble, shard_of
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.testing.oracle.trial import cut
 
 STEPS = 6
 SMALL = Topology(latency=0.0, bandwidth=1e6)

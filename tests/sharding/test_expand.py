@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import dtensor as dt
-from dtensor.sharding.plan import Plan
+from dtensor.sharding.plan.plan import Plan
 from dtensor.testing.execute import planned, reference, run, trace
 
 Fn = Callable[..., torch.Tensor]

@@ -7,8 +7,8 @@ import torch
 from expecttest import assert_expected_inline
 
 import dtensor as dt
-from dtensor.sharding.hints import Hint
-from dtensor.sharding.plan import Plan
+from dtensor.sharding.plan.hints import Hint
+from dtensor.sharding.plan.plan import Plan
 from tests.models import GPT, MLP, batch, loss_fn
 from tests.plans import MEGATRON, MLP_PINS, Stated, mean_square
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dtensor.sharding.partition import Chain, Sent, Shared, partition
+from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, Shared, partition
 
 
 def every_cut(num: int, parts: int) -> list[tuple[int, ...]]:

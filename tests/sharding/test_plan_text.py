@@ -16,13 +16,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor.api.patterns import matches
+from dtensor.api.stating.patterns import matches
 from dtensor.errors import PlanningError
-from dtensor.sharding.memory import stage_flops, stage_seconds
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.plan_words import collapse, flop_text, seconds_text, size_text
+from dtensor.sharding.plan.cost.memory import stage_flops, stage_seconds
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.text.words import collapse, flop_text, seconds_text, size_text
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, MLP, batch, loss_fn
 from tests.plans import MEGATRON, MLP_PINS, mean_square, plan_model
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from benchmarks import planner_loss
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import fed_spec
-from dtensor.sharding import choose
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import PARTIAL, Placement, Shard
-from dtensor.sharding.solve import Node, Price, Solution, brute_force, solve
-from dtensor.sharding.spec import make_spec
-from dtensor.sharding.steps import Convert
+from dtensor.runtime.lower.program import fed_spec
+from dtensor.sharding.plan.choose import choose_axis
+from dtensor.sharding.plan.choose.solve import Node, Price, Solution, brute_force, solve
+from dtensor.sharding.plan.steps import Convert
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import PARTIAL, Placement, Shard
+from dtensor.sharding.spec.spec import make_spec
 from tests.sharding.programs import (
     Program,
     execute,
@@ -144,7 +144,7 @@ def test_no_choice_on_one_axis_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> No
         promised.append(found.seconds - computed)
         return found
 
-    monkeypatch.setattr(choose, "solve", compared)
+    monkeypatch.setattr(choose_axis, "solve", compared)
     for seed in range(18):
         rng = random.Random(seed)
         mesh = MESHES[seed % 2]

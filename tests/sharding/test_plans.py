@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtensor.frontend import annotate
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Shard
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.steps import Accumulate, Bucket, Compute, TieSum, Transfer
+from dtensor.frontend.marks import annotate
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Accumulate, Bucket, Compute, TieSum, Transfer
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, MLP, Block, CausalSelfAttention, Llama, SwiGLU, batch, loss_fn
 from tests.plans import (
     ATTENTION_PINS,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor.sharding.blocks import block
-from dtensor.sharding.philox import Key, Place, philox
-from dtensor.sharding.random_values import integers, keep, normal, normal_of, uniform
+from dtensor.sharding.ops.distributions import integers, keep, normal, normal_of, uniform
+from dtensor.sharding.ops.philox import Key, Place, philox
+from dtensor.sharding.spec.blocks import block
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF

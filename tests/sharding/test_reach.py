@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.errors import PlanningError
-from dtensor.frontend import annotate
-from dtensor.frontend.capture import capture
-from dtensor.frontend.flow import dataflow
-from dtensor.sharding.dataflow import Dataflow
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Placement, Shard
-from dtensor.sharding.planner import rules_of
-from dtensor.sharding.reach import Pin, Reach, reach
-from dtensor.sharding.steps import Compute
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.frontend.marks import annotate
+from dtensor.sharding.plan.choose.opened_factors import Pin, Reach, reach
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.planner import rules_of
+from dtensor.sharding.plan.steps import Compute
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard
 from tests.models import MLP, Block, CausalSelfAttention, GroupedAttention, SwiGLU
 from tests.plans import MEGATRON, MLP_PINS, kinds, mean_square, plan_model
 

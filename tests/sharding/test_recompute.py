@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
-from dtensor.sharding.plan import Plan
-from dtensor.sharding.steps import Bucket, Compute, operands_of, phase_of, results_of
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Bucket, Compute, operands_of, phase_of, results_of
 from tests.models import GPT, MLP, DropoutGPT, batch, loss_fn
 from tests.plans import MEGATRON
 

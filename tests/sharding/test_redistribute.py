@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.mesh import MICROBATCH_AXIS, Mesh
-from dtensor.sharding.placements import (
+from dtensor.sharding.redistribute.moves import moves, seconds
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.spec.placements import (
     PARTIAL,
     REPLICATE,
     Partial,
@@ -24,8 +25,7 @@ from dtensor.sharding.placements import (
     Replicate,
     Shard,
 )
-from dtensor.sharding.redistribute import moves, seconds
-from dtensor.sharding.spec import TensorSpec, make_spec
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 from dtensor.testing import strategies
 from tests.sharding.redistribution_search import (
     FAMILIES,

@@ -6,7 +6,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import dtensor as dt
-from dtensor.sharding.rounding import reordered
+from dtensor.sharding.plan.text.rounding import reordered
 from tests.models import MLP
 
 

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import Local, Meta, OpCall, Operand
-from dtensor.sharding.local import local_call
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.notation import parse_rule
-from dtensor.sharding.placements import REPLICATE, Partial, Shard
-from dtensor.sharding.rule import FactorSharding, Rule
+from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.rules import NoRule, pattern, register, registered, rule_for
-from dtensor.sharding.rules.views import factorize
-from dtensor.sharding.rules.whole import reasons
-from dtensor.sharding.spec_text import parse
-from dtensor.testing.oracle import certify_call
+from dtensor.sharding.rules.notation import parse_rule
+from dtensor.sharding.rules.rule import FactorSharding, Rule
+from dtensor.sharding.rules.tables.views import factorize
+from dtensor.sharding.rules.tables.whole import reasons
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
+from dtensor.sharding.spec.shards import local_call
+from dtensor.testing.oracle.check import certify_call
 
 aten, dt = torch.ops.aten, torch.ops.dt
 F32 = torch.float32

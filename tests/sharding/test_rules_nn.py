@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.rules import NoRule, rule_for
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.testing.execute import reference, run, trace
-from dtensor.testing.oracle_trial import call_of, run_whole
+from dtensor.testing.oracle.trial import call_of, run_whole
 
 aten = torch.ops.aten
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtensor.sharding import choose, reach, solve
-from dtensor.sharding.call import Meta, OpCall, Operand, Slot
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import Shard
+from dtensor.sharding.ops.call import Meta, OpCall, Operand, Slot
+from dtensor.sharding.plan.choose import choose_axis, opened_factors, solve
+from dtensor.sharding.plan.choose.solve import Node, Price, Solution
 from dtensor.sharding.rules import registry, rule_for
-from dtensor.sharding.solve import Node, Price, Solution
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, plan_model
 
@@ -36,8 +36,8 @@ def test_each_layer_by_itself_has_the_same_plan(monkeypatch: pytest.MonkeyPatch)
         return apart
 
     monkeypatch.setattr(registry, "_built", registry._built.__wrapped__)
-    monkeypatch.setattr(reach, "through", reach.through.__wrapped__)
-    monkeypatch.setattr(choose, "solve", alone)
+    monkeypatch.setattr(opened_factors, "through", opened_factors.through.__wrapped__)
+    monkeypatch.setattr(choose_axis, "solve", alone)
     assert _planned() == found
     assert sizes and min(sizes) > 0  # there was something to share
 

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor.sharding.placements import PARTIAL, REPLICATE, Placement, Shard
-from dtensor.sharding.solve import (
+from dtensor.sharding.plan.choose.solve import (
     Infeasible,
     Node,
     Option,
@@ -25,6 +24,7 @@ from dtensor.sharding.solve import (
     evaluate,
     solve,
 )
+from dtensor.sharding.spec.placements import PARTIAL, REPLICATE, Placement, Shard
 
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), Shard(1), PARTIAL)
 SEEDS = st.integers(min_value=0, max_value=2**32)

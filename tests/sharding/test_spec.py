@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.local import assemble, shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import (
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
+from dtensor.sharding.spec.placements import (
     REPLICATE,
     Column,
     Partial,
@@ -22,8 +22,8 @@ from dtensor.sharding.placements import (
     Shard,
     index_sets,
 )
-from dtensor.sharding.spec import TensorSpec, make_spec
-from dtensor.sharding.spec_text import parse
+from dtensor.sharding.spec.shards import assemble, shard_of
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 MESH = Mesh(dp=2, tp=2)
 

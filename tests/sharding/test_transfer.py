@@ -11,11 +11,18 @@ import torch
 
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.transfer import transfer_program
-from dtensor.sharding.cost import Topology
-from dtensor.sharding.local import assemble, shard_of
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import (
+from dtensor.runtime.between_meshes import transfer_program
+from dtensor.sharding.redistribute.between_meshes import (
+    TransferPlan,
+    box_of,
+    box_shape,
+    is_zero,
+    plan_transfer,
+)
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
+from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
     Placement,
@@ -23,15 +30,8 @@ from dtensor.sharding.placements import (
     intersect,
     length,
 )
-from dtensor.sharding.spec import TensorSpec, make_spec
-from dtensor.sharding.spec_text import parse
-from dtensor.sharding.transfer import (
-    TransferPlan,
-    box_of,
-    box_shape,
-    is_zero,
-    plan_transfer,
-)
+from dtensor.sharding.spec.shards import assemble, shard_of
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 SHAPE = (7, 6)
 KINDS: tuple[Placement, ...] = (

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.api import auto_stages
-from dtensor.sharding.memory import stage_seconds
-from dtensor.sharding.partition import Chain, Partition, partition
-from dtensor.sharding.unit_costs import SECOND
+from dtensor.api.stating import auto_stages
+from dtensor.sharding.plan.cost.cut_chain import Chain, Partition, partition
+from dtensor.sharding.plan.cost.memory import stage_seconds
+from dtensor.sharding.plan.cost.unit_costs import SECOND
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON
 

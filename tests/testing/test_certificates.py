@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 
 import dtensor.sharding.rules
-from dtensor.sharding import ops as ops
-from dtensor.sharding.call import OpCall
-from dtensor.sharding.notation import parse_rule
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.ops import attention as attention
+from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import TABLES, rule_for
+from dtensor.sharding.rules.notation import parse_rule
+from dtensor.sharding.rules.rule import Rule
 from dtensor.testing.certify import certify, certify_samples
 from dtensor.testing.certify.table import recorded_missing, recorded_ops
-from dtensor.testing.oracle import certify_autograd, certify_call
+from dtensor.testing.oracle.check import certify_autograd, certify_call
 from dtensor.testing.samples import FAMILIES, SAMPLES
 
 aten, dt = torch.ops.aten, torch.ops.dt

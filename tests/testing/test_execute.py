@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.rules import pattern, registry
 from dtensor.sharding.rules.build import retarget
-from dtensor.sharding.spec import make_spec
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec.spec import make_spec
 from dtensor.testing import execute
 
 MESH = Mesh(x=3)

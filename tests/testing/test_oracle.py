@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import OpCall
-from dtensor.sharding.mesh import Mesh
-from dtensor.sharding.notation import parse_rule
-from dtensor.sharding.placements import REPLICATE, Partial, Shard
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import NoRule, rule_for
-from dtensor.sharding.spec_text import parse
+from dtensor.sharding.rules.notation import parse_rule
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.parse import parse
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
 from dtensor.testing import Certificate, certify
 from dtensor.testing.certify.__main__ import main
 from dtensor.testing.certify.table import Row, recorded_missing, recorded_ops, table
 from dtensor.testing.certify.vary import negated, other_sizes, to_half, without_error
-from dtensor.testing.oracle import certify_autograd, certify_call
-from dtensor.testing.oracle_missing import Missing
-from dtensor.testing.oracle_trial import cut, equal, tolerance_of
+from dtensor.testing.oracle.check import certify_autograd, certify_call
+from dtensor.testing.oracle.missing import Missing
+from dtensor.testing.oracle.trial import cut, equal, tolerance_of
 
 aten = torch.ops.aten
 

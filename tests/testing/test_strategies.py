@@ -10,8 +10,8 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 import dtensor as dt
-from dtensor.sharding.local import assemble, shard_of
-from dtensor.sharding.spec import make_spec
+from dtensor.sharding.spec.shards import assemble, shard_of
+from dtensor.sharding.spec.spec import make_spec
 from dtensor.testing import strategies
 
 QUICK = settings(deadline=None, max_examples=30, database=None)

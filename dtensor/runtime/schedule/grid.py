@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtensor.errors import PlanningError
-from dtensor.runtime.svg import Box, drawing
+from dtensor.runtime.drawing import Box, drawing
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import cast
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.call import OpCall, Slot
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.ops.call import OpCall, Slot
+from dtensor.sharding.rules.rule import Rule
 
 Builder = Callable[[OpCall], Rule]
 

@@ -4,11 +4,11 @@
     dt.testing.certify("aten.mm.default")                     # with the samples of this library
     dt.testing.certify(torch.nn.functional.mse_loss, x, y)    # every op of forward and backward
 
-By brute force (dtensor.testing.oracle): on 2 and 3 ranks and on a 2x2 mesh, every strategy of the
-rule is carried out on real shards and compared with the op run whole: plain, in blocks, at units,
-pending; with the values given, negated, and at other sizes, which divide and do not, down to 1 and
-fewer than there are ranks; in half precision its dtypes are compared; and so is each op of its
-backward, with a random cotangent. `python -m dtensor.testing.certify` does so for all rules.
+By brute force (dtensor.testing.oracle.check): on 2 and 3 ranks and on a 2x2 mesh, every strategy of
+the rule is carried out on real shards and compared with the op run whole: plain, in blocks, at
+units, pending; with the values given, negated, and at other sizes, which divide and do not, down to
+1 and fewer than there are ranks; in half precision its dtypes are compared; and so is each op of
+its backward, with a random cotangent. `python -m dtensor.testing.certify` does so for all rules.
 
 Invariants: the same seed gives the same certificate. Not here: whole programs under placements
 (`dt.testing.assert_same`).
@@ -26,14 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtensor.api.rule import OpRule, op_overloads
 from dtensor.errors import PlanningError
-from dtensor.sharding import ops as ops  # the project's own
-from dtensor.sharding.call import OpCall
-from dtensor.sharding.rule import Rule
+from dtensor.sharding.ops import attention as attention  # the project's own
+from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import NoRule, rule_for
 from dtensor.sharding.rules.registry import builders
-from dtensor.sharding.rules.whole import reasons
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.whole import reasons
 from dtensor.testing.certify.vary import negated, other_sizes, to_half, without_error
-from dtensor.testing.oracle import Certificate, RuleOf, certify_autograd, certify_call
+from dtensor.testing.oracle.check import Certificate, RuleOf, certify_autograd, certify_call
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -122,7 +122,7 @@ def certify_samples(
 
     2 ranks first, 3 ranks with other, negated values. ``brief``: one size, on 2 ranks.
     """
-    # Samples are many and are not needed by those who certify their own ops.
+    # Samples are many and are not needed by those who certify their own attention.
     from dtensor.testing import samples as known
 
     if name not in known.SAMPLES:

@@ -21,13 +21,13 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.api.patterns import listing
 from dtensor.api.rule import op_overloads
+from dtensor.api.stating.patterns import listing
 from dtensor.errors import PlanningError
 from dtensor.sharding.rules import registered, rule_for
 from dtensor.testing.certify import certify_samples
 from dtensor.testing.certify.table import Row, table, without_samples
-from dtensor.testing.oracle_trial import call_of, run_whole
+from dtensor.testing.oracle.trial import call_of, run_whole
 from dtensor.testing.samples import SAMPLES, STAND_INS, Draw
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from dtensor.sharding.rules import TABLES
 from dtensor.sharding.rules.registry import builders
-from dtensor.sharding.rules.whole import reasons
-from dtensor.testing.oracle import Certificate
+from dtensor.sharding.rules.tables.whole import reasons
+from dtensor.testing.oracle.check import Certificate
 
 _HEAD = """\
 # Certified rules

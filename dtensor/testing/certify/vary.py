@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from dtensor.sharding.call import OpCall, Operand
-from dtensor.sharding.rule import Dims, Rule
-from dtensor.testing.oracle_trial import call_of, run_whole
+from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.rules.rule import Dims, Rule
+from dtensor.testing.oracle.trial import call_of, run_whole
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 _SINGLES = 4  # factors that are tried at size 1

@@ -1,4 +1,4 @@
-"""Sample calls of ops that read and write at indices (dtensor.sharding.rules.indexing)."""
+"""Sample calls of ops that read and write at indices (dtensor.sharding.rules.tables.indexing)."""
 
 from __future__ import annotations
 

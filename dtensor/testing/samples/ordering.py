@@ -1,6 +1,6 @@
 """Sample calls of orders, searches, histograms and more reductions.
 
-Rules of dtensor.sharding.rules.sorting and reduce.
+Rules of dtensor.sharding.rules.tables.sorting and reduce.
 """
 
 from __future__ import annotations

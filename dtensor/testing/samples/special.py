@@ -1,10 +1,10 @@
-"""Sample calls of the long tail of elementwise ops (dtensor.sharding.rules.special)."""
+"""Sample calls of the long tail of elementwise ops (dtensor.sharding.rules.tables.special)."""
 
 from __future__ import annotations
 
 import torch
 
-from dtensor.sharding.rules import special
+from dtensor.sharding.rules.tables import special
 from dtensor.testing.samples.draw import Draw, Sample, call, words
 
 _UNARY = words("""

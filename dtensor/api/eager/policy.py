@@ -1,0 +1,137 @@
+"""`implicit_redistribution`: whether an op on DTensors may communicate without being told to.
+
+    with dt.implicit_redistribution("error"):
+        y = x @ w            # raises, before anything runs, if a collective were needed
+
+    dt.implicit_redistribution("allow")       # from now on, for the whole process
+
+Implicit is what one op's plan sends. Not implicit: `redistribute`, `full_tensor`, `local_tensors`,
+reading a value; nor what sends nothing (taking a part of a replicated value).
+
+Invariants: "warn", the default, warns once per line of the user's program. "error" raises before
+anything runs, operands unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.graph import Source
+from dtensor.frontend.source import line_of
+from dtensor.sharding.redistribute.moves import Move
+
+Policy = Literal["allow", "warn", "error"]
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
+)
+
+
+class implicit_redistribution:
+    """Set what happens when an op must communicate; as a context manager, for the block.
+
+    "allow": nothing is said. "warn": once per source line, with the op, the specs before and after
+    and the bytes that a rank sends. "error": PlanningError, before anything runs.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        if policy not in get_args(Policy):
+            raise PlanningError(
+                f'implicit_redistribution({policy!r}): it is "allow", "warn" or "error"'
+            )
+        self._before: Policy = _state.policy
+        _state.policy = policy
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _state.policy = self._before
+
+
+@dataclass(slots=True)
+class _State:
+    policy: Policy = "warn"
+    warned: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+
+
+_state = _State()
+
+
+def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
+    """Called for an op that sends ``moves`` without being told to; before it runs."""
+    match _state.policy:
+        case "allow":
+            pass
+        case "warn":
+            source = user_line()
+            place = (source.file, source.line) if source is not None else ("", 0)
+            if place not in _state.warned:
+                _state.warned.add(place)
+                message = f"implicit redistribution in {_text(op, moves, source)}"
+                warnings.warn_explicit(message, UserWarning, *place)
+        case "error":
+            raise PlanningError(
+                f"{_text(op, moves, user_line())}".replace(
+                    op, f"{op} would redistribute implicitly", 1
+                )
+            )
+
+
+def _text(op: str, moves: Sequence[tuple[str, Move]], source: Source | None) -> str:
+    lines = [op]
+    for label, move in moves:
+        lines.append(
+            f"  {label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
+            f"{_size(move.bytes_sent)} sent per rank"
+        )
+    if source is not None:
+        lines.append(f"  {source}: {source.text}")
+    lines.append(
+        'fix: say it with x.redistribute(...) before the op, or dt.implicit_redistribution("allow")'
+    )
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+@lru_cache(maxsize=4096)
+def _is_users(file: str) -> bool:
+    return not file.startswith("<") and not os.path.abspath(file).startswith(_LIBRARIES)
+
+
+def user_place() -> tuple[str, int, str] | None:
+    """(file, line, function) of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return code.co_filename, frame.f_lineno, code.co_name
+        frame = frame.f_back
+    return None
+
+
+def user_line() -> Source | None:
+    place = user_place()
+    return None if place is None else line_of(*place)

@@ -1,0 +1,149 @@
+"""What a DTensor stands on: values that never change, cells that do, and views of cells.
+
+    w = (x @ y)            a Cell that holds a Value: shards under one name on the ranks
+    v = w[1:].t()          the same Cell, seen through the views slice and t
+    v.mul_(2)              a new Value is computed and the Cell holds it; w and v both see it
+
+So aliasing is PyTorch's: tensors that share storage there share a cell here, and a view is read
+from what its cell holds now. A Value is dropped on the ranks when nothing refers to it.
+
+Invariants: a Value's shards are never written again, so cells may share one (a clone costs
+nothing). A cell's shape, dtype and strides are fixed; its placement is that of the value it holds.
+Layouts and views are interned: equal ones are one object, compared by identity.
+
+Not here: what computes a value (run.py), what a view means backwards (graph.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtensor.sharding.spec.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtensor.api.session import Session
+
+_names = itertools.count()
+
+
+def fresh_name() -> str:
+    return f"tensor {next(_names)}"
+
+
+def held_by(spec: TensorSpec) -> tuple[int, ...]:
+    """The ranks of the part of the mesh that holds the value."""
+    mesh = spec.mesh
+    if not spec.on:
+        return tuple(range(mesh.size))
+    on = dict(spec.on)
+    return tuple(
+        rank
+        for rank in range(mesh.size)
+        if all(mesh.coordinates(rank)[axis] == index for axis, index in on.items())
+    )
+
+
+class Value:
+    """Shards on the ranks of a session, under one name; dropped there with this object."""
+
+    __slots__ = ("name", "session", "spec")
+
+    def __init__(self, session: Session, name: str, spec: TensorSpec) -> None:
+        self.session = session
+        self.name = name
+        self.spec = spec
+
+    def __del__(self) -> None:
+        self.session.forget(self.name, held_by(self.spec), self.spec.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How a whole cell looks: its spec, and its strides as on one device."""
+
+    spec: TensorSpec
+    strides: tuple[int, ...]
+
+
+_layouts: dict[tuple[TensorSpec, tuple[int, ...]], Layout] = {}
+
+
+def layout_of(spec: TensorSpec, strides: tuple[int, ...]) -> Layout:
+    key = (spec, strides)
+    found = _layouts.get(key)
+    if found is None:
+        found = _layouts[key] = Layout(spec, strides)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A view op applied to a cell (``parent`` None) or to a view; what it looks like from outside.
+
+    ``args`` are the op's arguments after the tensor.
+    """
+
+    parent: View | None
+    target: Any
+    args: tuple[Any, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def steps(self) -> tuple[View, ...]:
+        """The views from the cell to this one."""
+        return (*(self.parent.steps() if self.parent is not None else ()), self)
+
+
+class Cell:
+    """Storage: what a tensor and its views share.
+
+    ``value`` is None until the first write (`torch.empty_like`); ``layout`` says what it is to be.
+    ``reduced``: the same value where an op needed it reduced, so that the next need not again.
+    ``pinned``: an in-place op keeps the placement, pending sums excepted.
+    """
+
+    __slots__ = ("layout", "reduced", "session", "value")
+
+    def __init__(self, session: Session, layout: Layout, value: Value | None) -> None:
+        self.session = session
+        self.layout = layout
+        self.value = value
+        self.reduced: Value | None = None
+
+    def set(self, value: Value) -> None:
+        """Hold another value from now on."""
+        self.value = value
+        self.reduced = None
+        self.layout = layout_of(value.spec, self.layout.strides)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """What an op reads: a whole value, seen through views."""
+
+    value: Value
+    layout: Layout
+    view: View | None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A view's own value, and the value of its cell that it was made from."""
+
+    of: Value
+    value: Value
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

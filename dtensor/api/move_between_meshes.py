@@ -1,0 +1,205 @@
+"""`transfer`: a DTensor goes from its mesh to another one.
+
+    x = distribute(torch.randn(8, 4), Mesh(tp=2), tp=Row())
+    y = transfer(x, Mesh(dp=2, tp=2), dp=Row(), tp=Column())
+    print(transfer_plan(x, Mesh(x=4), x=Row()))        # who sends what to whom; nothing is sent
+
+The other mesh may have another size, other names or another shape. Which rank sends which block is
+decided by sharding/redistribute/between_meshes.py: each target rank receives only what it lacks.
+
+Where the blocks travel. Inside a launch the other mesh lives on ranks of the same cluster, rank i
+on rank i unless ``ranks`` says otherwise, and the blocks go from actor to actor in one verified
+program. Outside a launch each mesh has an in-process cluster of its own, so the blocks pass through
+the controller; so they do when a DTensor from before a launch is transferred into it.
+
+Differentiable: the gradient goes back to the source's mesh and placement; that of a pending sum is
+replicated where the sum was pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dtensor.api.eager.tensor import DTensor, check_placements
+from dtensor.api.eager.values import Value, fresh_name
+from dtensor.api.session import Session, launched, session_for
+from dtensor.daft import Cluster, Handle, Stored
+from dtensor.daft.cluster.part import Part
+from dtensor.errors import PlanningError
+from dtensor.runtime.between_meshes import pieces_of, shard_from, transfer_program
+from dtensor.sharding.redistribute.between_meshes import (
+    Piece,
+    TransferPlan,
+    holders_of,
+    plan_transfer,
+)
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
+
+
+def transfer(
+    x: DTensor, mesh: Mesh, ranks: Sequence[int] | None = None, /, **placements: Placement
+) -> DTensor:
+    """The same value on another mesh. Axes that are not named: Replicate.
+
+    Args:
+        ranks: which ranks of the launch are those of ``mesh``, in its order; by default the first
+            ones. A mesh keeps the ranks of its first transfer.
+
+    A pending value is reduced first. Raises PlanningError for an axis that the mesh lacks, a
+    placement that does not fit, and a mesh that has more ranks than the launch.
+    """
+    target, spec = _target(x, mesh, ranks, placements)
+    if target is x.session:
+        return x.redistribute(**placements)
+    found = _Transfer.apply(x, target, spec)
+    assert isinstance(found, DTensor)
+    return found
+
+
+def transfer_plan(
+    x: DTensor, mesh: Mesh, ranks: Sequence[int] | None = None, /, **placements: Placement
+) -> TransferPlan:
+    """What `transfer` would send: the pieces, the bytes of each pair of ranks, and the price.
+
+    A pending value is planned as it is after its reduction.
+    """
+    target, spec = _target(x, mesh, ranks, placements)
+    return _plan(x.spec, x.session, target, spec)
+
+
+class _Transfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: Session, spec: TensorSpec) -> DTensor:
+        ctx.source = (x.session, x.spec.with_placements(**_pending(x.spec)))
+        return _moved(x, target, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _moved(gradients[0], *ctx.source), None, None
+
+
+def _moved(x: DTensor, target: Session, spec: TensorSpec) -> DTensor:
+    pending = _pending(x.spec)
+    x = x.redistribute(**pending) if pending else x
+    value = x.value()
+    plan = _plan(value.spec, x.session, target, spec)
+    name = fresh_name()
+    if plan.distinct:
+        _through_controller(value, target, plan, name)
+    else:
+        _among_actors(value, target, plan, name)
+    return DTensor(spec, target, name)
+
+
+def _plan(
+    source_spec: TensorSpec, session: Session, target: Session, spec: TensorSpec
+) -> TransferPlan:
+    source, here = _home(session)
+    whole, there = _home(target)
+    return plan_transfer(
+        source_spec.with_placements(**_pending(source_spec)),
+        spec,
+        source_ranks=here,
+        target_ranks=there,
+        distinct=source is not whole,
+    )
+
+
+def _target(
+    x: DTensor, mesh: Mesh, ranks: Sequence[int] | None, placements: dict[str, Placement]
+) -> tuple[Session, TensorSpec]:
+    """The session and the spec that the value gets."""
+    x.session.check()
+    check_placements(mesh, placements)
+    spec = make_spec(tuple(x.shape), x.dtype, mesh, placements)
+    launch = launched()
+    if launch is None:
+        if ranks is not None:
+            raise PlanningError(
+                f"ranks={list(ranks)} names ranks of a launch, and none is running: outside a "
+                f"launch {mesh} has a cluster of its own; fix: leave ranks out, or transfer inside "
+                f"`with dt.launch(...)`"
+            )
+        return session_for(mesh), spec
+    if mesh.size > launch.cluster.size:
+        raise PlanningError(
+            f"{mesh} has {mesh.size} ranks, the running launch has {launch.cluster.size} "
+            f"({launch.mesh}); fix: launch the larger mesh and transfer to the smaller"
+        )
+    chosen = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
+    if mesh == launch.mesh and chosen == tuple(range(mesh.size)):
+        return launch, spec
+    if mesh == launch.mesh:
+        raise PlanningError(
+            f"ranks={list(chosen)}: {mesh} is the mesh of the launch, whose ranks are "
+            f"0..{mesh.size - 1} in order; fix: rename an axis of the other mesh"
+        )
+    if len(chosen) != mesh.size or not set(chosen) <= set(range(launch.cluster.size)):
+        raise PlanningError(
+            f"ranks={list(chosen)} for {mesh}, which has {mesh.size} ranks, in a launch of ranks "
+            f"0..{launch.cluster.size - 1}; fix: state {mesh.size} different ranks of those"
+        )
+    if mesh in launch.parts and ranks is None:
+        return launch.parts[mesh], spec
+    target = launch.part(mesh, chosen)
+    if _home(target)[1] != chosen:
+        raise PlanningError(
+            f"{mesh} lives on ranks {list(_home(target)[1])} of this launch since its first "
+            f"transfer, now ranks={list(chosen)}; fix: leave ranks out, or rename an axis"
+        )
+    return target, spec
+
+
+def _home(session: Session) -> tuple[Cluster, tuple[int, ...]]:
+    """The cluster that hosts a session's ranks, and their numbers there."""
+    cluster = session.cluster
+    if isinstance(cluster, Part):
+        return cluster.whole, cluster.ranks
+    return cluster, tuple(range(cluster.size))
+
+
+def _pending(spec: TensorSpec) -> dict[str, Placement]:
+    return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
+
+
+def _inner(session: Session, name: str) -> str:
+    cluster = session.cluster
+    return cluster.inner(name) if isinstance(cluster, Part) else name
+
+
+def _among_actors(x: Value, target: Session, plan: TransferPlan, name: str) -> None:
+    cluster, _ = _home(target)
+    key = ("transfer", plan.source, plan.target, plan.source_ranks, plan.target_ranks)
+    if key not in x.session.loaded:
+        program = transfer_program(plan, cluster.size, cluster.device)
+        x.session.loaded[key] = cluster.load(program)
+    handle: Handle = x.session.loaded[key]
+    stored = Stored(_inner(x.session, x.name))
+    fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
+    for index in holders_of(plan.source):
+        fed[plan.source_ranks[index]]["x"] = stored
+    future = cluster.run(handle, fed, mode=target.mode, keep={"y": _inner(target, name)})
+    if cluster.failure is not None:
+        future.get()
+
+
+def _through_controller(x: Value, target: Session, plan: TransferPlan, name: str) -> None:
+    """Fetched from the ranks that are to send, cut and joined here, put on the target's ranks."""
+    held = holders_of(plan.source)
+    needed = {piece.source_rank for piece in plan.pieces}
+    asked = tuple(index for index in held if plan.source_ranks[index] in needed)
+    blocks: dict[Piece, torch.Tensor] = {}
+    for index, shard in zip(asked, x.session.fetch(x.name, asked), strict=True):
+        mine = [p for p in plan.pieces if p.source_rank == plan.source_ranks[index]]
+        blocks.update(zip(mine, pieces_of(plan, index, shard), strict=True))
+    cpu = torch.device("cpu")
+    values: list[dict[str, object]] = []
+    for index, rank in enumerate(plan.target_ranks):
+        own = [blocks[piece] for piece in plan.pieces if piece.target_rank == rank]
+        values.append({name: shard_from(plan, index, own, cpu)})
+    target.put(values)

@@ -1,0 +1,147 @@
+"""Globs over the names of parameters and buffers, and what to say when one matches nothing.
+
+    names = names_of(model)                    # canonical name, other names, meta, kind
+    matches("blocks.{0..3}.*.weight", "blocks.2.mlp.up.weight")      # True
+
+A glob is fnmatch's (``*`` crosses dots, ``?``, ``[0-1]``) with bash's braces: ``{a,b}`` and the
+numeric range ``{0..11}``. It means a tensor when it matches any of the tensor's names, so a tied
+parameter can be called by each of them.
+
+Invariants: names are in the order of the module; the canonical name of a tied tensor is its first,
+as in a captured graph. Placements and stages are not known here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Literal
+
+from torch import nn
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.ops.call import Meta
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_MAX_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A parameter or buffer: all its names, of which ``name``, the first, is the canonical one."""
+
+    name: str
+    names: tuple[str, ...]
+    kind: Literal["parameter", "buffer"]
+    meta: Meta
+
+    def matched_by(self, glob: str) -> bool:
+        return any(matches(glob, name) for name in self.names)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.meta}"
+
+
+def names_of(module: nn.Module) -> tuple[Named, ...]:
+    """Parameters, then buffers, in the module's order; ties found by identity."""
+    found: dict[int, tuple[list[str], Literal["parameter", "buffer"], Meta]] = {}
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        entry = found.setdefault(
+            id(tensor), ([], "parameter", Meta(tuple(tensor.shape), tensor.dtype))
+        )
+        entry[0].append(name)
+    for name, tensor in module.named_buffers(remove_duplicate=False):
+        entry = found.setdefault(
+            id(tensor), ([], "buffer", Meta(tuple(tensor.shape), tensor.dtype))
+        )
+        entry[0].append(name)
+    return tuple(
+        Named(name=names[0], names=tuple(names), kind=kind, meta=meta)
+        for names, kind, meta in found.values()
+    )
+
+
+def matches(glob: str, name: str) -> bool:
+    """Whether the whole of ``name`` is of the form ``glob``; PlanningError for stray braces."""
+    return any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
+
+
+@lru_cache(maxsize=4096)
+def expand(glob: str) -> tuple[str, ...]:
+    """The globs without braces that ``glob`` stands for: ``b.{0..1}`` is ``b.0`` and ``b.1``."""
+    found = _BRACES.search(glob)
+    if found is None:
+        if "{" in glob or "}" in glob:
+            raise PlanningError(
+                f'the braces of the pattern "{glob}" do not pair up.\n'
+                f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for a range'
+            )
+        return (glob,)
+    inside = found[1]
+    numbers = _RANGE.fullmatch(inside)
+    if numbers is not None:
+        lo, hi = int(numbers[1]), int(numbers[2])
+        parts = [str(i) for i in range(lo, hi + 1)]
+    else:
+        parts = [part.strip() for part in inside.split(",")] if "," in inside else []
+    if not parts:
+        raise PlanningError(
+            f'"{{{inside}}}" in the pattern "{glob}" states no alternatives.\n'
+            f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for an ascending range'
+        )
+    head, tail = glob[: found.start()], glob[found.end() :]
+    return tuple(chain.from_iterable(expand(head + part + tail) for part in parts))
+
+
+# -- a glob that matches nothing -------------------------------------------------------------------
+
+
+def no_match(glob: str, where: str, module: nn.Module, names: Sequence[Named]) -> PlanningError:
+    """The error for a glob without a match: the nearest names, and a glob that was tried."""
+    every = [name for named in names for name in named.names]
+    lines = [f'the pattern "{glob}" of {where} matches no parameter.']
+    modules = [name for name, _ in module.named_modules() if name and matches(glob, name)]
+    if modules:
+        lines.append(f"  it matches the names of modules: {listing(modules)}")
+    near = nearest(glob, every)
+    if near:
+        lines.append(f"  nearest names: {', '.join(near)}")
+    else:
+        lines.append(f"  parameters: {listing(every)}")
+    tried = _repaired(glob, every)
+    if tried is not None:
+        count = sum(1 for named in names if named.matched_by(tried))
+        lines.append(f'fix: "{tried}" matches {count} of {len(names)} parameters and buffers')
+    else:
+        lines.append("fix: name a parameter as in model.named_parameters(), or remove the pattern")
+    return PlanningError("\n".join(lines))
+
+
+def _repaired(glob: str, names: Sequence[str]) -> str | None:
+    """A glob near this one that matches something: an ending, a start, or one word put right."""
+    trials = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
+    words = sorted({word for name in names for word in name.split(".")})
+    parts = glob.split(".")
+    for at, part in enumerate(parts):
+        for word in difflib.get_close_matches(part, words, 3):
+            trials.append(".".join([*parts[:at], word, *parts[at + 1 :]]))
+    trials.append(f"{parts[0]}.*.{'.'.join(parts[1:])}")
+    return next((t for t in trials if any(matches(t, name) for name in names)), None)
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Up to three of ``known`` that are spelt like ``word``, the nearest first."""
+    return difflib.get_close_matches(word, list(dict.fromkeys(known)), 3, cutoff=0.5)
+
+
+def listing(words: Sequence[str]) -> str:
+    """At most eight of the words, and how many more there are."""
+    shown = ", ".join(words[:_MAX_SHOWN]) or "none"
+    more = len(words) - _MAX_SHOWN
+    return f"{shown}, and {more} more" if more > 0 else shown

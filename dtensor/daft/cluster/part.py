@@ -1,0 +1,181 @@
+"""A part of a cluster: some of its ranks as a cluster of their own.
+
+    with launch_cluster(4) as whole:
+        part = Part(whole, (2, 3), "part 1: ")
+        part.put([{"w": w0}, {"w": w1}])           # on ranks 2 and 3 of the whole
+        part.run(part.load(program_of_two_ranks), [{}, {}]).get()
+
+Several parts may share ranks: each writes its names in the ranks' tables with its own prefix, so
+that equal names of two parts are two values (`inner` says how the whole calls a name of the part).
+A program is restated for the whole: rank i becomes ``ranks[i]``, its state gets the prefix, the
+other ranks do nothing.
+
+Invariants: a part starts nothing and closing it stops nothing; a failure of the whole is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
+
+from dtensor.daft.cluster.cluster import (
+    NOTHING_KEPT,
+    Cluster,
+    Future,
+    Handle,
+    Mode,
+    Stored,
+    check_size,
+)
+from dtensor.daft.errors import ClusterClosed, DaftError
+from dtensor.daft.ir.instructions import Call, Collective, Free, Instruction, Recv, Send, Wait
+from dtensor.daft.ir.program import Program, RankProgram
+
+
+class Part(Cluster):
+    def __init__(self, whole: Cluster, ranks: Sequence[int], prefix: str) -> None:
+        self.whole = whole
+        self.ranks = tuple(ranks)
+        self.prefix = prefix
+        self.size = len(self.ranks)
+        self.device = whole.device
+        self._closed = False
+        outside = [rank for rank in self.ranks if not 0 <= rank < whole.size]
+        if outside or len(set(self.ranks)) != self.size or not self.ranks:
+            raise ValueError(
+                f"A part has distinct ranks of its cluster, 0..{whole.size - 1}; "
+                f"got {list(self.ranks)}."
+            )
+
+    @property
+    def calls(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.calls
+
+    @property
+    def runs(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.runs
+
+    @property
+    def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.failure
+
+    def inner(self, name: str) -> str:
+        """The name that the whole has for a name in the part's tables."""
+        return self.prefix + name
+
+    def put(self, values: Sequence[Mapping[str, object]]) -> None:
+        self._check(values, "put")
+        named = [{self.inner(n): v for n, v in own.items()} for own in values]
+        self.whole.put(self._spread(named, {}))
+
+    def get(self, names: Sequence[Sequence[str]]) -> Future:
+        self._check(names, "get")
+        wanted = [[self.inner(n) for n in own] for own in names]
+        return _PartFuture(self.whole.get(self._spread(wanted, [])), self.ranks)
+
+    def delete(self, names: Sequence[Sequence[str]]) -> None:
+        self._check(names, "delete")
+        self.whole.delete(self._spread([[self.inner(n) for n in own] for own in names], []))
+
+    def load(self, program: Program) -> Handle:
+        self._check(program.ranks, f"Program {program.name!r}")
+        return self.whole.load(self._restated(program))
+
+    def unload(self, handle: Handle) -> None:
+        self.whole.unload(handle)
+
+    def run(
+        self,
+        handle: Handle,
+        inputs: Sequence[Mapping[str, object]],
+        *,
+        mode: Mode = "compiled",
+        keep: Mapping[str, str] = NOTHING_KEPT,
+    ) -> Future:
+        self._check(inputs, f"A run of {handle.program.name!r}")
+        fed = [
+            {
+                name: Stored(self.inner(value.name)) if isinstance(value, Stored) else value
+                for name, value in own.items()
+            }
+            for own in inputs
+        ]
+        kept = {output: self.inner(name) for output, name in keep.items()}
+        future = self.whole.run(handle, self._spread(fed, {}), mode=mode, keep=kept)
+        return _PartFuture(future, self.ranks)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check(self, items: Sequence[object], what: str) -> None:
+        if self._closed:
+            raise ClusterClosed("This part of a cluster is closed.")
+        check_size(self.size, items, what)
+
+    def _spread(self, items: Sequence[Any], nothing: Any) -> list[Any]:
+        """One item per rank of the whole."""
+        spread: list[Any] = [nothing] * self.whole.size
+        for rank, item in zip(self.ranks, items, strict=True):
+            spread[rank] = item
+        return spread
+
+    def _restated(self, program: Program) -> Program:
+        ranks = [RankProgram(instructions=())] * self.whole.size
+        stages = [0] * self.whole.size
+        for index, own in enumerate(program.ranks):
+            names = {name: self.inner(name) for name in own.state}
+            ranks[self.ranks[index]] = RankProgram(
+                instructions=tuple(self._instruction(i, names) for i in own.instructions),
+                inputs=own.inputs,
+                outputs=own.outputs,
+                state=_all(own.state, names),
+                nbytes=tuple((names.get(name, name), size) for name, size in own.nbytes),
+            )
+            stages[self.ranks[index]] = program.stage_of[index]
+        return replace(program, ranks=tuple(ranks), stage_of=tuple(stages))
+
+    def _instruction(self, instruction: Instruction, names: Mapping[str, str]) -> Instruction:
+        match instruction:
+            case Call():
+                return replace(
+                    instruction,
+                    inputs=_all(instruction.inputs, names),
+                    outputs=_all(instruction.outputs, names),
+                    writes=_all(instruction.writes, names),
+                )
+            case Send():
+                value = names.get(instruction.value, instruction.value)
+                return replace(instruction, value=value, to=self.ranks[instruction.to])
+            case Recv():
+                source = self.ranks[instruction.source_rank]
+                return replace(instruction, source_rank=source)
+            case Collective():
+                return replace(
+                    instruction,
+                    group=tuple(self.ranks[rank] for rank in instruction.group),
+                    inputs=_all(instruction.inputs, names),
+                )
+            case Wait() | Free():
+                return replace(instruction, values=_all(instruction.values, names))
+            case _:
+                assert_never(instruction)
+
+
+def _all(values: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names.get(value, value) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class _PartFuture(Future):
+    """The part's items of the whole's result."""
+
+    whole: Future
+    ranks: tuple[int, ...]
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        found = self.whole.get(timeout)
+        return [found[rank] for rank in self.ranks]
+
+    def done(self) -> bool:
+        return self.whole.done()

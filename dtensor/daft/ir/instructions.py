@@ -1,0 +1,223 @@
+"""The instructions of a program: what one rank does, one at a time.
+
+`Send`, `Recv` and `Collective` *start* and never block; `Wait` completes. Example, rank 0 of a
+program that adds one number over two ranks (`str` gives the same text that `text.py` parses):
+
+    a = call f(x)
+    s = all_reduce.sum(a) over (0, 1) on "grads": f32[1] => f32[1]
+    wait s
+    free a
+
+Invariants: instructions are frozen values; a started operation has one buffer for each value that
+it reads or makes. What needs the whole program to be seen is checked in `verify/verifier.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, TypeAlias, assert_never, get_args
+
+import torch
+
+Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Op: TypeAlias = Literal["sum", "max", "min"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+OPS: tuple[Op, ...] = get_args(Op)
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f8e4m3fn": torch.float8_e4m3fn,
+    "f8e5m2": torch.float8_e5m2,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u64": torch.uint64,
+    "u32": torch.uint32,
+    "u16": torch.uint16,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c32": torch.complex32,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The shape and dtype of a tensor that is sent or received; prints as `f32[2,3]`.
+
+    A `variable` one is flat, and only who sends it knows how long it is: `u8[*]`. Its length goes
+    ahead of it. Collectives have none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    variable: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.variable and self.shape:
+            raise ValueError(f"A variable buffer has no shape before it runs, got {self.shape}.")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"A buffer's sizes are 0 or more, got {self.shape}.")
+        if self.dtype not in DTYPE_NAMES:
+            raise ValueError(f"A buffer of {self.dtype} cannot be sent; known: {list(DTYPES)}.")
+
+    @property
+    def nbytes(self) -> int:
+        """0 for a variable one: unknown before it runs."""
+        if self.variable:
+            return 0
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        sizes = "*" if self.variable else ",".join(map(str, self.shape))
+        return f"{DTYPE_NAMES[self.dtype]}[{sizes}]"
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
+        return fits and tensor.dtype == self.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Buffer:
+        return Buffer(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run function `fn` of the program on values; `writes` are the inputs it changes in place."""
+
+    fn: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending `value` to a rank. The k-th on a channel meets the k-th `Recv` there."""
+
+    value: str
+    to: int
+    channel: str
+    buffer: Buffer
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Start receiving `value` from a rank."""
+
+    value: str
+    source_rank: int
+    channel: str
+    buffer: Buffer
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Start a collective of `group`, whose order is the order of reduction (a left fold).
+
+    - all_reduce: n inputs, n outputs of the same shapes on all ranks (n > 1: a bucket).
+    - all_gather: 1 input (its shape may differ by rank), one output per member, in group order.
+    - reduce_scatter: one input per member, 1 output: the fold of what each contributed to me.
+    - all_to_all: one input for each member, one output from each.
+    - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
+
+    A sum of floats narrower than 32 bits may come out in float32, in which it is accumulated.
+    """
+
+    kind: Kind
+    group: tuple[int, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    in_buffers: tuple[Buffer, ...]
+    out_buffers: tuple[Buffer, ...]
+    op: Op | None
+    channel: str
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"A collective's kind is one of {KINDS}, got {self.kind!r}.")
+        reduces = self.kind in ("all_reduce", "reduce_scatter")
+        if reduces != (self.op is not None) or (reduces and self.op not in OPS):
+            raise ValueError(
+                f"{self.kind} {'needs an op of ' + str(OPS) if reduces else 'takes no op'}, "
+                f"got {self.op!r}."
+            )
+        if len(self.inputs) != len(self.in_buffers) or len(self.outputs) != len(self.out_buffers):
+            raise ValueError(
+                f"{self.kind} needs one buffer per value, got {len(self.inputs)} inputs with "
+                f"{len(self.in_buffers)} buffers and {len(self.outputs)} outputs with "
+                f"{len(self.out_buffers)}."
+            )
+        if any(buffer.variable for buffer in (*self.in_buffers, *self.out_buffers)):
+            raise ValueError(
+                f"The members of {self.kind} must know its sizes before it runs, got "
+                f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Complete the starts that produce (`Recv`, `Collective`) or read (`Send`) these values.
+
+    One output of a collective stands for the whole of it. A value whose start is complete may be
+    waited for again, for nothing.
+    """
+
+    values: tuple[str, ...]
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop values from the rank's table."""
+
+    values: tuple[str, ...]
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free
+Start: TypeAlias = Send | Recv | Collective
+
+
+def inputs_of(instruction: Instruction) -> tuple[str, ...]:
+    """The values that it reads."""
+    match instruction:
+        case Call(inputs=inputs) | Collective(inputs=inputs):
+            return inputs
+        case Send(value=value):
+            return (value,)
+        case Recv() | Wait() | Free():
+            return ()
+        case _:
+            assert_never(instruction)
+
+
+def outputs_of(instruction: Instruction) -> tuple[str, ...]:
+    """The values that it makes."""
+    match instruction:
+        case Call(outputs=outputs) | Collective(outputs=outputs):
+            return outputs
+        case Recv(value=value):
+            return (value,)
+        case Send() | Wait() | Free():
+            return ()
+        case _:
+            assert_never(instruction)

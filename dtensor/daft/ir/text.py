@@ -1,0 +1,258 @@
+"""The text of instructions: printed for people, parsed back exactly.
+
+    instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
+                | "wait" names | "free" names | "call" fn "(" names ")" [ "writes" names ]
+    start       = "call" fn "(" names ")" [ "writes" names ]
+                | "recv" "from" rank "on" name ":" buffer
+                | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
+                  ":" buffers "=>" buffers
+    buffer      = dtype "[" sizes | "*" "]"                e.g. f32[2,3], u8[*]
+    name        = letters, digits and . : / % _ - or a JSON string, where others are needed
+
+Every instruction may end in `# "label"` and `@ "user's line"`, both JSON strings; lists are
+separated by commas and may be empty. One instruction a line.
+
+Invariant: `parse_instructions("\\n".join(map(str_of, xs))) == tuple(xs)`. Functions go by name:
+their source is not part of this text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from dtensor.daft.ir.instructions import (
+    DTYPES,
+    KINDS,
+    OPS,
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Instruction,
+    Recv,
+    Send,
+    Wait,
+)
+
+_PLAIN = re.compile(r"[\w.:/%-]*[\w/%-]")
+_TOKEN = re.compile(
+    r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
+)
+
+
+def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
+    """One line; `brief` leaves out channels, buffers, the label and the user's line."""
+    i = instruction
+    match i:
+        case Call():
+            text = f"call {_name(i.fn)}({_names(i.inputs)})"
+            if i.outputs:
+                text = f"{_names(i.outputs)} = {text}"
+            if i.writes:
+                text += f" writes {_names(i.writes)}"
+        case Send():
+            text = f"send {_name(i.value)} to {i.to}"
+            text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
+        case Recv():
+            text = f"{_name(i.value)} = recv from {i.source_rank}"
+            text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
+        case Collective():
+            kind = i.kind if i.op is None else f"{i.kind}.{i.op}"
+            text = f"{_names(i.outputs)} = {kind}({_names(i.inputs)})"
+            text += f" over ({', '.join(map(str, i.group))})"
+            if not brief:
+                ins, outs = (", ".join(map(str, b)) for b in (i.in_buffers, i.out_buffers))
+                text += f" on {_name(i.channel)} : {ins}{' ' if ins else ''}=> {outs}"
+        case Wait():
+            text = f"wait {_names(i.values)}"
+        case Free():
+            text = f"free {_names(i.values)}"
+        case _:
+            assert_never(i)
+    if not brief and i.label:
+        text += f" # {json.dumps(i.label, ensure_ascii=False)}"
+    if not brief and i.source is not None:
+        text += f" @ {json.dumps(i.source, ensure_ascii=False)}"
+    return text
+
+
+def parse_instructions(text: str) -> tuple[Instruction, ...]:
+    """The inverse of `format_instruction`, a line each; blank lines are skipped."""
+    return tuple(_Parser(line).instruction() for line in text.split("\n") if line.strip())
+
+
+def columns(titles: Sequence[str], lists: Sequence[Sequence[str]], width: int = 100) -> str:
+    """Lists side by side, as many to a row of columns as fit; long entries are cut with `...`."""
+    wanted = [max(map(len, (title, *items))) for title, items in zip(titles, lists, strict=True)]
+    sizes = [min(size, max(28, width // max(1, len(lists)) - 7)) for size in wanted]
+    blocks: list[str] = []
+    start = 0
+    while start < len(lists):
+        end, used = start + 1, sizes[start]
+        while end < len(lists) and used + sizes[end] + 3 <= width - 5:
+            used += sizes[end] + 3
+            end += 1
+        rows = [("    ", [_cell(titles[c], sizes[c]) for c in range(start, end)])]
+        for r in range(max(len(items) for items in lists[start:end])):
+            cells = [
+                _cell(lists[c][r] if r < len(lists[c]) else "", sizes[c]) for c in range(start, end)
+            ]
+            rows.append((f"{r:>4}", cells))
+        blocks.append("\n".join(f"{n} {' | '.join(cells)}".rstrip() for n, cells in rows))
+        start = end
+    return "\n\n".join(blocks)
+
+
+def _cell(text: str, size: int) -> str:
+    return text.ljust(size) if len(text) <= size else text[: size - 3] + "..."
+
+
+def _name(name: str) -> str:
+    return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(map(_name, names))
+
+
+class _Parser:
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.tokens: list[str] = []
+        self.at = 0
+        end = 0
+        while end < len(line.rstrip()):
+            match = _TOKEN.match(line, end)
+            if match is None:
+                raise ValueError(f"This is not an instruction at column {end}: {line!r}.")
+            self.tokens.append(match.group(1))
+            end = match.end()
+
+    def instruction(self) -> Instruction:
+        if "=" in self.tokens:
+            outputs = self._list()
+            self._expect("=")
+            return self._start(outputs)
+        word = self._word()
+        if word == "call":
+            return self._call(())
+        if word == "send":
+            value = self._word()
+            self._expect("to")
+            rank = int(self._word())
+            channel = self._channel()
+            buffer = self._buffers()
+            label, source = self._tail()
+            return Send(value, rank, channel, *buffer, label=label, source=source)
+        if word in ("wait", "free"):
+            values = self._list()
+            label, source = self._tail()
+            kind = Wait if word == "wait" else Free
+            return kind(values, label=label, source=source)
+        raise ValueError(f"An instruction cannot start with {word!r}: {self.line!r}.")
+
+    def _start(self, outputs: tuple[str, ...]) -> Instruction:
+        word = self._word()
+        if word == "call":
+            return self._call(outputs)
+        if word == "recv":
+            self._expect("from")
+            rank = int(self._word())
+            channel = self._channel()
+            buffer = self._buffers()
+            label, source = self._tail()
+            (value,) = outputs
+            return Recv(value, rank, channel, *buffer, label=label, source=source)
+        kind, _, op = word.partition(".")
+        if kind not in KINDS or (op and op not in OPS):
+            raise ValueError(f"There is no instruction {word!r}: {self.line!r}.")
+        inputs = self._parenthesised()
+        self._expect("over")
+        group = tuple(map(int, self._parenthesised()))
+        channel = self._channel()
+        ins = self._buffers()
+        self._expect("=>")
+        outs = self._buffers()
+        label, source = self._tail()
+        return Collective(
+            kind, group, inputs, outputs, ins, outs,
+            op if op else None, channel, label=label, source=source,
+        )  # fmt: skip
+
+    def _call(self, outputs: tuple[str, ...]) -> Call:
+        fn = self._word()
+        inputs = self._parenthesised()
+        writes: tuple[str, ...] = ()
+        if self._peek() == "writes":
+            self._expect("writes")
+            writes = self._list()
+        label, source = self._tail()
+        return Call(fn, inputs, outputs, writes, label=label, source=source)
+
+    def _channel(self) -> str:
+        self._expect("on")
+        channel = self._word()
+        self._expect(":")
+        return channel
+
+    def _buffers(self) -> tuple[Buffer, ...]:
+        found: list[Buffer] = []
+        while "[" in self._peek() and not self._peek().startswith('"'):
+            dtype, _, sizes = self._next().rstrip("]").partition("[")
+            if dtype not in DTYPES:
+                raise ValueError(f"There is no dtype {dtype!r}, in {self.line!r}.")
+            if sizes == "*":
+                found.append(Buffer((), DTYPES[dtype], variable=True))
+            else:
+                found.append(Buffer(tuple(int(s) for s in sizes.split(",") if s), DTYPES[dtype]))
+            if self._peek() == ",":
+                self._next()
+        return tuple(found)
+
+    def _parenthesised(self) -> tuple[str, ...]:
+        self._expect("(")
+        found = self._list()
+        self._expect(")")
+        return found
+
+    def _list(self) -> tuple[str, ...]:
+        found: list[str] = []
+        while self._peek() not in ("", ")", "=", "#", "@"):
+            found.append(self._word())
+            if self._peek() != ",":
+                break
+            self._next()
+        return tuple(found)
+
+    def _tail(self) -> tuple[str, str | None]:
+        label, source = "", None
+        if self._peek() == "#":
+            self._next()
+            label = self._word()
+        if self._peek() == "@":
+            self._next()
+            source = self._word()
+        if self._peek():
+            raise ValueError(f"Nothing may follow, but {self._peek()!r} does: {self.line!r}.")
+        return label, source
+
+    def _peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def _next(self) -> str:
+        token = self._peek()
+        if not token:
+            raise ValueError(f"The instruction ends too early: {self.line!r}.")
+        self.at += 1
+        return token
+
+    def _word(self) -> str:
+        token = self._next()
+        return str(json.loads(token)) if token.startswith('"') else token
+
+    def _expect(self, token: str) -> None:
+        if (found := self._next()) != token:
+            raise ValueError(f"Expected {token!r}, found {found!r}: {self.line!r}.")

@@ -1,0 +1,291 @@
+"""The transport between actors, whatever carries the messages: exchanges of bytes, then a fold.
+
+Every collective is an exchange among its members and a left fold at `wait`, so that the bits do
+not depend on what carries it, that pieces may be uneven or empty and of any dtype, and that a
+start never blocks. A `Wire` carries messages: gloo (`gloo.py`) or NCCL (`nccl.py`).
+
+    all_reduce    up to 64 KiB, or 2 members: everyone sends everything and folds
+                  else: pieces to their owner, who folds, then the folded pieces to all. The second
+                  half is the wire's `later`: a rank must not need its peer to reach its own
+                  `wait`, or programs that the verifier accepts could hang.
+    the others    one exchange
+
+Example, rank 0 of two, each with 3 numbers: it posts {1: 12 bytes} and expects {1: 12 bytes}.
+
+Invariants: messages are flat, contiguous, of uint8 and not empty. Each key keeps its order. Ranks
+that share an actor use the `LocalTransport` and no wire.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, assert_never
+
+import torch
+from torch import Tensor
+
+from dtensor.daft.ir.instructions import Buffer, Collective, Recv, Send
+from dtensor.daft.ray.routes import Key, key_of
+from dtensor.daft.run.in_process_transport import LocalTransport
+from dtensor.daft.run.transport import Pending, Transport, fold
+
+SMALL_BYTES = 1 << 16
+FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
+
+Finish: TypeAlias = Callable[[], tuple[Tensor, ...]]
+Messages: TypeAlias = Mapping[int, Tensor]
+"""By rank: what goes to it, or where what comes from it is put."""
+
+
+class Work(Protocol):
+    """What is used of torch's `Work`."""
+
+    def wait(self) -> object: ...
+
+
+class Wire(ABC):
+    """Carries messages between ranks on different actors."""
+
+    @abstractmethod
+    def open(self, tags: Mapping[Key, int]) -> None:
+        """Make ready for these keys; called by all actors, with the same numbers."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> Tensor:
+        """Room for a message."""
+
+    @abstractmethod
+    def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
+        """Start messages of an exchange; none is empty. `half` 1: the second of an all_reduce."""
+
+    @abstractmethod
+    def later(self, key: Key, finish: Finish) -> Pending:
+        """Do `finish`, which waits and posts, so that this rank does not wait for it; in order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Break all connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted(Pending):
+    works: Sequence[Work]
+    finish: Finish
+    held: Messages = field(default_factory=dict[int, Tensor])  # alive until they are sent
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+
+class ExchangeTransport(Transport):
+    def __init__(self, wire: Wire, actor_of: Sequence[int]) -> None:
+        self._wire = wire
+        self._tags: dict[Key, int] = {}
+        self._actor_of = tuple(actor_of)
+        self._local = LocalTransport()
+
+    def open(self, tags: Mapping[Key, int]) -> None:
+        """Make ready for the keys of a program that is about to be loaded."""
+        self._wire.open(tags)
+        self._tags.update(tags)
+
+    def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
+        if self._actor_of[rank] == self._actor_of[send.to]:
+            return self._local.start_send(rank, send, value)
+        if send.buffer.variable:
+            return self._start_variable_send(key_of(rank, send), send.to, value)
+        sends = {send.to: as_bytes(value)}
+        return _Posted(self._post(key_of(rank, send), sends, {}), tuple, sends)
+
+    def start_recv(self, rank: int, recv: Recv) -> Pending:
+        if self._actor_of[rank] == self._actor_of[recv.source_rank]:
+            return self._local.start_recv(rank, recv)
+        buffer = recv.buffer
+        if buffer.variable:
+            return self._start_variable_recv(key_of(rank, recv), recv)
+        data = self._wire.empty(buffer.nbytes)
+        works = self._post(key_of(rank, recv), {}, {recv.source_rank: data})
+        return _Posted(works, lambda: (from_bytes(data, buffer),))
+
+    def start_collective(
+        self, rank: int, collective: Collective, values: Sequence[Tensor]
+    ) -> Pending:
+        key = key_of(rank, collective)
+        if key not in self._tags:
+            return self._local.start_collective(rank, collective, values)
+        total = sum(buffer.nbytes for buffer in collective.in_buffers)
+        if collective.kind == "all_reduce" and len(collective.group) > 2 and total > SMALL_BYTES:
+            return self._start_large_all_reduce(rank, collective, values, key)
+        sends, recvs = messages(rank, collective, values)
+        data = {m: self._wire.empty(nbytes) for m, nbytes in recvs.items()}
+        works = self._post(key, sends, data)
+        return _Posted(works, lambda: finish(rank, collective, values, data), sends)
+
+    def close(self) -> None:
+        self._wire.close()
+        self._local.close()
+
+    def _post(self, key: Key, sends: Messages, recvs: Messages, half: int = 0) -> Sequence[Work]:
+        """Empty messages are not sent, which both sides know."""
+        sends = {member: data for member, data in sends.items() if data.numel()}
+        recvs = {member: data for member, data in recvs.items() if data.numel()}
+        return self._wire.post(key, sends, recvs, half) if sends or recvs else ()
+
+    def _start_variable_send(self, key: Key, to: int, value: Tensor) -> Pending:
+        """A frame with the length and as much as it holds; then the rest, on a tag of its own, as
+        frames of later sends may overtake it."""
+        data, frame = as_bytes(value), torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        head = min(data.numel(), FRAME_BYTES - 8)
+        frame[:8] = as_bytes(torch.tensor([data.numel()]))
+        frame[8 : 8 + head] = data[:head]
+        first = _Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
+        rest = {to: data[head:]}
+        return _Posted(self._post(key, rest, {}, 1), first.wait, rest)
+
+    def _start_variable_recv(self, key: Key, recv: Recv) -> Pending:
+        source, frame = recv.source_rank, self._wire.empty(FRAME_BYTES)
+        works = self._post(key, {}, {source: frame})
+
+        def rest() -> tuple[Tensor, ...]:
+            for work in works:
+                work.wait()
+            data = self._wire.empty(int(frame[:8].view(torch.int64).item()))
+            head = min(data.numel(), FRAME_BYTES - 8)
+            data[:head] = frame[8 : 8 + head]
+            for work in self._post(key, {}, {source: data[head:]}, 1):
+                work.wait()
+            return (data.view(recv.buffer.dtype),)
+
+        return self._wire.later(key, rest)
+
+    def _start_large_all_reduce(
+        self, rank: int, collective: Collective, values: Sequence[Tensor], key: Key
+    ) -> Pending:
+        group, op = collective.group, collective.op
+        assert op is not None
+        # A piece of every tensor of the bucket for each member; the first ones are the larger.
+        pieces = {
+            member: [v.contiguous().reshape(-1).tensor_split(len(group))[m] for v in values]
+            for m, member in enumerate(group)
+        }
+        others = [member for member in group if member != rank]
+        own_bytes = sum(piece.nbytes for piece in pieces[rank])
+        data = {member: self._wire.empty(own_bytes) for member in others}
+        sends = {member: pack_bytes(pieces[member]) for member in others}
+        first = _Posted(self._post(key, sends, data), tuple, sends)
+
+        def rest() -> tuple[Tensor, ...]:
+            first.wait()
+            buffers = [Buffer.of(piece) for piece in pieces[rank]]
+            parts = {member: unpack_bytes(data[member], buffers) for member in others}
+            parts[rank] = tuple(pieces[rank])
+            outs = [buffer.dtype for buffer in collective.out_buffers]
+            made = {
+                member: [
+                    Buffer(tuple(piece.shape), dtype)
+                    for piece, dtype in zip(pieces[member], outs, strict=True)
+                ]
+                for member in others
+            }
+            folded = [fold([parts[m][i] for m in group], op, dtype) for i, dtype in enumerate(outs)]
+            message = pack_bytes(folded)
+            gathered = {m: self._wire.empty(sum(b.nbytes for b in made[m])) for m in others}
+            for work in self._post(key, {m: message for m in others}, gathered, 1):
+                work.wait()
+            done = {m: unpack_bytes(gathered[m], made[m]) for m in others}
+            done[rank] = tuple(folded)
+            return tuple(
+                torch.cat([done[m][i] for m in group]).reshape(buffer.shape)
+                for i, buffer in enumerate(collective.out_buffers)
+            )
+
+        return self._wire.later(key, rest)
+
+
+def messages(
+    rank: int, collective: Collective, values: Sequence[Tensor]
+) -> tuple[dict[int, Tensor], dict[int, int]]:
+    """What this rank sends to each other member (bytes), and how many bytes it gets from each."""
+    group, outs = collective.group, collective.out_buffers
+    others = [(m, member) for m, member in enumerate(group) if member != rank]
+    match collective.kind:
+        case "all_reduce":
+            message = pack_bytes(values)
+            return {r: message for _, r in others}, {r: message.numel() for _, r in others}
+        case "all_gather":
+            message = as_bytes(values[0])
+            return {r: message for _, r in others}, {r: outs[m].nbytes for m, r in others}
+        case "reduce_scatter":
+            own = collective.in_buffers[group.index(rank)]  # what comes out may be wider
+            sends = {r: as_bytes(values[m]) for m, r in others}
+            return sends, {r: own.nbytes for _, r in others}
+        case "all_to_all":
+            sends = {r: as_bytes(values[m]) for m, r in others}
+            return sends, {r: outs[m].nbytes for m, r in others}
+        case "broadcast":
+            if rank != group[0]:
+                return {}, {group[0]: outs[0].nbytes}
+            message = as_bytes(values[0])
+            return {r: message for _, r in others}, {}
+        case _:
+            assert_never(collective.kind)
+
+
+def finish(
+    rank: int, collective: Collective, values: Sequence[Tensor], data: Mapping[int, Tensor]
+) -> tuple[Tensor, ...]:
+    """This rank's results, from its own values and what has come from the others."""
+    group, outs = collective.group, collective.out_buffers
+    me = group.index(rank)
+    match collective.kind:
+        case "all_reduce" | "reduce_scatter":
+            op = collective.op
+            assert op is not None
+            scatters = collective.kind == "reduce_scatter"
+            ins = collective.in_buffers[me : me + 1] if scatters else collective.in_buffers
+            parts = {member: unpack_bytes(raw, ins) for member, raw in data.items()}
+            parts[rank] = (values[me],) if scatters else tuple(values)
+            return tuple(
+                fold([parts[m][i] for m in group], op, out.dtype) for i, out in enumerate(outs)
+            )
+        case "all_gather" | "all_to_all":
+            own = values[0] if collective.kind == "all_gather" else values[me]
+            return tuple(
+                own.clone(memory_format=torch.contiguous_format)
+                if member == rank
+                else from_bytes(data[member], outs[m])
+                for m, member in enumerate(group)
+            )
+        case "broadcast":
+            if rank != group[0]:
+                return (from_bytes(data[group[0]], outs[0]),)
+            return (values[0].clone(memory_format=torch.contiguous_format),)
+        case _:
+            assert_never(collective.kind)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(data: Tensor, buffer: Buffer) -> Tensor:
+    return data.view(buffer.dtype).reshape(buffer.shape)
+
+
+def pack_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of all, end to end; without a copy for a single one."""
+    if len(tensors) == 1:
+        return as_bytes(tensors[0])
+    return torch.cat([as_bytes(tensor) for tensor in tensors])
+
+
+def unpack_bytes(data: Tensor, buffers: Sequence[Buffer]) -> tuple[Tensor, ...]:
+    """The inverse of `pack_bytes`. Copies: a part need not be aligned for its dtype."""
+    if len(buffers) == 1:
+        return (from_bytes(data, buffers[0]),)
+    parts = torch.split(data, [buffer.nbytes for buffer in buffers])
+    return tuple(from_bytes(p.clone(), b) for p, b in zip(parts, buffers, strict=True))

@@ -1,0 +1,99 @@
+"""The wire between actors on CPUs: gloo's point-to-point messages, and nothing else of gloo.
+
+    wire = join_gloo(store, 0, (0, 1), "127.0.0.1", deadline_s=60.0)     # actor 0 of two
+    transport = ExchangeTransport(wire, (0, 1))
+
+Invariants: one process group spans all actors. Each key has two tags of its own, on which gloo
+keeps the order: an exchange has the even one, the second half of a large all_reduce the odd one.
+That half runs in the key's helper thread. A peer that dies or does not answer in time makes the
+`wait` of this one raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
+from dtensor.daft.ray.routes import Key
+from dtensor.daft.run.transport import Pending
+
+
+class Messenger(Protocol):
+    """What is used of `ProcessGroupGloo`, whose stubs leave it out."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+
+
+def gloo_group(
+    store: Store, index: int, size: int, own_address: str, deadline_s: float
+) -> Messenger:
+    """Blocks until all members have come."""
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore
+    device = dist.ProcessGroupGloo.create_device(hostname=own_address)  # pyright: ignore
+    options._devices = [device]  # pyright: ignore
+    options._timeout = timedelta(seconds=deadline_s)  # pyright: ignore
+    return cast(Messenger, dist.ProcessGroupGloo(store, index, size, options))  # pyright: ignore
+
+
+def join_gloo(
+    store: Store, index: int, actor_of: Sequence[int], own_address: str, deadline_s: float
+) -> GlooWire:
+    """Actor `index`'s wire to the others; blocks until all have joined."""
+    size = max(actor_of) + 1
+    return GlooWire(gloo_group(store, index, size, own_address, deadline_s), actor_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Helped(Pending):
+    future: Future[tuple[Tensor, ...]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.future.result()
+
+
+class GlooWire(Wire):
+    def __init__(self, group: Messenger, actor_of: Sequence[int]) -> None:
+        self._group: Messenger | None = group
+        self._actor_of = tuple(actor_of)
+        self._tags: dict[Key, int] = {}
+        self._helpers: dict[Key, ThreadPoolExecutor] = {}
+
+    def open(self, tags: Mapping[Key, int]) -> None:
+        self._tags.update(tags)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
+        group = self._group
+        if group is None:
+            raise RuntimeError("The connections of this actor are closed.")
+        tag = 2 * self._tags[key] + half
+        works = [group.recv([data], self._actor_of[m], tag) for m, data in recvs.items()]
+        works += [group.send([data], self._actor_of[m], tag) for m, data in sends.items()]
+        return works
+
+    def later(self, key: Key, finish: Finish) -> Pending:
+        def run() -> tuple[Tensor, ...]:
+            torch.set_num_threads(1)  # of this thread: more would change the bits
+            with torch.no_grad():
+                return finish()
+
+        if key not in self._helpers:
+            self._helpers[key] = ThreadPoolExecutor(1, f"channel {key[1]}")
+        return _Helped(self._helpers[key].submit(run))
+
+    def close(self) -> None:
+        for helper in self._helpers.values():
+            helper.shutdown(wait=False, cancel_futures=True)
+        self._group = None

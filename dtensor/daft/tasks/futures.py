@@ -1,0 +1,153 @@
+"""The result of a task of an actor, before it is there.
+
+    y = a.execute(x)          # a TaskFuture: nothing has been waited for
+    z = b.execute({"y": y})   # b gets the value, from a's process to b's
+    z.get()                   # the value, here; raises what failed first, if anything did
+
+Invariants: a future is a handle; the value stays where it was made until somebody needs it, and is
+dropped with the last future of it. `get` may be called again and gives equal values that share no
+memory. A time-out does not consume a future. `future[key]` is a future of the item.
+
+A future is no value: its truth, its length, arithmetic on it are errors that say so.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from dtensor.daft.cluster.cluster import Future
+from dtensor.daft.errors import ProgramError
+from dtensor.daft.tasks.values import Placeholder, decode, failure_of
+
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+MAX_FRAMES = 5
+
+
+class Owner(ABC):
+    """Who made a future and can say what has become of it."""
+
+    @abstractmethod
+    def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
+        """The message; `TimeoutError` if it is not there in time."""
+
+    @abstractmethod
+    def ready(self, future: TaskFuture) -> bool: ...
+
+    @abstractmethod
+    def item(self, future: TaskFuture, key: object) -> TaskFuture: ...
+
+    @abstractmethod
+    def misuse(self, future: TaskFuture, what: str) -> Exception:
+        """The error for using a future as a value."""
+
+
+class TaskFuture(Future, Placeholder):
+    """`value` is the backend's; `actor` the key of the actor that makes it, by task `title`."""
+
+    def __init__(self, owner: Owner, actor: int, title: str, value: Any) -> None:
+        self.owner = owner
+        self.actor = actor
+        self.title = title
+        self.value = value
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The value; `TimeoutError` after `timeout` seconds. Raises a failure's root cause."""
+        message = self.owner.fetch(self, timeout)
+        error = failure_of(message)
+        if error is not None:
+            if error.failure.text and f"{error.failure.actor}.{error.failure.text}" != self.title:
+                error.add_note(f"{self.title} was not run, as it depends on this.")
+            raise error
+        return decode(message)
+
+    def done(self) -> bool:
+        return self.owner.ready(self)
+
+    def __getitem__(self, key: object) -> TaskFuture:
+        return self.owner.item(self, key)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.title}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} belongs to the controller: it does not pickle.")
+
+    # Python would give each future the truth True, and iterate over [0], [1], ... for ever.
+    def __bool__(self) -> NoReturn:
+        raise self.owner.misuse(self, "its truth is asked for")
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise self.owner.misuse(self, "it is iterated over")
+
+    def __len__(self) -> NoReturn:
+        raise self.owner.misuse(self, "its length is asked for")
+
+    def __float__(self) -> NoReturn:
+        raise self.owner.misuse(self, "it is made a number")
+
+    def __int__(self) -> NoReturn:
+        raise self.owner.misuse(self, "it is made a number")
+
+    def __index__(self) -> NoReturn:
+        raise self.owner.misuse(self, "it is made a number")
+
+    def __lt__(self, other: object) -> NoReturn:
+        raise self.owner.misuse(self, "it is compared")
+
+    __gt__ = __le__ = __ge__ = __lt__
+
+    def __add__(self, other: object) -> NoReturn:
+        raise self.owner.misuse(self, "the controller computes with it")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+    __matmul__ = __rmatmul__ = __pow__ = __add__
+
+    def __neg__(self) -> NoReturn:
+        raise self.owner.misuse(self, "the controller computes with it")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # what Python and libraries probe for
+            raise AttributeError(name)
+        raise self.owner.misuse(self, f"its attribute {name!r} is asked for")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        for arg in (*args, *(kwargs or {}).values()):
+            if isinstance(arg, TaskFuture):
+                raise arg.owner.misuse(arg, "the controller computes with it")
+        raise ProgramError("The controller computes with a list of futures.")
+
+
+def user_frames() -> tuple[str, ...]:
+    """Where the user called from: "file:line in function: code", innermost first."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    found: list[str] = []
+    while frame is not None and len(found) < MAX_FRAMES:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OWN):
+            code = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
+            found.append(
+                f"{_short(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+                + (f": {code}" if code else "")
+            )
+        frame = frame.f_back
+    return tuple(found)
+
+
+def user_line() -> str:
+    return next(iter(user_frames()), "an unknown line")
+
+
+def _short(file: str) -> str:
+    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    return file if relative.startswith("..") else relative

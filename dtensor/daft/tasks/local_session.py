@@ -1,0 +1,105 @@
+"""Actors in the controller's process: a task runs when it is dispatched. Deterministic.
+
+    with daft.launch():
+        a = daft.spawn(Model)
+        a.execute(x).get()         # what Ray gives too, to the bit
+
+Invariants: actors share no memory with each other or the controller, as if each were a process of
+its own: everything goes through messages. `calls` counts as if they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from dtensor.daft.errors import DaftError, TaskError
+from dtensor.daft.run.engine import Engine, Inputs, Table
+from dtensor.daft.run.in_process_transport import LocalTransport
+from dtensor.daft.tasks.actor_session import ActorInfo, Session
+from dtensor.daft.tasks.frozen import SELF, Frozen, argument
+from dtensor.daft.tasks.futures import TaskFuture
+from dtensor.daft.tasks.task import Subject, Task
+from dtensor.daft.verification.verifier import verify
+
+
+class LocalSession(Session):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._seed = seed
+        self._subjects: dict[int, Subject] = {}
+        self._num_processes = 0
+        self._loaded: list[tuple[Frozen, Engine]] = []
+
+    def new_process(self, name: str, resources: Mapping[str, float]) -> int:
+        self._num_processes += 1
+        return self._num_processes - 1
+
+    def create(
+        self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
+    ) -> None:
+        self._count(arguments)
+        subject = self._subjects[actor.key] = Subject()
+        task.create(subject, lambda: actor.cls, arguments, [future.value for future in inputs])
+
+    def dispatch(
+        self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
+    ) -> TaskFuture:
+        self._count(arguments)
+        subject = self._subjects[actor.key]
+        message = task.run(subject, arguments, [future.value for future in inputs])
+        return TaskFuture(self, actor.key, task.title, message)
+
+    def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor:
+        message: Tensor = future.value
+        self.bytes_received += message.numel()
+        return message
+
+    def ready(self, future: TaskFuture) -> bool:
+        return True
+
+    def load(self, frozen: Frozen) -> int:
+        with self.lock:
+            self.calls += len(frozen.processes)
+            self._loaded.append((frozen, self._engine(frozen)))
+            return len(self._loaded) - 1
+
+    def _engine(self, frozen: Frozen) -> Engine:
+        everyone = (tuple(range(len(frozen.actors))),)
+        sites = verify(frozen.program, everyone, self._seed).lists[0]
+        table: Table = {
+            (rank, SELF): self._subjects[actor] for rank, actor in enumerate(frozen.actors)
+        }
+        return Engine(frozen.program, sites, table, LocalTransport())
+
+    def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
+        frozen, engine = self._loaded[loaded]
+        fed: Inputs = {rank: {} for rank in range(len(frozen.actors))}
+        for index, (given, ranks) in enumerate(zip(inputs, frozen.arguments, strict=True)):
+            if isinstance(given, Tensor):
+                self.bytes_sent += given.numel() * len(ranks)
+            for rank in ranks:
+                fed[rank][argument(index)] = given.value if isinstance(given, TaskFuture) else given
+        with self.lock:
+            self.calls += len(frozen.processes)
+            try:
+                made = engine.run(fed)
+            except BaseException:  # an interrupt leaves half-made transfers: not for the next run
+                self._loaded[loaded] = (frozen, self._engine(frozen))
+                raise
+        return [
+            TaskFuture(self, frozen.actors[rank], title, made[rank][value])
+            for (rank, value), title in zip(frozen.results, frozen.titles, strict=True)
+        ]
+
+    def failures(self) -> list[DaftError]:
+        return [TaskError(f) for subject in self._subjects.values() for f in subject.failures]
+
+    def stop(self) -> None:
+        self._subjects.clear()
+        self._loaded.clear()
+
+    def _count(self, arguments: Tensor) -> None:
+        self.calls += 1
+        self.bytes_sent += arguments.numel()

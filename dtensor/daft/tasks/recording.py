@@ -1,0 +1,226 @@
+"""`compile`: the tasks of a function, recorded once with futures that have no values yet.
+
+    def fn(x, scale=True):
+        return b.execute(a.execute(x))
+
+    step = daft.compile(fn)
+    step(x).get()                 # recorded, verified and loaded here, at the first call
+    step(y)                       # one asynchronous call to each process that takes part
+
+What `fn` is given becomes arguments of the program, leaf by leaf, but for `None`, `bool` and `str`:
+they are what they are, and others are recorded anew, as another structure is. Everything else that
+`fn` reads is frozen into the program, as it was then. Interpreted (`fn` called as it is) and
+compiled give the same bits.
+
+`fn` sees no values. Reading one is an error with the user's line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, cast
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dtensor.daft.errors import ProgramError
+from dtensor.daft.tasks.actor_session import (
+    ActorInfo,
+    Session,
+    current_session,
+    misused_in_recording,
+    operation,
+    recorder,
+)
+from dtensor.daft.tasks.frozen import Frozen, Recorded, freeze
+from dtensor.daft.tasks.futures import Owner, TaskFuture, user_line
+from dtensor.daft.tasks.groups import GroupFuture
+from dtensor.daft.tasks.task import Task
+from dtensor.daft.tasks.values import encode
+
+P = ParamSpec("P")
+
+
+class Recording(Owner):
+    """Takes tasks as they are called, and gives futures of what they will make."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.tasks: list[Recorded] = []
+
+    def argument(self, index: int, title: str) -> TaskFuture:
+        return TaskFuture(self, -1, title, -1 - index)
+
+    def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture:
+        if actor.session is not self.session:
+            raise ProgramError(
+                f"Actor {actor.name!r} is of another launch than the one that the function is "
+                f"compiled in.\n  at {user_line()}\n  Fix: use actors of one launch."
+            )
+        encoded = encode(args, actor.session.pickler)
+        inputs: list[int] = []
+        for given in encoded.placeholders:
+            if not isinstance(given, TaskFuture) or given.owner is not self:
+                raise ProgramError(
+                    f"A compiled function uses {given!r}, which is neither one of its arguments "
+                    f"nor made in it.\n  at {user_line()}\n"
+                    f"  Fix: make it an argument of the function."
+                )
+            inputs.append(given.value)
+        self.tasks.append(
+            Recorded(actor=actor.key, task=task, arguments=encoded.message, inputs=tuple(inputs))
+        )
+        return TaskFuture(self, actor.key, task.title, len(self.tasks) - 1)
+
+    def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
+        raise self.misuse(future, "its value is asked for")
+
+    def ready(self, future: TaskFuture) -> bool:
+        raise self.misuse(future, "it is asked whether it is there")
+
+    def item(self, future: TaskFuture, key: object) -> TaskFuture:
+        if future.actor < 0:
+            raise self.misuse(future, "an item of it is asked for")
+        return operation(self.session.actors[future.actor], "item", future, key)
+
+    def misuse(self, future: TaskFuture, what: str) -> Exception:
+        return misused_in_recording(future.title, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A recording; `returned` is what the function returned, with its futures replaced by `_Result`
+    and by `_Argument`."""
+
+    session: Session
+    frozen: Frozen
+    number: int
+    returned: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    index: int
+
+
+class Compiled(Generic[P]):
+    """A function of futures that is recorded once for each structure of its arguments."""
+
+    def __init__(self, fn: Callable[P, Any]) -> None:
+        self.fn = fn
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self._loaded: list[tuple[object, _Loaded]] = []
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """What the function returns; its futures are there later, and may be arguments again."""
+        if recorder.get() is not None:  # inside another compiled function it is a part of that
+            return self.fn(*args, **kwargs)
+        session = current_session()
+        leaves, spec, key = _flatten(args, kwargs)
+        loaded = next(
+            (own for known, own in self._loaded if own.session is session and known == key), None
+        )
+        if loaded is None:
+            frozen, returned = self._record(session, leaves, spec)
+            loaded = _Loaded(session, frozen, session.load(frozen), returned)
+            self._loaded = [(k, own) for k, own in self._loaded if not own.session.closed]
+            self._loaded.append((key, loaded))
+        inputs = [
+            _input(session, leaf) if ranks else None
+            for leaf, ranks in zip(leaves, loaded.frozen.arguments, strict=True)
+        ]
+        futures = session.run(loaded.number, inputs)
+
+        def fill(leaf: Any) -> Any:
+            match leaf:
+                case _Result(index):
+                    return futures[index]
+                case _Argument(index):
+                    return leaves[index]
+                case GroupFuture():
+                    return GroupFuture(leaf.group, [fill(future.value) for future in leaf])
+                case _:
+                    return leaf
+
+        return pytree.tree_map(fill, loaded.returned)
+
+    def program(self, *args: P.args, **kwargs: P.kwargs) -> Frozen:
+        """What a call with these arguments would run. Loads and runs nothing."""
+        leaves, spec, _ = _flatten(args, kwargs)
+        return self._record(current_session(), leaves, spec)[0]
+
+    def _record(self, session: Session, leaves: list[Any], spec: Any) -> tuple[Frozen, Any]:
+        recording = Recording(session)
+        symbols = [
+            leaf if _is_static(leaf) else recording.argument(i, f"argument {i} of {self.name}")
+            for i, leaf in enumerate(leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(symbols, spec)
+        token = recorder.set(recording)
+        try:
+            returned = cast(Callable[..., Any], self.fn)(*args, **kwargs)
+        finally:
+            recorder.reset(token)
+        results: list[int] = []
+
+        def place(leaf: Any) -> Any:
+            if isinstance(leaf, GroupFuture):
+                made = [TaskFuture(recording, f.actor, f.title, place(f)) for f in leaf]
+                return GroupFuture(leaf.group, made)
+            if not isinstance(leaf, TaskFuture):
+                return leaf
+            if leaf.owner is not recording:
+                raise ProgramError(f"{self.name} returns {leaf!r}, which was not made in it.")
+            if leaf.value < 0:
+                return _Argument(-1 - leaf.value)
+            results.append(leaf.value)
+            return _Result(len(results) - 1)
+
+        returned = pytree.tree_map(place, returned)
+        if not recording.tasks:
+            raise ProgramError(
+                f"Compiled function {self.name!r} calls no method of an actor.\n"
+                f"  at {user_line()}\n"
+                f"  Fix: call it as it is, without daft.compile."
+            )
+        process_of = {actor.key: actor.process for actor in session.actors}
+        frozen = freeze(self.name, recording.tasks, results, process_of, len(leaves))
+        return frozen, returned
+
+
+def compile(fn: Callable[P, Any]) -> Compiled[P]:
+    """Freeze `fn`, which calls methods of actors and returns their futures, into one program.
+
+    `ProgramError`, at the first call, for a function that reads values or a program that could
+    hang. A failure in a step is a failure of what depends on it; the actors go on.
+    """
+    return Compiled(fn)
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, object]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    statics = tuple((i, repr(leaf)) for i, leaf in enumerate(leaves) if _is_static(leaf))
+    return leaves, spec, (spec, statics)
+
+
+def _is_static(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, bool | str)
+
+
+def _input(session: Session, leaf: Any) -> TaskFuture | Tensor:
+    if isinstance(leaf, TaskFuture):
+        (found,) = session.inputs([leaf])
+        return found
+    encoded = encode(leaf, session.pickler)
+    if encoded.placeholders:
+        raise TypeError(
+            f"An argument of a compiled function hides a future: {leaf!r}.\n  at {user_line()}\n"
+            f"  Fix: pass the future itself, or a list or dict of futures."
+        )
+    return encoded.message

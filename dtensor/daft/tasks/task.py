@@ -1,0 +1,195 @@
+"""A task: one call of a method of an actor, as the process that hosts the actor carries it out.
+
+    task = Task(actor="a", name="execute", issued=("train.py:31 in main: y = a.execute(x)",))
+    task.run(Subject(model), encode(((x,), {})).message, [])        # the message of the result
+
+Invariants: a task ends in a message, whatever happens: the result's, or a failure with where the
+controller issued the task and where the method failed. A task that is given a failure does not
+run: its result is that failure, so the root cause goes on and no cascade. Arguments and results
+are copies; a method may change what it is given. One kernel thread and no autocast of the
+caller's: the same bits in every backend and mode.
+
+`operations.py` has the few tasks that are not methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dtensor.daft.errors import Failure, TaskError
+from dtensor.daft.ir.instructions import Buffer
+from dtensor.daft.run.engine import local_execution
+from dtensor.daft.tasks.operations import OPERATIONS
+from dtensor.daft.tasks.values import (
+    Encoded,
+    ValuePickler,
+    decode,
+    encode,
+    encode_failure,
+    is_failure,
+)
+
+CREATE = "__init__"
+MAX_FAILURES = 100
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Subject:
+    """An actor's object where it lives; what failed here first, for whoever asks."""
+
+    instance: object = None
+    unborn: Tensor | None = None
+    failures: list[Failure] = field(default_factory=list[Failure])
+
+
+def returns(*buffers: Buffer) -> Callable[[F], F]:
+    """Declare the tensors of a method's result, in order: they are checked, and bound the memory.
+
+        @daft.returns(daft.Buffer((8, 16), torch.float32))
+        def execute(self, x): ...
+
+    A method without it may return what it likes; a compiled step's memory is then not known.
+    """
+
+    def declare(method: F) -> F:
+        vars(method)["daft_returns"] = buffers
+        return method
+
+    return declare
+
+
+def declared(cls: type, name: str) -> tuple[Buffer, ...] | None:
+    for base in cls.__mro__:
+        if name in vars(base):
+            member = vars(base)[name]
+            target = getattr(member, "__func__", member)
+            return getattr(target, "__dict__", {}).get("daft_returns")
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """`name` is of a method, or of an operation that needs no object."""
+
+    actor: str
+    name: str
+    issued: tuple[str, ...]
+    operation: bool = False
+    returns: tuple[Buffer, ...] | None = None
+    pickler: type[ValuePickler] = ValuePickler
+
+    @property
+    def title(self) -> str:
+        return f"{self.actor}.{self.name}"
+
+    def create(
+        self,
+        subject: Subject,
+        get_class: Callable[[], type],
+        arguments: Tensor,
+        inputs: Sequence[Tensor],
+    ) -> None:
+        """Make the actor's object; a failure stays with it, and is what its methods give."""
+        made: list[object] = []
+
+        def keep(*args: Any, **kwargs: Any) -> None:
+            made.append(get_class()(*args, **kwargs))
+
+        message = self._run(subject, keep, arguments, inputs, ())
+        if is_failure(message):
+            subject.unborn = message
+        else:
+            (subject.instance,) = made
+
+    def run(
+        self,
+        subject: Subject,
+        arguments: Tensor,
+        inputs: Sequence[Tensor],
+        owned: Sequence[int] = (),
+    ) -> Tensor:
+        """The message of the result. `owned`: the inputs that nobody reads after this."""
+        if subject.unborn is not None:
+            return subject.unborn
+        if self.operation:
+            method: Callable[..., object] = OPERATIONS[self.name]
+        else:
+            method = functools.partial(_call, subject.instance, self.name)
+        return self._run(subject, method, arguments, inputs, owned)
+
+    def _run(
+        self,
+        subject: Subject,
+        method: Callable[..., object],
+        arguments: Tensor,
+        inputs: Sequence[Tensor],
+        owned: Sequence[int],
+    ) -> Tensor:
+        for message in inputs:
+            if is_failure(message):
+                return message
+        with user_execution():
+            try:
+                values = [decode(m, copy=i not in owned) for i, m in enumerate(inputs)]
+                args, kwargs = decode(arguments, values)
+                del values
+                encoded = encode(method(*args, **kwargs), self.pickler)
+                self._check(encoded)
+            except Exception as error:
+                failure = self._failure(error)
+                if len(subject.failures) < MAX_FAILURES:
+                    subject.failures.append(failure)
+                return encode_failure(TaskError(failure))
+        return encoded.message
+
+    def _check(self, encoded: Encoded) -> None:
+        if encoded.placeholders:
+            raise TypeError(
+                f"{self.title} returned a future or a handle, which belongs to the controller.\n"
+                f"  Fix: return tensors and plain data."
+            )
+        if self.returns is None:
+            return
+        made = tuple(Buffer(shape, dtype) for dtype, shape in encoded.tensors)
+        if made != self.returns:
+            raise ValueError(
+                f"{self.title} returned other tensors than it declares.\n"
+                f"  declared: {', '.join(map(str, self.returns))}\n"
+                f"  returned: {', '.join(map(str, made))}"
+            )
+
+    def _failure(self, error: Exception) -> Failure:
+        # the first frame is `_run` itself; an operation has no line of the user's
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        return Failure(
+            rank=None,
+            actor=self.actor,
+            text=self.name,
+            reason=f"{type(error).__name__}: {error}",
+            issued=self.issued,
+            traceback=text,
+        )
+
+
+def _call(instance: object, name: str, *args: Any, **kwargs: Any) -> object:
+    return getattr(instance, name)(*args, **kwargs)
+
+
+@contextmanager
+def user_execution() -> Generator[None]:
+    """One kernel thread and no autocast, as programs run; but a method may use autograd."""
+    with local_execution(), torch.enable_grad():
+        yield

@@ -1,0 +1,133 @@
+"""Rewrites of the exported forward graph into ops that have a one-line rule.
+
+    scaled_dot_product_attention(q, k, v, is_causal=True)  ->  dt.attention(q, k, v, True, scale)[0]
+    cross_entropy_loss(logits, target)  ->  rows = dt.cross_entropy_rows(logits, target, -100)[0]
+                                            sum(rows) / dt.ce_count(target, -100)
+    dropout(x, p, False)  ->  x
+
+It happens here, before differentiation, because the ops of the project bring their own backward.
+Calls that the project's ops do not cover (attention masks, class weights) stay as they are and
+decompose into plain ATen ops later.
+
+Invariants: dtypes of results are the exported ones, so autocast's choices stay. New nodes carry the
+line and module of the node that they replace. Not here: the joint graph (`joint`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
+from dtensor.frontend.capture.random_ops import randomise
+from dtensor.frontend.capture.refusals import is_idle_dropout
+from dtensor.frontend.capture.rewrite import META, Writer, bound
+
+aten = torch.ops.aten
+dt = torch.ops.dt
+
+
+def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> None:
+    """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place.
+
+    ``numbers``: those that random ops get, one each; without them random ops stay as they are.
+    """
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            canonicalise(child, numbers)
+            # Differentiation calls it as a module: run node by node, its ops keep their own lines,
+            # modules and checkpoints, which they would lose to those of the region.
+            child.forward = fx.Interpreter(child).run
+    for node in list(module.graph.nodes):
+        if is_idle_dropout(node):
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+        elif numbers is not None and randomise(module.graph, node, numbers):
+            pass
+        elif node.target is aten.scaled_dot_product_attention.default:
+            _attention(module.graph, node)
+        elif node.target is aten.cross_entropy_loss.default:
+            _cross_entropy(module.graph, node)
+        elif node.op == "call_function" and not node.meta.get("stack_trace"):
+            _borrow_line(module, node)
+    module.graph.lint()
+    module.recompile()
+
+
+def _attention(graph: fx.Graph, node: fx.Node) -> None:
+    a = bound(node)
+    q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
+    out = node.meta["val"]
+    covered = (
+        a["attn_mask"] is None
+        and a["dropout_p"] == 0
+        and q.dim() == k.dim() == v.dim() == 4
+        and k.shape == v.shape
+        and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+        and (q.shape[1] == k.shape[1] or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0))
+    )
+    if not covered:
+        return
+    call = Writer(graph, node)
+    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
+    tensors = [
+        call.cast(a[name], val.dtype, out.dtype)
+        for name, val in (("query", q), ("key", k), ("value", v))
+    ]
+    pair = call(dt.attention.default, *tensors, a["is_causal"], scale)
+    call.replace(call(operator.getitem, pair, 0))
+
+
+def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
+    a = bound(node)
+    logits, target = a["self"].meta["val"], a["target"].meta["val"]
+    covered = (
+        a["weight"] is None
+        and a["label_smoothing"] == 0
+        and not target.dtype.is_floating_point
+        and logits.dim() >= 1
+    )
+    if not covered:
+        return
+    call = Writer(graph, node)
+    rows, ids = a["self"], a["target"]
+    if logits.dim() == 1:
+        rows, ids = call(aten.reshape.default, rows, [1, -1]), call(aten.reshape.default, ids, [1])
+    elif logits.dim() > 2:
+        order = [0, *range(2, logits.dim()), 1]
+        rows = call(aten.permute.default, rows, order)
+        rows = call(aten.reshape.default, rows, [target.numel(), logits.shape[1]])
+        ids = call(aten.reshape.default, ids, [target.numel()])
+    triple = call(dt.cross_entropy_rows.default, rows, ids, a["ignore_index"])
+    loss = call(operator.getitem, triple, 0)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    match a["reduction"]:
+        case 0:
+            if target.dim() != 1:
+                loss = call(aten.reshape.default, loss, list(target.shape))
+        case 1:
+            total = call(aten.sum.default, loss)
+            count = call(dt.ce_count.default, ids, a["ignore_index"])
+            loss = call(aten.div.Tensor, total, count)
+        case 2:
+            loss = call(aten.sum.default, loss)
+        case other:
+            raise AssertionError(f"cross_entropy_loss has no reduction {other}")
+    call.replace(call.cast(loss, dtype, node.meta["val"].dtype))
+
+
+def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
+    """A no_grad or autocast region is one node without a line: it takes its first op's."""
+    for arg in node.args:
+        if not (isinstance(arg, fx.Node) and arg.op == "get_attr"):
+            continue
+        child = getattr(module, str(arg.target), None)
+        if isinstance(child, fx.GraphModule):
+            for inner in child.graph.nodes:
+                if inner.meta.get("stack_trace"):
+                    node.meta.update({k: inner.meta[k] for k in META if k in inner.meta})
+                    return

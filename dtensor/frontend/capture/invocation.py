@@ -1,0 +1,248 @@
+"""One call of the user's function as an `nn.Module` of tensors only, made of fake parameters.
+
+    loss_fn(model, tokens, targets)  ->  Program with child module_0 = model,
+                                         forward(tokens, targets) -> flat tuple of tensors
+
+`torch.export` wants a root module and tensors; the user has a function, modules among its
+arguments, pytrees and numbers. The root rebuilds the arguments, calls the function and flattens
+what it returns, remembering the structure. Parameters, buffers and arguments are replaced by fake
+tensors on the CPU for the time of the capture, so a capture takes no memory, needs no GPU, and the
+graph does not depend on where the model lives.
+
+Invariants: the user's modules are as before when `faked` ends. Not here: differentiation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.autocast import region
+from dtensor.frontend.capture.refusals import Watch, assigned_attribute, planning_error
+from dtensor.frontend.graph import Arg, OutTree
+from dtensor.frontend.source import source_of_callable
+from dtensor.frontend.text import type_text
+
+Grads = Literal["none", "loss", "tangents"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """`args` are the tensor leaves; `modules` maps the root's child names to modules, and
+    `prefixes` the same names to the user's prefix ("" when there is one module)."""
+
+    fn: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    args: tuple[Arg, ...]
+    modules: dict[str, nn.Module]
+    prefixes: dict[str, str]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.leaves[a.index] for a in self.args)
+
+
+def make_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    names = _leaf_names(fn, args, kwargs)
+    assert len(names) == len(leaves)
+    owner = fn.__self__ if isinstance(fn, MethodType) else fn
+    found: dict[str, nn.Module] = {"module": owner} if isinstance(owner, nn.Module) else {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, nn.Module) and not any(leaf is m for m in found.values()):
+            found[name] = leaf
+    # A module that is part of another one keeps the outer one's names.
+    inner = {id(s) for m in found.values() for s in m.modules() if s is not m}
+    roots = {k: m for k, m in found.items() if id(m) not in inner}
+    children = {f"module_{i}": m for i, m in enumerate(roots.values())}
+    prefixes = {
+        child: "" if len(roots) == 1 else name for child, name in zip(children, roots, strict=True)
+    }
+    return Call(
+        fn=fn,
+        leaves=tuple(leaves),
+        spec=spec,
+        args=tuple(
+            Arg(i, names[i]) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
+        ),
+        modules=children,
+        prefixes=prefixes,
+    )
+
+
+def _leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """`tokens`, `batch.0`, `batch.ids`: the parameter's name and the path inside its value."""
+    try:
+        parameters = list(
+            inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
+        )
+    except ValueError:  # a builtin without a signature
+        parameters = []
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
+    names: list[str] = []
+    for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        keys = [_key_text(k) for k in path]
+        if keys[0] == "0":
+            i = int(keys[1])
+            head = positional[i] if i < len(positional) else f"{rest}.{i - len(positional)}"
+        else:
+            head = keys[1]
+        names.append(".".join([head, *keys[2:]]))
+    return names
+
+
+def _key_text(key: Any) -> str:
+    match key:
+        case pytree.SequenceKey(idx=idx):
+            return str(idx)
+        case pytree.MappingKey(key=name):
+            return str(name)
+        case pytree.GetAttrKey(name=name):
+            return name
+        case _:
+            return str(key).strip(".[]'\"")
+
+
+class Seen:
+    """A box, because the export restores the root's own attributes."""
+
+    out_tree: OutTree
+
+
+class Program(nn.Module):
+    """The root that is exported; its forward, once run, leaves the user's structure in `seen`."""
+
+    def __init__(self, call: Call, grads: Grads, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        for name, module in call.modules.items():
+            self.add_module(name, module)
+        self.call = call
+        self.grads = grads
+        self.autocast = autocast  # the region around the call
+        self.seen = Seen()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self.call.leaves)
+        for arg, tensor in zip(self.call.args, tensors, strict=True):
+            leaves[arg.index] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
+        before = _present(self.call)
+        with Watch(), region(self.autocast):
+            out = self.call.fn(*args, **kwargs)
+        if made := sorted(_present(self.call) - before):
+            raise assigned_attribute(made, source_of_callable(self.call.fn))
+        if self.grads == "loss":
+            self._check_loss(out)
+        flat, spec = pytree.tree_flatten(out)
+        is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
+        self.seen.out_tree = OutTree(
+            spec=spec,
+            leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat),
+            is_tensor=is_tensor,
+        )
+        results = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        # A clone each (erased later), so that no result is an input or another result: torch
+        # gives such aliases no tangent.
+        if self.grads == "loss":
+            return (results[0].clone(), *(r.detach().clone() for r in results[1:]))
+        return tuple(r.clone() for r in results)
+
+    def _check_loss(self, out: Any) -> None:
+        source = source_of_callable(self.call.fn)
+        loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            raise planning_error(
+                "A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).",
+                f"it returned {_returned_text(out)}",
+                source=source,
+                fix="reduce the loss inside loss_fn, as in loss.mean() or loss.sum()",
+            )
+        if not loss.requires_grad:
+            raise planning_error(
+                "The loss does not depend on any parameter that requires grad.",
+                f"it returned {type_text(loss)}",
+                source=source,
+                fix="pass the model as an argument of loss_fn, and do not detach its output",
+            )
+        if not isinstance(aux, dict) or not all(
+            isinstance(v, torch.Tensor) and v.dim() == 0 for v in aux.values()
+        ):
+            raise planning_error(
+                "What loss_fn returns beside the loss is a dict of scalar tensors by name.",
+                f"it returned {_returned_text(aux)}",
+                source=source,
+                fix="return (loss, {'accuracy': accuracy}), each value reduced to a scalar",
+            )
+
+
+def _present(call: Call) -> set[str]:
+    """The parameters and buffers that there are: forward may have made some, as a cache."""
+    return {
+        ".".join(filter(None, (path, name)))
+        for child, root in call.modules.items()
+        for path, module in root.named_modules(prefix=call.prefixes[child])
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None
+    }
+
+
+def _returned_text(out: Any) -> str:
+    match out:
+        case torch.Tensor():
+            return type_text(out)
+        case dict():
+            items = ", ".join(f"{k!r}: {_returned_text(v)}" for k, v in out.items())
+            return f"{{{items}}}"
+        case tuple() | list():
+            return f"({', '.join(_returned_text(v) for v in out)})"
+        case _:
+            return f"{out!r} ({type(out).__name__})"
+
+
+@contextmanager
+def faked(call: Call, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Within: the modules hold fake parameters and buffers; yields the fake tensor arguments."""
+    fakes: dict[int, torch.Tensor] = {}
+    saved: list[tuple[nn.Module, str, torch.Tensor]] = []
+    slots: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's dict, what was in it
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        with mode:
+            y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        wants = x.requires_grad and grads != "none"
+        return nn.Parameter(y, wants) if isinstance(x, nn.Parameter) else y.requires_grad_(wants)
+
+    for module in {m: None for root in call.modules.values() for m in root.modules()}:
+        slots += [(d, dict(d)) for d in (module._parameters, module._buffers)]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                if tensor.layout != torch.strided:
+                    raise PlanningError(f"{name} has layout {tensor.layout}, not strided.")
+                saved.append((module, name, tensor))
+    try:
+        for module, name, tensor in saved:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = fake(tensor)
+            setattr(module, name, fakes[id(tensor)])  # not the dict: nn.LSTM keeps a list as well
+        # One tensor passed twice is two arguments: the next call may pass two tensors.
+        yield tuple(fake(t) for t in call.tensors)
+    finally:
+        for held, before in slots:  # without what forward made
+            held.clear()
+            held.update(before)
+        for module, name, tensor in saved:
+            setattr(module, name, tensor)

@@ -1,0 +1,208 @@
+"""Gives every node its phase, source, module, sequence number and a readable name.
+
+    h = self.up(x)      the last forward node of that line is named h; the others after their op
+    blocks.0.mlp.up.weight                     the placeholder is blocks_0_mlp_up_weight,
+    its gradient                               grad_blocks_0_mlp_up_weight
+
+Invariants: names depend on the graph alone, so one program gets the same names each time.
+A backward node has the source and module of its forward op, found by sequence number; an addition
+of gradients, which has no forward op, has those of its first operand that has any.
+Not here: what a node computes.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+from torch.fx.graph import _Namespace as Namespace
+
+from dtensor.frontend.capture.checkpoints import CHECKPOINT
+from dtensor.frontend.graph import (
+    Arg,
+    Buffer,
+    Const,
+    Grad,
+    Input,
+    Output,
+    Param,
+    Source,
+    Tangent,
+    op_text,
+)
+from dtensor.frontend.source import frames_of_trace, source_of_trace
+
+_ASSIGNED = re.compile(
+    r"^(?P<names>[A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?(?:[-+*/@]|//)?=(?!=)"
+)
+_ACCUMULATION = "Gradient addition node"
+
+
+def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
+    """Replaces torch's meta by ours. `prefixes`: our wrapper's child name -> the user's prefix."""
+    forward_of: dict[int, tuple[Source | None, str]] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        meta = node.meta
+        trace = meta.get("stack_trace") or ""
+        backward = meta.get("partitioner_tag") == "is_backward"
+        seq = None if _ACCUMULATION in trace else meta.get("seq_nr")
+        stack = meta.get("fwd_nn_module_stack" if backward else "nn_module_stack") or {}
+        calls = _calls(stack, prefixes)
+        module = calls[-1].partition("@")[0] if calls else ""
+        source = source_of_trace(trace) if trace else None
+        if backward and seq in forward_of:
+            found, path = forward_of[seq]
+            source, module = source or found, module or path
+        if source is None and node.op == "call_function":
+            # An addition of gradients, or an op of a region that lost its lines.
+            for operand in node.all_input_nodes:
+                if operand.op == "call_function" and operand.meta["source"] is not None:
+                    source = operand.meta["source"]
+                    module = module or operand.meta["module"]
+                    break
+        if not backward and seq is not None and seq not in forward_of:
+            forward_of[seq] = (source, module)
+        node.meta = {
+            "frames": frames_of_trace(trace),
+            "val": meta["val"],
+            "phase": "backward" if backward and node.op != "placeholder" else "forward",
+            "source": source,
+            "module": module,
+            "calls": calls,
+            "checkpoint": (meta.get("custom") or {}).get(CHECKPOINT),
+            "seq": seq,
+        }
+
+
+def _calls(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]) -> tuple[str, ...]:
+    """The calls of modules around a node, outermost first, without the root's own.
+
+    ``blocks.0``; ``norm@1`` for the second call of one module. Torch numbers its keys alike.
+    """
+    found: list[str] = []
+    for key, (path, _) in stack.items():
+        name = user_path(path, prefixes) if path else ""
+        if name:
+            _, at, number = key.partition("@")
+            found.append(f"{name}{at}{number}")
+    return tuple(found)
+
+
+def user_path(path: str, prefixes: Mapping[str, str]) -> str:
+    """`module_0.blocks.0` -> `blocks.0`, or `actor.blocks.0` where there are several modules."""
+    root, _, rest = path.partition(".")
+    return ".".join(part for part in (prefixes.get(root, root), rest) if part)
+
+
+def order_phases(graph: fx.Graph) -> None:
+    """Moves all forward nodes before all backward nodes; both keep their order."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    backward = [n for n in nodes if n.meta["phase"] == "backward"]
+    late = set(backward)
+    # What a gradient needs stays backward; a forward node cannot need one.
+    for node in nodes:
+        if node not in late and any(operand in late for operand in node.all_input_nodes):
+            node.meta["phase"] = "backward"
+            late.add(node)
+            backward.append(node)
+    output = graph.output_node()
+    for node in nodes:
+        if node in late:
+            output.prepend(node)
+
+
+def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> None:
+    """Renames every node; see the module's docstring. Drops the meta that only names need."""
+    wanted = {
+        node: _input_name(what)
+        for node, what in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+    }
+    wanted.update(_assigned_names(graph))
+    for node, what in zip(_returned(graph), outputs, strict=True):
+        late = node.op == "call_function" and node.meta["phase"] == "backward"
+        if isinstance(what, Grad) and late:
+            wanted.setdefault(node, f"grad_{what.of.name}")
+    used = {graph.output_node().name: 1}
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    names = [
+        _unique(wanted.get(n) or op_text(n).rsplit(".", 1)[-1].strip("_"), used) for n in nodes
+    ]
+    # A fresh namespace: the old one remembers the names of nodes that are gone.
+    graph._graph_namespace = Namespace()
+    for node, name in zip(nodes, names, strict=True):
+        node.name = graph._graph_namespace.create_name(name, node)
+        if node.op == "placeholder":
+            node.target = node.name
+        del node.meta["frames"]
+
+
+def _returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    return tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _input_name(what: Input) -> str:
+    match what:
+        case Param(name) | Buffer(name) | Arg(name=name) | Const(name=name):
+            return name
+        case Tangent(output):
+            return f"tangent_{output}"
+
+
+def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The variable that a statement assigns -> the node that holds its value.
+
+    A statement's nodes are those whose innermost frame is its line, up to the first node that is
+    neither of that line nor of a call made from it. Its value is the last of them that a later
+    forward node uses (a layer norm also returns what its backward needs), else the last.
+    """
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "forward"]
+    place = {node: i for i, node in enumerate(nodes)}
+    returned = set(_returned(graph))
+    names: dict[fx.Node, str] = {}
+    for i, node in enumerate(nodes):
+        frames = node.meta["frames"]
+        following = nodes[i + 1].meta["frames"] if i + 1 < len(nodes) else ()
+        if not frames or following[: len(frames)] == frames:
+            continue
+        match = _ASSIGNED.match(node.meta["source"].text)
+        if match is None:
+            continue
+        targets = [t.strip() for t in match["names"].split(",")]
+        start = i
+        while start > 0 and nodes[start - 1].meta["frames"] == frames:
+            start -= 1
+        statement = nodes[start : i + 1]
+        if len(targets) > 1:
+            names.update(_tuple_names(statement, targets))
+            continue
+        seen = [n for n in statement if n in returned or any(place.get(u, -1) > i for u in n.users)]
+        names[(seen or statement)[-1]] = targets[0]
+    return names
+
+
+def _tuple_names(statement: Sequence[fx.Node], targets: Sequence[str]) -> dict[fx.Node, str]:
+    """`q, k, v = qkv.chunk(3)`: the parts of the statement's last tuple."""
+    parts = [n for n in statement if n.target is operator.getitem]
+    if not parts:
+        return {}
+    mine = [n for n in parts if n.args[0] is parts[-1].args[0]]
+    by_index = {int(n.args[1]): n for n in mine}  # type: ignore[arg-type]
+    if sorted(by_index) != list(range(len(targets))):
+        return {}
+    return {by_index[i]: name for i, name in enumerate(targets)}
+
+
+def _unique(name: str, used: dict[str, int]) -> str:
+    name = re.sub(r"\W", "_", name) or "value"
+    if name[0].isdigit():
+        name = f"_{name}"
+    count = used.get(name, 0)
+    used[name] = count + 1
+    if count == 0:
+        return name
+    candidate = f"{name}_{count}"
+    return candidate if candidate not in used else _unique(candidate, used)

@@ -1,0 +1,235 @@
+"""Simplifies the joint graph, so that few ops remain and each means one thing.
+
+    detach, alias, clone, lift; casts, expands and powers that change nothing   ->  erased
+    view, _unsafe_view, squeeze*, unsqueeze        ->  reshape(x, sizes), chains merged
+    t, transpose, permute, numpy_T                 ->  permute(x, dims), chains merged
+    addmm(b, x, w), baddbmm(b, x, w)               ->  add(mm(x, w), b), add(bmm(x, w), b); whole in
+                                                       16 bits, where a sum of two rounds twice
+    casts of a parameter to one dtype, in a phase  ->  one cast, as autocast's cache has it
+    zeros, ones, scalar_tensor                     ->  full(sizes, value)
+    add.Scalar, sub.Scalar, mul.Scalar, div.Scalar ->  add.Tensor(x, number), ...
+    slice(x, -1, 2, None)                          ->  slice(x, dim, start, stop, step), resolved
+    cat([x, empty])                                ->  x
+    cross_entropy_rows(logits, target)             ->  ce_max, ce_sumexp, ce_target, ce_loss
+
+`reshape` and not `view`, because a rank's local tensor may have other strides than the global one
+that was captured. Erasing `clone` is sound as the graph is functional; whoever runs it must expect
+an output that is an input. Factories keep `device=cpu`, to be replaced by a rank's device.
+
+Invariants: values and shapes are unchanged; new nodes take the meta of the node they replace.
+Not here: names, sources and phases (`names`, `finish`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.capture.rewrite import bound
+
+aten = torch.ops.aten
+dt = torch.ops.dt
+
+_IDENTITY = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.contiguous.default,
+}
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten._reshape_alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+_PERMUTES = {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.numpy_T.default,
+}
+_FILLS: dict[Any, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
+    aten.zeros.default: lambda a: (a["size"], 0),
+    aten.ones.default: lambda a: (a["size"], 1),
+    aten.scalar_tensor.default: lambda a: ([], a["s"]),
+    aten.full.default: lambda a: (a["size"], a["fill_value"]),
+    aten.new_zeros.default: lambda a: (a["size"], 0),
+    aten.new_ones.default: lambda a: (a["size"], 1),
+    aten.new_full.default: lambda a: (a["size"], a["fill_value"]),
+}
+_SCALAR_FORMS: dict[Any, Any] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}
+_NO_MEANING = ("layout", "pin_memory", "memory_format")
+
+
+def simplify(graph: fx.Graph) -> None:
+    """In place. Every node must have meta "val"."""
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _rewrite(graph, node)
+    _share_casts(graph)
+    _eliminate_dead(graph)
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with graph.inserting_before(node):
+            new = graph.call_function(target, args, kwargs)
+        new.meta.update(node.meta)
+        return new
+
+    if any(k in node.kwargs for k in _NO_MEANING):
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _NO_MEANING}
+    target = node.target
+    if target is aten._assert_tensor_metadata.default:
+        graph.erase_node(node)
+    elif target in _IDENTITY:
+        _become(graph, node, node.args[0])
+    elif target is aten._to_copy.default:
+        _rewrite_cast(graph, node)
+    elif target in _SCALAR_FORMS:
+        node.target = _SCALAR_FORMS[target]
+    elif target is aten.slice.Tensor:
+        a = bound(node)
+        size, rank = _input(node).meta["val"].shape, _input(node).meta["val"].dim()
+        dim = a["dim"] % rank
+        start, stop, step = slice(a["start"], a["end"], a["step"]).indices(size[dim])
+        node.args = (node.args[0], dim, start, max(start, stop), step)
+        if _same_shape(node, node.args[0]):
+            _become(graph, node, node.args[0])
+    elif _is_idle(node):
+        _become(graph, node, node.args[0])
+    elif target in _VIEWS:
+        base = _input(node)
+        while base.target is aten.reshape.default:
+            base = _input(base)
+        if _same_shape(node, base):
+            _become(graph, node, base)
+        else:
+            _become(graph, node, call(aten.reshape.default, base, list(node.meta["val"].shape)))
+    elif target in _PERMUTES:
+        base, dims = _input(node), _dims(node)
+        while base.target is aten.permute.default:
+            inner = _dims(base)
+            base, dims = _input(base), [inner[d] for d in dims]
+        same = dims == list(range(len(dims)))
+        _become(graph, node, base if same else call(aten.permute.default, base, dims))
+    elif target is aten.cat.default:
+        # torch lets a tensor of shape (0,) be joined to any: what an empty cache begins with
+        parts: Any = node.args[0]
+        kept = [x for x in parts if tuple(x.meta["val"].shape) != (0,)]
+        if len(kept) == 1 and _same_shape(node, kept[0]):
+            _become(graph, node, kept[0])
+        elif 0 < len(kept) < len(parts):
+            node.args = (kept, *node.args[1:])
+    elif target in (aten.addmm.default, aten.baddbmm.default):
+        a = bound(node)
+        if a["beta"] == 1 and a["alpha"] == 1 and node.meta["val"].dtype.itemsize >= 4:
+            mm = aten.mm.default if target is aten.addmm.default else aten.bmm.default
+            left, right = ("mat1", "mat2") if mm is aten.mm.default else ("batch1", "batch2")
+            _become(graph, node, call(aten.add.Tensor, call(mm, a[left], a[right]), a["self"]))
+    elif target in _FILLS:
+        a = bound(node)
+        size, value = _FILLS[target](a)
+        dtype = node.meta["val"].dtype
+        full = call(aten.full.default, list(size), value, dtype=dtype, device=torch.device("cpu"))
+        _become(graph, node, full)
+    elif target is dt.cross_entropy_rows.default:
+        _rewrite_rows(node, call)
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """An expand to the shape that is there, a power of 1 (what differentiating x ** 2 gives)."""
+    if node.target is aten.pow.Tensor_Scalar:
+        return bool(node.args[1] == 1 and node.meta["val"].dtype == _input(node).meta["val"].dtype)
+    return node.target is aten.expand.default and _same_shape(node, node.args[0])
+
+
+def _rewrite_cast(graph: fx.Graph, node: fx.Node) -> None:
+    x, dtype = _input(node), node.meta["val"].dtype
+    if x.meta["val"].dtype == dtype:
+        _become(graph, node, x)
+    else:
+        node.kwargs = {"dtype": dtype}
+
+
+def _share_casts(graph: fx.Graph) -> None:
+    """The casts of an input to one dtype become the first of them.
+
+    Its gradient stays a sum of float32 terms, one for each use: autocast's cache would have the
+    terms added in 16 bits.
+    """
+    first: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = {}
+    for node in list(graph.find_nodes(op="call_function", target=aten._to_copy.default)):
+        x, backward = _input(node), node.meta.get("partitioner_tag") == "is_backward"
+        if x.op == "placeholder":
+            kept = first.setdefault((x, node.meta["val"].dtype, backward), node)
+            if kept is not node:
+                _become(graph, node, kept)
+
+
+def _rewrite_rows(node: fx.Node, call: Callable[..., fx.Node]) -> None:
+    logits, target, ignore_index = node.args
+    assert isinstance(logits, fx.Node)
+    num_classes = int(logits.meta["val"].shape[1])
+    maximum = call(dt.ce_max.default, logits)
+    sumexp = call(dt.ce_sumexp.default, logits, maximum)
+    picked = call(dt.ce_target.default, logits, target, ignore_index)
+    loss = call(dt.ce_loss.default, maximum, sumexp, picked, target, ignore_index, num_classes)
+    val = node.meta["val"][0]
+    for new in (maximum, sumexp, picked, loss):
+        new.meta["val"] = val
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with((loss, maximum, sumexp)[int(user.args[1])])  # type: ignore[arg-type]
+
+
+def _input(node: fx.Node) -> fx.Node:
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    return x
+
+
+def _dims(node: fx.Node) -> list[int]:
+    """The order of the input's dims in a permutation's result."""
+    rank = _input(node).meta["val"].dim()
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr]
+    if node.target is aten.transpose.int:
+        i, j = int(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
+        if rank:
+            order[i], order[j] = order[j], order[i]
+        return order
+    return order[::-1]
+
+
+def _same_shape(a: fx.Node, b: Any) -> bool:
+    return bool(a.meta["val"].shape == b.meta["val"].shape)
+
+
+def _become(graph: fx.Graph, node: fx.Node, new: Any) -> None:
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _eliminate_dead(graph: fx.Graph) -> None:
+    """All ops are functional here, so a node without users is dead, whatever its tags."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,275 @@
+"""From torch's joint graph to our `Graph`: inputs, outputs, constants, then simplify and name.
+
+Torch describes each placeholder and output of the joint graph by a descriptor; here they become
+`Input`s and `Output`s under the user's names. Constants become inputs. With `grads="loss"` the
+tangent becomes the number 1.
+
+Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
+no `Grad`. Mutations of anything but buffers are refused.
+Not here: the export, and what a rewrite means (`joint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import descriptors as aot
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtensor.frontend.capture.decompose import decompose
+from dtensor.frontend.capture.effects import settle_effects
+from dtensor.frontend.capture.invocation import Call, Program
+from dtensor.frontend.capture.layers import exact
+from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
+from dtensor.frontend.capture.refusals import check_joint, planning_error
+from dtensor.frontend.capture.simplify import simplify
+from dtensor.frontend.capture.stitch import Joint
+from dtensor.frontend.capture.sums import order_sums
+from dtensor.frontend.graph import (
+    Arg,
+    Buffer,
+    Const,
+    Grad,
+    Graph,
+    Input,
+    Mutation,
+    Output,
+    Param,
+    Result,
+    Source,
+    Tangent,
+)
+from dtensor.frontend.source import source_of_callable, source_of_trace
+
+
+def finish(
+    call: Call,
+    root: Program,
+    joint: Joint | fx.GraphModule,
+    forward: fx.GraphModule,
+    mode: FakeTensorMode,
+) -> Graph:
+    """The `Graph` of a joint graph module; `forward` is the exported one, for lines in errors."""
+    graph = joint.graph
+    settle_effects(graph)
+    check_joint(graph)
+    names, aliases = _names_of(call)
+    outputs = _outputs(graph, call, names, forward)  # first: it refuses mutations
+    inputs = {
+        node: _input(node.meta["desc"], call, names, forward)
+        for node in graph.find_nodes(op="placeholder")
+    }
+    _lift_constants(joint, inputs, mode)
+    simplify(graph)
+    if decompose(joint, mode):
+        _lift_constants(joint, inputs, mode)
+        simplify(graph)
+    order_sums(graph)
+    if root.grads == "loss":
+        _fold_tangent(graph, inputs)
+    _drop_unused(graph, inputs, outputs)
+    annotate_nodes(graph, call.prefixes)
+    order_phases(graph)
+    ordered = tuple(inputs[node] for node in graph.find_nodes(op="placeholder"))
+    name_nodes(graph, ordered, outputs)
+    _refresh_vals(graph, mode)
+    used = {i.name for i in ordered if isinstance(i, (Param, Buffer))}
+    return Graph(
+        fx=graph,
+        inputs=ordered,
+        outputs=outputs,
+        aliases=MappingProxyType({k: v for k, v in aliases.items() if v in used}),
+        out_tree=root.seen.out_tree,
+    )
+
+
+def _names_of(call: Call) -> tuple[dict[str, str], Mapping[str, str]]:
+    """(the root's name -> canonical user name, for all names; alias -> canonical user name)."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for child, module in call.modules.items():
+        found = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in found:
+            user = user_path(f"{child}.{name}", call.prefixes)
+            canonical = first.setdefault(id(tensor), user)
+            names[f"{child}.{name}"] = canonical
+            if user != canonical:
+                aliases[user] = canonical
+    return names, dict(sorted(aliases.items()))
+
+
+def _input(desc: Any, call: Call, names: Mapping[str, str], forward: fx.GraphModule) -> Input:
+    match desc:
+        case aot.ParamAOTInput(target=target):
+            return Param(names[target])
+        case aot.BufferAOTInput(target=target):
+            return Buffer(names[target])
+        case aot.PlainAOTInput(idx=index):
+            return call.args[index]
+        case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
+            return Tangent(index)
+        case aot.TangentAOTInput(output=aot.InputMutationAOTOutput(mutated_input=mutated)):
+            name = _input(mutated, call, names, forward).name  # type: ignore[union-attr]
+            raise planning_error(
+                "A buffer is changed to a value that requires grad: steps would share gradients.",
+                f"buffer {name}",
+                source=_mutating_line(mutated, forward) or source_of_callable(call.fn),
+                fix="change it under torch.no_grad(), or from a detached value",
+            )
+        case _:
+            raise AssertionError(f"torch's joint export has an unknown input {desc!r}")
+
+
+def _outputs(
+    graph: fx.Graph, call: Call, names: Mapping[str, str], forward: fx.GraphModule
+) -> tuple[Output, ...]:
+    """The outputs that have a value; the graph's output node is cut down to the same."""
+    node = graph.output_node()
+    kept: list[Any] = []
+    outputs: list[Output] = []
+    for value, desc in zip(node.args[0], node.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if value is None or desc is None:
+            continue
+        match desc:
+            case aot.PlainAOTOutput(idx=index):
+                outputs.append(Result(index))
+            case aot.GradAOTOutput(grad_of=of):
+                what = _input(of, call, names, forward)
+                assert isinstance(what, (Param, Buffer, Arg))
+                outputs.append(Grad(what))
+            case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput(target=target)):
+                outputs.append(Mutation(names[target]))
+            case aot.InputMutationAOTOutput(mutated_input=mutated):
+                raise _mutation_error(_input(mutated, call, names, forward), mutated, call, forward)
+            case _:
+                raise AssertionError(f"torch's joint export has an unknown output {desc!r}")
+        kept.append(value)
+    node.args = (tuple(kept),)
+    return tuple(outputs)
+
+
+def _mutation_error(what: Input, desc: Any, call: Call, forward: fx.GraphModule) -> Exception:
+    assert isinstance(what, (Param, Arg))
+    kind = "a parameter" if isinstance(what, Param) else "an argument"
+    return planning_error(
+        f"The program changes {kind} in place; only buffers may be changed.",
+        what.name,
+        source=_mutating_line(desc, forward) or source_of_callable(call.fn),
+        fix="write the out-of-place form (x = x + 1), or register the tensor as a buffer",
+    )
+
+
+def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
+    """The line of the first in-place op on this input, through a no_grad region too."""
+    if isinstance(desc, aot.PlainAOTInput):
+        inputs = [forward.graph.find_nodes(op="placeholder")[desc.idx]]
+    else:
+        inputs = [n for n in forward.graph.find_nodes(op="get_attr") if n.target == desc.target]
+    for node in forward.graph.nodes:
+        if not any(i in node.all_input_nodes for i in inputs):
+            continue
+        target = node.target
+        in_place = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        if in_place or isinstance(target, torch._ops.HigherOrderOperator):
+            return source_of_trace(node.meta.get("stack_trace") or "")
+    return None
+
+
+def _lift_constants(
+    joint: Joint | fx.GraphModule, inputs: dict[fx.Node, Input], mode: FakeTensorMode
+) -> None:
+    """Each tensor attribute becomes one placeholder after the others, and a `Const`."""
+    graph = joint.graph
+    check_joint(graph)
+    lifted: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        value = joint.get_buffer(target)
+        if target not in lifted:
+            with graph.inserting_after(list(inputs)[-1] if inputs else None):
+                placeholder = graph.placeholder(f"const_{len(lifted)}")
+            placeholder.meta["val"] = mode.from_tensor(value)
+            inputs[placeholder] = Const(f"const_{len(lifted)}", value.detach().cpu())
+            lifted[target] = placeholder
+        node.replace_all_uses_with(lifted[target])
+        graph.erase_node(node)
+
+
+def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
+    """The loss's cotangent is the number 1."""
+    for node, what in list(inputs.items()):
+        if not isinstance(what, Tangent):
+            continue
+        val = node.meta["val"]
+        last = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(last):
+            one = graph.call_function(
+                torch.ops.aten.full.default,
+                ([], 1.0),
+                {"dtype": val.dtype, "device": torch.device("cpu")},
+            )
+        one.meta.update(val=val, partitioner_tag="is_backward")
+        node.replace_all_uses_with(one)
+        del inputs[node]
+        graph.erase_node(node)
+
+
+def _drop_unused(
+    graph: fx.Graph, inputs: dict[fx.Node, Input], outputs: tuple[Output, ...]
+) -> None:
+    differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # by a constant, perhaps
+    used = [what for node, what in inputs.items() if node.users]  # a tied one by one of its nodes
+    written = {o.name for o in outputs if isinstance(o, Mutation)}  # though it may not be read
+    for node, what in list(inputs.items()):
+        needed = what in differentiated and what not in used
+        needed |= isinstance(what, Buffer) and what.name in written and what not in used
+        if not node.users and not isinstance(what, Tangent) and not needed:
+            del inputs[node]
+            graph.erase_node(node)
+
+
+def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Runs the final graph on fake tensors: rewrites may change strides, never shapes or dtypes."""
+
+    def val(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    layouts: dict[fx.Node, Hashable] = {}
+    known: dict[Hashable, Any] = {}  # the calls of repeated layers are run once
+    with mode, torch.no_grad():
+        for node in graph.nodes:
+            if node.op == "call_function":
+                call = (node.target, exact(node.args, layouts), exact(node.kwargs, layouts))
+                if call not in known:
+                    new = node.target(*fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val))
+                    known[call] = tuple(new) if isinstance(new, (tuple, list)) else new
+                new = known[call]
+                for a, b in zip(_tensors(node.meta["val"]), _tensors(new), strict=True):
+                    assert a.shape == b.shape, f"{node.format_node()}: {a}, {b}"
+                    assert a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
+                node.meta["val"] = new
+            if node.op != "output":
+                layouts[node] = _layout(node.meta["val"])
+
+
+def _layout(val: Any) -> Hashable:
+    match val:
+        case torch.Tensor():
+            return (val.shape, val.stride(), val.dtype, val.is_conj(), val.is_neg())
+        case tuple() | list():
+            return tuple(map(_layout, val))
+        case _:
+            return val
+
+
+def _tensors(val: Any) -> list[torch.Tensor]:
+    values = val if isinstance(val, (tuple, list)) else [val]
+    return [v for v in values if isinstance(v, torch.Tensor)]

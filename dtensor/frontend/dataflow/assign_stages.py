@@ -1,0 +1,286 @@
+"""Which stage each op of a Dataflow runs on, given the stages that hold the parameters.
+
+    staged(flow, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
+
+An op goes to the latest stage among its inputs, or on to the one that holds its module's
+parameters (a norm written out begins on the stage of its weight); a parameter ties the op to a
+stage that holds it. What depends on the batch alone, or on constants or one parameter alone,
+floats: it is repeated on each stage that uses it, and a batch is fed to each of them. A backward
+op runs where its forward op ran, a sum of gradients where these are. The gradient of a parameter
+that several stages use leaves as one contribution per stage, to be summed once.
+
+Not here: which stage holds what (api/stating/stages.py), how values cross
+(sharding/plan/emit/emitter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, Output
+
+Stages = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Fixed on one stage, or floating among ``allowed`` (None: any)."""
+
+    stage: int | None
+    allowed: frozenset[int] | None = None
+
+
+def staged(
+    flow: Dataflow, stages: Stages, num_stages: int, homes: Stages | None = None
+) -> Dataflow:
+    """``flow`` with a stage for every op and input; what floats is repeated where it is used.
+
+    ``stages``: canonical name of a parameter or buffer to the stages that hold it; ``homes``: each
+    of its names to those of that name, which say on which of the stages a module's ops are.
+    Raises PlanningError where an op would need a parameter of a stage before its inputs'.
+    """
+    return _Stager(flow, stages, homes if homes is not None else stages, num_stages).assign()
+
+
+@dataclass(slots=True)
+class _Stager:
+    flow: Dataflow
+    held: Stages
+    homes: Stages
+    num_stages: int
+    places: dict[str, _Place] = field(default_factory=dict)  # by value
+    op_places: dict[str, _Place] = field(default_factory=dict)
+    by_seq: dict[int, int] = field(default_factory=dict)
+    by_module: dict[str, set[int]] = field(default_factory=dict)
+
+    def assign(self) -> Dataflow:
+        for item in self.flow.inputs:
+            self.places[item.name] = self._input_place(item)
+        for op in self.flow.ops:
+            place = self._op_place(op)
+            self.op_places[op.name] = place
+            for name in op.results:
+                if name is not None:
+                    self.places[name] = place
+            if op.phase == "forward" and op.seq is not None and place.stage is not None:
+                self.by_seq[op.seq] = place.stage
+        return self._copy_floating()
+
+    def _input_place(self, item: Input) -> _Place:
+        if item.kind in ("parameter", "buffer") and item.label in self.held:
+            return _Place(None, frozenset(self.held[item.label]))
+        if item.kind == "tangent":
+            return _Place(self.num_stages - 1)
+        return _Place(None, None)
+
+    def _op_place(self, op: Op) -> _Place:
+        operands = [self.places[name] for name in op.operands]
+        fixed = [p.stage for p in operands if p.stage is not None]
+        allowed: frozenset[int] | None = None
+        for place in operands:
+            if place.stage is None and place.allowed is not None:
+                allowed = place.allowed if allowed is None else allowed & place.allowed
+        batch = any(p.stage is None and p.allowed is None for p in operands) and self._has_batch(op)
+        if not fixed and (allowed is None or (allowed and not batch)):
+            return _Place(None, allowed)
+        if op.phase == "backward":
+            stage = self._backward_stage(op, fixed, allowed)
+        else:
+            latest = max(fixed, default=0)
+            choices = [s for s in sorted(allowed or range(latest, self.num_stages)) if s >= latest]
+            if not choices:
+                raise self._too_early(op, latest)
+            home = self._module_stage(op.module)
+            stage = home if home is not None and home in choices else choices[0]
+        return _Place(stage)
+
+    def _module_stage(self, path: str) -> int | None:
+        """The stage of the parameters of the innermost module around ``path`` that has any."""
+        while path:
+            if path not in self.by_module:
+                inside = [s for n, s in self.homes.items() if n.startswith(f"{path}.")]
+                self.by_module[path] = {stage for stages in inside for stage in stages}
+            if self.by_module[path]:
+                return min(self.by_module[path]) if len(self.by_module[path]) == 1 else None
+            path = path.rpartition(".")[0]
+        return None
+
+    def _has_batch(self, op: Op) -> bool:
+        """Whether an operand depends on the arguments of the program (not on constants alone)."""
+        return any(name in self._batch_values() for name in op.operands)
+
+    _batch: frozenset[str] | None = None
+
+    def _batch_values(self) -> frozenset[str]:
+        if self._batch is None:
+            found = {i.name for i in self.flow.inputs if i.kind in ("argument", "tangent")}
+            for op in self.flow.ops:
+                if any(name in found for name in op.operands):
+                    found.update(n for n in op.results if n is not None)
+            self._batch = frozenset(found)
+        return self._batch
+
+    def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
+        stage = self.by_seq.get(op.seq) if op.seq is not None else None
+        if len(fixed) == len(op.operands) > 1 and op.call.name == "aten.add.Tensor":
+            stage = None  # gradients are added where they are, so that one value crosses
+        if stage is None:
+            stage = min(fixed, default=0)
+        if allowed is not None and stage not in allowed:
+            nearest = [(abs(s - stage), s) for s in allowed]
+            stage = min(nearest)[1]
+        return stage
+
+    def _too_early(self, op: Op, latest: int) -> PlanningError:
+        lines = [f"{op.call.name} needs a parameter of an earlier stage than its inputs."]
+        for name in op.operands:
+            place = self.places[name]
+            where = (
+                f"stage {place.stage}"
+                if place.stage is not None
+                else (f"held by stages {sorted(place.allowed)}" if place.allowed else "any stage")
+            )
+            lines.append(f"  {name}: {self.flow.metas[name]}, {where}")
+        if op.source:
+            lines.append(f"  {op.source}: {op.source_text}")
+        lines.append(f"  fix: move the parameter to stage {latest} in stages=")
+        return PlanningError("\n".join(lines))
+
+    # -- floating ops are repeated where they are used -----------------------------------------
+
+    def _copy_floating(self) -> Dataflow:
+        needed = self._needed()
+        outputs, extra, dropped = self._split_tied(needed)
+        renamed: dict[tuple[str, int], str] = {}
+        ops: list[Op] = []
+        for op in (*self.flow.ops, *extra):
+            if op.name in dropped:
+                continue
+            place = self.op_places[op.name]
+            stages = [place.stage] if place.stage is not None else sorted(needed[op.name])
+            for number, stage in enumerate(stages):
+                assert stage is not None
+                suffix = "" if number == 0 else f"_at{stage}"
+                results = tuple(None if n is None else n + suffix for n in op.results)
+                for old, new in zip(op.results, results, strict=True):
+                    if old is not None and new is not None:
+                        renamed[old, stage] = new
+                operands = tuple(renamed.get((n, stage), n) for n in op.operands)
+                ops.append(
+                    replace(
+                        op,
+                        name=op.name + suffix,
+                        results=results,
+                        operands=operands,
+                        stage=stage,
+                    )
+                )
+        inputs = tuple(
+            replace(item, stages=tuple(sorted(needed.get(item.name, ()))) or (0,))
+            for item in self.flow.inputs
+        )
+        final = tuple(replace(o, value=renamed.get((o.value, o.stage), o.value)) for o in outputs)
+        flow = Dataflow(inputs=inputs, ops=tuple(ops), outputs=final, num_stages=self.num_stages)
+        flow.verify()
+        return flow
+
+    def _needed(self) -> dict[str, set[int]]:
+        """Op or input name to the stages that need it, for what floats."""
+        needed: dict[str, set[int]] = {}
+        for output in self.flow.outputs:
+            place = self.places[output.value]
+            if place.stage is None:
+                stage = min(place.allowed) if place.allowed else self.num_stages - 1
+                needed.setdefault(output.value, set()).add(stage)
+        for op in reversed(self.flow.ops):
+            place = self.op_places[op.name]
+            stages: set[int] = set()
+            if place.stage is not None:
+                stages = {place.stage}
+            else:
+                for name in op.results:
+                    stages |= needed.get(name or "", set())
+            needed[op.name] = stages
+            for name in op.operands:
+                if self.places[name].stage is None:
+                    needed.setdefault(name, set()).update(stages)
+        return needed
+
+    def _split_tied(
+        self, needed: Mapping[str, set[int]]
+    ) -> tuple[list[Output], list[Op], set[str]]:
+        """Outputs with their stages; a tied gradient becomes one output per stage."""
+        outputs: list[Output] = []
+        extra: list[Op] = []
+        dropped: set[str] = set()
+        for output in self.flow.outputs:
+            place = self.places[output.value]
+            stage = place.stage
+            if stage is None:
+                stage = min(needed[output.value])
+            if output.kind != "gradient" or len(self.held.get(str(output.of), ())) < 2:
+                outputs.append(replace(output, stage=stage))
+                continue
+            leaves = self._leaves(output.value, dropped)
+            by_stage: dict[int, list[str]] = {}
+            for leaf in leaves:
+                by_stage.setdefault(self.places[leaf].stage or 0, []).append(leaf)
+            for at in sorted(by_stage):
+                total = by_stage[at][0]
+                for other in by_stage[at][1:]:
+                    total = self._add(total, other, at, extra)
+                outputs.append(Output(total, "gradient", output.of, at))
+        return outputs, extra, dropped
+
+    def _leaves(self, value: str, dropped: set[str]) -> list[str]:
+        op = self.flow.producers.get(value)
+        if op is not None and op.call.name == "aten.add.Tensor" and len(op.operands) == 2:
+            uses = len(self.flow.consumers.get(value, ()))
+            stages = {self.places[name].stage for name in op.operands}
+            if uses == 0 and (len(stages) > 1 or dropped):
+                dropped.add(op.name)
+                return [
+                    *self._leaves_inner(op.operands[0], dropped),
+                    *self._leaves_inner(op.operands[1], dropped),
+                ]
+        return [value]
+
+    def _leaves_inner(self, value: str, dropped: set[str]) -> list[str]:
+        op = self.flow.producers.get(value)
+        if (
+            op is not None
+            and op.call.name == "aten.add.Tensor"
+            and len(op.operands) == 2
+            and len(self.flow.consumers.get(value, ())) == 1
+            and len({self.places[name].stage for name in op.operands}) > 1
+        ):
+            dropped.add(op.name)
+            return [leaf for name in op.operands for leaf in self._leaves_inner(name, dropped)]
+        return [value]
+
+    def _add(self, a: str, b: str, stage: int, extra: list[Op]) -> str:
+        meta = self.flow.metas[a]
+        name = f"{a}_plus_{b}"
+        call = OpCall(
+            target=torch.ops.aten.add.Tensor,
+            args=(Operand(0), Operand(1)),
+            operands=(meta, meta),
+            results=(meta,),
+        )
+        extra.append(
+            Op(
+                name=name,
+                call=call,
+                operands=(a, b),
+                results=(name,),
+                phase="backward",
+                stage=stage,
+            )
+        )
+        self.op_places[name] = self.places[name] = _Place(stage)
+        return name

@@ -1,0 +1,210 @@
+"""Composite ops as simpler ones: what the planner takes instead where that is cheaper.
+
+    _softmax(x, -1)   ->   m = amax(x, -1); e = exp(x - m); e / sum(e, -1)
+
+A fused op needs the dim that it normalises whole on each rank. Written out, that dim may be split:
+what is communicated is then one number per row instead of the row. The fused op stays where its dim
+is whole, with its one kernel; the planner prices both
+(dtensor/sharding/plan/choose/choose_composites.py).
+
+Invariants: an expansion gives the op's results, up to rounding. Expansions are made once per call
+(op, arguments, shapes). Not here: ops that have no rule at all (`decompose`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from dtensor.frontend.capture.decompose import has_rule, table
+from dtensor.frontend.capture.simplify import simplify
+from dtensor.frontend.dataflow.batch_norm import FORMS
+from dtensor.frontend.op_calls import op_call
+from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.plan.dataflow import Expansion
+
+aten = torch.ops.aten
+
+
+class _NoForm(Exception):
+    pass
+
+
+def is_composite(call: OpCall) -> bool:
+    return call.name in _NAMES
+
+
+def is_over_batch(call: OpCall) -> bool:
+    """Whether it takes statistics over the batch: written out wherever the batch is split."""
+    return call.target in FORMS
+
+
+@lru_cache(maxsize=4096)
+def expansion(call: OpCall) -> Expansion | None:
+    """A composite op's call as simpler ops, all of which have rules; None where there is no such
+    form for these arguments."""
+    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    known: Any = _OWN.get(call.target) or table().get(call.target)
+    if known is None:
+        return None
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [torch.empty(m.shape, dtype=m.dtype) for m in call.operands]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        def given(operand: Operand) -> torch.Tensor:
+            return tensors[operand.index]
+
+        args, kwargs = tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
+        out = known(*args, **kwargs)
+        if out is None:  # no such form for these arguments
+            raise _NoForm
+        return tuple(out) if isinstance(out, (tuple, list)) else out
+
+    try:
+        with mode, torch.no_grad():
+            module = make_fx(run, decomposition_table=_OWN)(*fakes)
+    except _NoForm:
+        return None
+    if module.graph.find_nodes(op="get_attr"):
+        return None
+    simplify(module.graph)
+    return _read(module.graph, call)
+
+
+def _read(graph: fx.Graph, call: OpCall) -> Expansion | None:
+    """Values are numbered: the operands, then the results of each call in order."""
+    numbers: dict[fx.Node, int] = {}
+    calls: list[OpCall] = []
+    operands: list[tuple[int, ...]] = []
+    count = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            numbers[node] = count
+            count += 1
+        elif node.op == "call_function":
+            found, nodes = op_call(node)
+            if found.multiple or not has_rule(found):
+                return None
+            calls.append(found)
+            operands.append(tuple(numbers[n] for n in nodes))
+            numbers[node] = count
+            count += 1
+    out: Any = graph.output_node().args[0]
+    values: Sequence[Any] = out if isinstance(out, (tuple, list)) else (out,)
+    results = tuple(numbers[v] if isinstance(v, fx.Node) else None for v in values)
+    if len(results) != len(call.results):
+        return None
+    for index, meta in zip(results, call.results, strict=True):
+        if meta is not None and (index is None or index < len(call.operands)):
+            return None
+    return Expansion(calls=tuple(calls), operands=tuple(operands), results=results)
+
+
+# -- forms of our own ------------------------------------------------------------------------------
+# Torch's decompositions of these call each other or sum twice; each reduction here is one
+# collective of a number per row.
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    e = (wide - wide.amax(dim, keepdim=True)).exp()
+    out = e / e.sum(dim, keepdim=True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    shifted = wide - wide.amax(dim, keepdim=True)
+    out = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _softmax_backward(
+    grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    product = grad * out
+    return (product - out * product.sum(dim, keepdim=True)).to(dtype)
+
+
+def _log_softmax_backward(
+    grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return (grad - out.exp() * grad.sum(dim, keepdim=True)).to(dtype)
+
+
+def _var(
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> torch.Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _var_mean(
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = [d % max(x.dim(), 1) for d in dim] if dim else list(range(x.dim()))
+    count = math.prod(x.shape[d] for d in dims)
+    mean = x.mean(dims, keepdim=True)
+    rest = max(0.0, count - (1 if correction is None else correction))
+    squares = (x - mean).square().sum(dims, keepdim=keepdim)
+    var = squares / rest if rest else squares / 0.0
+    return var, mean if keepdim else mean.squeeze(dims)
+
+
+def _std(
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> torch.Tensor:
+    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _std_mean(
+    x: torch.Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return var.sqrt(), mean
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.var.correction: _var,
+    aten.var_mean.correction: _var_mean,
+    aten.std.correction: _std,
+    aten.std_mean.correction: _std_mean,
+    **FORMS,
+}
+# Torch's own decompositions serve for these.
+_TORCHS = """
+    _safe_softmax.default logsumexp.default linalg_vector_norm.default
+    norm.Scalar norm.ScalarOpt_dim native_layer_norm.default
+    native_layer_norm_backward.default _fused_rms_norm.default
+    _fused_rms_norm_backward.default native_group_norm.default native_group_norm_backward.default
+    batch_norm_backward.default _batch_norm_with_update_functional.default"""
+_NAMES = frozenset(str(target) for target in _OWN) | {f"aten.{name}" for name in _TORCHS.split()}

@@ -1,0 +1,189 @@
+"""Static local code: straight-line Python for one segment of one rank, as a daft Function.
+
+    code = CodeBuilder(device)
+    code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h = self.up(x)")
+    code.function("mlp_F0", outputs=("h",))
+
+gives
+
+    def forward(x, w):
+        h = aten_mm_default(x, w)
+        return (h,)
+
+Each line has the user's line beside it; a value is dropped after its last use. Two segments with
+the same text and bindings are one function. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch._ops import OpOverload
+
+from dtensor.daft import Function
+from dtensor.runtime.lower.quick import quick
+from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
+
+_PLAIN = (int, bool, str, type(None))
+
+
+@dataclass(slots=True)
+class CodeBuilder:
+    """Collects lines; ``inputs`` are the values that are read before they are made.
+
+    ``reserved``: names of values, which no function may take: in Python they would hide it.
+    """
+
+    device: torch.device
+    reserved: Collection[str] = ()
+    inputs: list[str] = field(default_factory=list)
+    defined: dict[str, None] = field(default_factory=dict)
+    lines: list[tuple[str, tuple[str, ...], str | None]] = field(default_factory=list)
+    bindings: dict[str, object] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
+
+    def call(
+        self,
+        call: OpCall,
+        operands: Sequence[str],
+        results: Sequence[str | None],
+        source: str | None,
+    ) -> None:
+        """``results = call(operands)``."""
+        args = [self.literal(a, operands) for a in call.args]
+        args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
+        name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
+        function = self.bind(re.sub(r"\W", "_", name), quick(call))
+        targets = ", ".join(name or "_" for name in results)
+        comma = "," if call.multiple and len(results) == 1 else ""
+        text = f"{targets}{comma} = {function}({', '.join(args)})"
+        reads = (*operands, *slots_of(call))
+        self.line(text, reads, [r for r in results if r is not None], source)
+
+    def apply(
+        self,
+        function: object,
+        name: str,
+        operands: Sequence[str],
+        result: str,
+        *literals: object,
+        source: str | None = None,
+        packed: bool = False,
+    ) -> None:
+        """``result = function(*operands, *literals)``; ``packed``: the operands as one tuple."""
+        given = [f"({''.join(f'{o}, ' for o in operands)})"] if packed else list(operands)
+        args = [*given, *(self.literal(v, ()) for v in literals)]
+        text = f"{result} = {self.bind(name, function)}({', '.join(args)})"
+        self.line(text, operands, [result], source)
+
+    def line(
+        self, text: str, reads: Sequence[str], makes: Sequence[str], source: str | None
+    ) -> None:
+        for name in reads:
+            if name not in self.defined and name not in self.inputs:
+                self.inputs.append(name)
+        self.defined.update(dict.fromkeys(makes))
+        self.lines.append((text, tuple(reads), source))
+
+    def user_lines(self) -> str | None:
+        """The user's first and last lines in it: all that is known of an actor that died here."""
+        lines = list(dict.fromkeys(line for _, _, line in self.lines if line is not None))
+        return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or None
+
+    def bind(self, name: str, value: object) -> str:
+        """A global of that name for ``value``; another name if that one is taken."""
+        number = 0
+        candidate = name
+        while True:
+            if candidate not in self.reserved:
+                known = self.bindings.get(candidate, value)
+                same = type(known) is type(value) and not callable(value) and known == value
+                if known is value or same:
+                    break
+            number += 1
+            candidate = f"{name}_{number}"
+        self.bindings[candidate] = value
+        return candidate
+
+    def literal(self, value: object, operands: Sequence[str]) -> str:
+        match value:
+            case Operand(index):
+                return operands[index]
+            case tuple() | list():
+                items = [self.literal(v, operands) for v in value]  # pyright: ignore
+                return f"[{', '.join(items)}]"
+            case Slot():
+                return value.name
+            case float():
+                return (
+                    repr(value)
+                    if value == value and abs(value) != float("inf")
+                    else (f'float("{value}")')
+                )
+            case torch.device():
+                return self.bind("device", self.device)
+            case torch.dtype() | torch.memory_format() | torch.layout():
+                return self.bind(str(value).replace(".", "_"), value)
+            case _ if isinstance(value, _PLAIN):
+                return repr(value)
+            case _:
+                return self.bind("constant", value)
+
+    def function(self, name: str, outputs: Sequence[str]) -> Function:
+        """The segment as a Function of ``inputs`` that returns ``outputs``."""
+        last: dict[str, int] = {}
+        for number, (_, reads, _) in enumerate(self.lines):
+            last.update(dict.fromkeys(reads, number))
+        kept = set(outputs)
+        source = [f"def forward({', '.join(self.inputs)}):"]
+        lines: list[str | None] = [None]
+        for number, (text, reads, user_line) in enumerate(self.lines):
+            dead = [
+                n
+                for n in dict.fromkeys(reads)
+                if last[n] == number and n not in kept and n in self.defined
+            ]
+            tail = f"; del {', '.join(dead)}" if dead else ""
+            source.append(f"    {text}{tail}")
+            lines.append(user_line)
+        source.append(f"    return ({''.join(f'{o}, ' for o in outputs)})")
+        lines.append(None)
+        return Function(
+            name=name,
+            source="\n".join(source) + "\n",
+            bindings=tuple(sorted(self.bindings.items(), key=lambda item: item[0])),
+            lines=tuple(lines),
+        )
+
+
+@dataclass(slots=True)
+class Functions:
+    """The functions of a program, each text once."""
+
+    found: dict[str, Function] = field(default_factory=dict)
+    by_text: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def add(self, code: CodeBuilder, name: str, outputs: Sequence[str]) -> str:
+        """The name under which the code is known; equal code keeps its first name."""
+        built = code.function(name, outputs)
+        key = (built.source, tuple((k, _key(v)) for k, v in built.bindings), built.lines)
+        if key in self.by_text:
+            return self.by_text[key]
+        unique, number = name, 0
+        while unique in self.found:
+            number += 1
+            unique = f"{name}_{number}"
+        self.found[unique] = code.function(unique, outputs)
+        self.by_text[key] = unique
+        return unique
+
+
+def _key(value: object) -> object:
+    """What distinguishes a binding: identity for objects, the value for plain data."""
+    plain = isinstance(value, (torch.dtype, torch.device, tuple, *_PLAIN))
+    return value if plain else id(value)

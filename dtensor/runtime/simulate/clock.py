@@ -1,0 +1,250 @@
+"""The program of a step run against a virtual clock: who computes, sends and waits when.
+
+    trace = simulate(plan, OneFOneB(8).grid(4, 4), topology)
+    print(trace); trace.save("trace.json")
+
+The ranks of one stage that differ in other axes do the same on equal shards, so one of them stands
+for all: the one at coordinate 0, which has the largest. Its list of instructions is the one that an
+actor would run. A `Call` lasts as long as its ops by the roofline; a message as long as the
+alpha-beta model says, in the background, after those before it on its channel; a `Wait` until its
+messages are complete. A message begins when all its members have started it; those that no rank
+here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
+
+Not modelled: contention between channels; what `Free` and an empty `Wait` take.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dtensor.daft import Call, Collective, Free, RankProgram, Recv, Send, Wait
+from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.code import Functions
+from dtensor.runtime.lower.rank import RankLowering, Roles
+from dtensor.runtime.lower.segment import Segment
+from dtensor.runtime.schedule import Grid
+from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Update
+from dtensor.sharding.redistribute.topology import Topology
+
+
+def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
+    """The predicted trace of one run. ``topology``: to price with; default the plan's."""
+    plan = replace(plan, topology=topology or plan.topology)
+    ranks = representatives(plan)
+    trains = any(isinstance(step, Update) for step in plan.steps)
+    state = {
+        i.name: f"state {i.label}"
+        for i in plan.inputs
+        if i.kind in ("parameter", "buffer", "constant")
+    }
+    actions, functions = Actions(plan, grid), Functions()
+    cache: dict[object, object] = {}
+    lists: list[_Rank] = []
+    for rank in ranks:
+        lowering = RankLowering(
+            plan=plan,
+            rank=rank,
+            actions=actions,
+            functions=functions,
+            device=torch.device("cpu"),
+            roles=Roles(optimizer="optimizer" if trains else None, state=state),
+            cache=cache,
+            priced=True,
+        )
+        program = lowering.lower()
+        seconds = [i.seconds for i in lowering.instructions if isinstance(i, Segment)]
+        lists.append(_Rank(rank, program, seconds, _state_bytes(plan, lowering, trains)))
+    clock = _Clock(plan, {one.rank: one for one in lists})
+    clock.run()
+    return Trace(
+        name=plan.name,
+        ranks=ranks,
+        alike=plan.mesh.size // len(ranks),
+        spans=tuple(sorted(clock.spans, key=lambda s: (s.begin, s.rank, s.end))),
+        peak_bytes=tuple(one.peak for one in lists),
+    )
+
+
+def representatives(plan: Plan) -> tuple[int, ...]:
+    """A rank for each coordinate of the stage axis: the one at 0 of all other axes."""
+    axis = plan.stage_axis
+    if axis is None:
+        return (0,)
+    return tuple(
+        plan.mesh.rank({a: at if a == axis else 0 for a in plan.mesh.axes})
+        for at in range(plan.mesh.axis_size(axis))
+    )
+
+
+def _state_bytes(plan: Plan, rank: RankLowering, trains: bool) -> int:
+    """The optimizer's state, which the program's values do not show."""
+    memory = plan.memory
+    return sum(memory[s].optimizer + memory[s].masters for s in rank.stages) if trains else 0
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank's list and how far it is."""
+
+    rank: int
+    program: RankProgram
+    seconds: list[float]  # of its calls, in order
+    state_bytes: int
+    at: int = 0
+    calls: int = 0
+    now: float = 0.0
+    held: int = 0
+    peak: int = 0
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    pending: dict[str, list[_Message]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Message:
+    """A transfer or collective: complete when all members that are simulated have started it."""
+
+    seconds: float
+    members: int
+    channels: tuple[Hashable, ...]
+    started: dict[int, float] = field(default_factory=dict[int, float])
+    end: float | None = None
+    names: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+
+
+class _Clock:
+    def __init__(self, plan: Plan, ranks: dict[int, _Rank]) -> None:
+        self.plan = plan
+        self.ranks = ranks
+        self.spans: list[Span] = []
+        self.messages: dict[Hashable, _Message] = {}
+        self.counts: dict[Hashable, int] = defaultdict(int)
+        self.free: dict[Hashable, float] = defaultdict(float)  # by (rank, channel)
+
+    def run(self) -> None:
+        for rank in self.ranks.values():
+            rank.sizes = dict(rank.program.nbytes)
+            fed = (*rank.program.inputs, *rank.program.state)
+            rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
+            rank.peak = rank.held
+            rank.now = self.plan.topology.step_latency
+            self._span(rank, "wait", CALL, 0.0, rank.now, None)
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.ranks.values():
+                while rank.at < len(rank.program.instructions) and self._step(rank):
+                    rank.at += 1
+                    moved = True
+        stuck = [r.rank for r in self.ranks.values() if r.at < len(r.program.instructions)]
+        assert not stuck, f"ranks {stuck} wait for ever; the verifier refuses such programs"
+
+    def _step(self, rank: _Rank) -> bool:
+        """Run the rank's next instruction; False where it waits for what has not begun."""
+        item = rank.program.instructions[rank.at]
+        match item:
+            case Call():
+                seconds = rank.seconds[rank.calls]
+                rank.calls += 1
+                self._span(rank, "compute", item.label, rank.now, rank.now + seconds, item.source)
+                rank.now += seconds
+                self._hold(rank, item.outputs)
+            case Send() | Recv() | Collective():
+                self._start(rank, item)
+            case Wait():
+                messages = [m for value in item.values for m in rank.pending.get(value, ())]
+                if any(m.end is None for m in messages):
+                    return False
+                end = max([rank.now, *(m.end for m in messages if m.end is not None)])
+                self._span(rank, "wait", item.label, rank.now, end, item.source)
+                rank.now = end
+                for value in item.values:
+                    rank.pending.pop(value, None)
+            case Free():
+                rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
+        return True
+
+    def _hold(self, rank: _Rank, values: tuple[str, ...]) -> None:
+        rank.held += sum(rank.sizes.get(value, 0) for value in values)
+        rank.peak = max(rank.peak, rank.held)
+
+    def _start(self, rank: _Rank, item: Send | Recv | Collective) -> None:
+        key, members, values = self._key(rank.rank, item)
+        number = self.counts[rank.rank, key]
+        self.counts[rank.rank, key] += 1
+        known = [member for member in members if member in self.ranks]
+        message = self.messages.get((key, number))
+        if message is None:
+            # a channel that is shared by ranks: they are busy with it one message after the other
+            message = _Message(self._seconds(item), len(known), tuple((m, key) for m in known))
+            self.messages[key, number] = message
+        message.started[rank.rank] = rank.now
+        message.names[rank.rank] = item.label, item.source
+        for value in values:
+            rank.pending.setdefault(value, []).append(message)
+        self._hold(rank, () if isinstance(item, Send) else values)
+        if len(message.started) < message.members:
+            return
+        begin = max([*message.started.values(), *(self.free[c] for c in message.channels)])
+        message.end = begin + message.seconds
+        self.free.update(dict.fromkeys(message.channels, message.end))
+        for member, (name, source) in message.names.items():
+            self._span(self.ranks[member], "communication", name, begin, message.end, source)
+
+    def _key(
+        self, rank: int, item: Send | Recv | Collective
+    ) -> tuple[Hashable, tuple[int, ...], tuple[str, ...]]:
+        """What the k-th of meets the k-th of; the members; the values that are waited for."""
+        match item:
+            case Send(value=value, to=to, channel=channel):
+                return (rank, to, channel), (rank, to), (value,)
+            case Recv(value=value, source_rank=source, channel=channel):
+                return (source, rank, channel), (source, rank), (value,)
+            case Collective(group=group, outputs=outputs, channel=channel):
+                return (group, channel), group, outputs
+
+    def _seconds(self, item: Send | Recv | Collective) -> float:
+        topology = self.plan.topology
+        match item:
+            case Send(buffer=buffer) | Recv(buffer=buffer):
+                axis = self.plan.stage_axis or ""
+                return topology.collective_seconds(
+                    "transfer", axis, num=2, bytes_sent=buffer.nbytes
+                )
+            case Collective(group=group):
+                axis = self._axis(group)
+                return topology.collective_seconds(
+                    item.kind, axis, num=len(group), bytes_sent=_bytes_sent(item)
+                )
+
+    def _axis(self, group: tuple[int, ...]) -> str:
+        """The axis along which the members lie."""
+        first, second = (self.plan.mesh.coordinates(rank) for rank in group[:2])
+        return next(axis for axis in first if first[axis] != second[axis])
+
+    def _span(
+        self, rank: _Rank, track: Track, name: str, begin: float, end: float, source: str | None
+    ) -> None:
+        if end > begin:
+            span = Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)
+            self.spans.append(span)
+
+
+def _bytes_sent(item: Collective) -> float:
+    """Per rank, by a ring."""
+    n = len(item.group)
+    given = sum(buffer.nbytes for buffer in item.in_buffers)
+    match item.kind:
+        case "all_reduce":
+            return 2 * (n - 1) / n * given
+        case "all_gather":
+            return (n - 1) * given
+        case "reduce_scatter" | "all_to_all":
+            return (n - 1) / n * given
+        case "broadcast":
+            return given

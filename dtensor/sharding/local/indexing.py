@@ -1,0 +1,102 @@
+"""What ranks run to read and write at indices along a dim of which they hold a part.
+
+    index_shard(x[4 of 8 rows], index, 0, ((4, 8),), 8)     # rows that are elsewhere give zeros
+    write_shard("index_add", x, 0, index, y, ((4, 8),), 8)   # rows that are elsewhere are left out
+
+Indices are global. One row more than the rank holds stands for all that is elsewhere: zeros are
+read from it, and what is written to it is dropped. So nothing here has a size that depends on data.
+
+Invariants: as in values.py; an index out of the global range is an error, as it is for torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from dtensor.sharding.local.values import Pieces
+
+Write = Literal[
+    "index_add", "index_copy", "index_fill", "index_put", "index_put_add", "scatter", "scatter_add"
+]
+
+
+def index_shard(x: Tensor, index: Tensor, dim: int, pieces: Pieces, size: int) -> Tensor:
+    """x at indices of any shape along ``dim``; of all ranks, the results add up."""
+    local = _places(index, pieces, size)
+    rows = torch.index_select(_padded(x, dim), dim, local.reshape(-1))
+    return rows.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+
+
+def gather_shard(x: Tensor, dim: int, index: Tensor, pieces: Pieces, size: int) -> Tensor:
+    """gather along ``dim``; of all ranks, the results add up."""
+    return torch.gather(_padded(x, dim), dim, _places(index, pieces, size))
+
+
+def write_shard(
+    kind: Write,
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor | float,
+    pieces: Pieces,
+    size: int,
+    alpha: float = 1,
+) -> Tensor:
+    """The rank's part of x after the op of that name."""
+    padded, local = _padded(x, dim), _places(index, pieces, size)
+    match kind:
+        case "index_add":
+            assert isinstance(source, Tensor)
+            out = torch.index_add(padded, dim, local, source, alpha=alpha)
+        case "index_copy":
+            assert isinstance(source, Tensor)
+            out = torch.index_copy(padded, dim, local, source)
+        case "index_fill":
+            out = _filled(padded, dim, local, source)
+        case "index_put" | "index_put_add":
+            where = [*[None] * dim, local]
+            out = torch.ops.aten.index_put.default(padded, where, source, kind == "index_put_add")
+        case "scatter":
+            out = _scattered(padded, dim, local, source)
+        case "scatter_add":
+            assert isinstance(source, Tensor)
+            out = torch.scatter_add(padded, dim, local, source)
+        case _:
+            assert_never(kind)
+    return out.narrow(dim, 0, x.shape[dim]).contiguous()
+
+
+def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return torch.index_fill(x, dim, index, value)
+    return torch.index_fill(x, dim, index, value)
+
+
+def _scattered(x: Tensor, dim: int, index: Tensor, source: Tensor | float) -> Tensor:
+    if isinstance(source, Tensor):
+        return torch.scatter(x, dim, index, source)
+    return torch.scatter(x, dim, index, source)
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _places(index: Tensor, pieces: Pieces, size: int) -> Tensor:
+    """Global indices as positions in the shard; one past its end for those that are elsewhere."""
+    inside = (index >= -size) & (index < size)
+    # As torch does it on each device: at once on a CPU, without a wait on a GPU.
+    message = f"an index is out of range for a dim of size {size}"
+    torch.ops.aten._assert_async.msg(inside.all(), message)
+    index = torch.where(index < 0, index + size, index).long()
+    held = sum(hi - lo for lo, hi in pieces)
+    local = torch.full_like(index, held)
+    offset = 0
+    for lo, hi in pieces:
+        local = torch.where((index >= lo) & (index < hi), index - lo + offset, local)
+        offset += hi - lo
+    return local

@@ -1,0 +1,222 @@
+"""The random operators of the project: numbers by counter, the same under every placement.
+
+    random_uniform(shape, dtype)          -> f[shape]         in [0, 1)
+    random_normal(shape, dtype)           -> f[shape]
+    random_integers(shape, low, high, dtype) -> i[shape]      in low:high
+    dropout(x[...], p)                    -> y[...], kept: bool[...]
+    dropout_backward(grad[...], kept[...], p) -> dx[...]      linear in grad
+
+Each number is a function of (at_seed, at_step, op, global index): philox.py and distributions.py.
+``at_seed`` and ``at_step`` are given to a program anew at each run (`with_run_numbers` makes them
+Slots); ``op`` counts the random ops of the captured forward program. ``shape`` is the global shape;
+``pieces`` the part of it that the rank holds: for each dim the number of intervals, then their
+starts and stops (none: all of it). The mask of a dropout is kept for backward, a byte an element.
+
+Invariants: as in attention.py. Not here: which ops of a user's program become these (frontend).
+"""
+
+# Torch leaves the types of its registration functions and of `torch.ops` open.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.sharding.ops.call import OpCall, Slot
+from dtensor.sharding.ops.distributions import integers, keep, normal, uniform
+from dtensor.sharding.ops.library import LIBRARY, define
+from dtensor.sharding.ops.philox import Key, Place
+from dtensor.sharding.spec.placements import Intervals
+
+SEED, STEP = "dt_seed", "dt_step"
+"""The names under which a program is fed the seed and the step."""
+
+_KEY = "*, int at_seed, int at_step, int op"
+_WHERE = "SymInt[]? shape=None, int[]? pieces=None"
+
+
+def encode_pieces(pieces: Sequence[Intervals]) -> list[int]:
+    """Intervals per dim as the flat list that the ops take."""
+    flat: list[int] = []
+    for dim in pieces:
+        flat.append(len(dim))
+        for start, stop in dim:
+            flat += [start, stop]
+    return flat
+
+
+def _place(local: Sequence[int], shape: Sequence[int] | None, flat: Sequence[int] | None) -> Place:
+    """Where a rank's numbers lie; without ``flat`` the local shape is all there is."""
+    if shape is None or flat is None:
+        return Place.whole(local)
+    pieces: list[tuple[tuple[int, int], ...]] = []
+    at = 0
+    for _ in shape:
+        count = flat[at]
+        numbers = flat[at + 1 : at + 1 + 2 * count]
+        pieces.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+        at += 1 + 2 * count
+    place = Place(tuple(shape), tuple(pieces))
+    if place.local_shape != tuple(local):
+        raise ValueError(f"the pieces hold {place.local_shape}, the local tensor is {tuple(local)}")
+    return place
+
+
+def with_run_numbers(call: OpCall) -> OpCall:
+    """The call with its seed and step read from what the program is fed; others as they are."""
+    if not is_random(call):
+        return call
+    given = {"at_seed": Slot.of(0.0, SEED), "at_step": Slot.of(0.0, STEP)}
+    return replace(call, kwargs=tuple((k, given.get(k, v)) for k, v in call.kwargs))
+
+
+def is_random(call: OpCall) -> bool:
+    return call.name in RANDOM_OPS
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def _uniform(
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> Tensor:
+    place = _place(size, shape, pieces)
+    return uniform(place, Key(at_seed, at_step, op), dtype, device or torch.device("cpu"))
+
+
+def _normal(
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> Tensor:
+    place = _place(size, shape, pieces)
+    return normal(place, Key(at_seed, at_step, op), dtype, device or torch.device("cpu"))
+
+
+def _integers(
+    size: Sequence[int],
+    low: int,
+    high: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> Tensor:
+    place = _place(size, shape, pieces)
+    key = Key(at_seed, at_step, op)
+    return integers(place, key, low, high, dtype, device or torch.device("cpu"))
+
+
+def _sized(size: Sequence[int], *rest: Any, device: torch.device | None = None, **_: Any) -> Tensor:
+    dtype = next(value for value in rest if isinstance(value, torch.dtype))
+    given = next((value for value in rest if isinstance(value, torch.device)), device)
+    return torch.empty(list(size), dtype=dtype, device=given)
+
+
+def _define_factory(name: str, arguments: str, run: Any) -> None:
+    """An op without tensor operands has no device to choose its implementation by."""
+    schema = (
+        f"{name}(SymInt[] size, {arguments}ScalarType dtype, Device? device=None, "
+        f"{_KEY}, {_WHERE}) -> Tensor"
+    )
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dt::{name}", _sized, lib=LIBRARY)
+
+
+_define_factory("random_uniform", "", _uniform)
+_define_factory("random_normal", "", _normal)
+_define_factory("random_integers", "int low, int high, ", _integers)
+
+
+# -- dropout -------------------------------------------------------------------------------------
+
+
+def _dropout(
+    x: Tensor,
+    p: float,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    place = _place(x.shape, shape, pieces)
+    kept = keep(place, Key(at_seed, at_step, op), p, x.device)
+    return _masked(x, kept, p), kept
+
+
+def _masked(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """A dropped infinity is 0, not NaN, as torch's fused kernels have it."""
+    scaled = x * (1 / (1 - p) if p < 1 else 0.0)
+    return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
+    like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return like, torch.empty(x.shape, dtype=torch.bool, device=x.device)
+
+
+define(f"dropout(Tensor x, float p, {_KEY}, {_WHERE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
+
+
+def _dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
+    return _masked(grad, kept, p)
+
+
+define(
+    "dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor",
+    _dropout_backward,
+    lambda grad, kept, p: torch.empty(grad.shape, dtype=grad.dtype, device=grad.device),
+)
+
+
+def _dropout_setup(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
+) -> None:
+    ctx.p = inputs[1]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _dropout_grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return None, None
+    (kept,) = ctx.saved_tensors
+    return torch.ops.dt.dropout_backward(grad, kept, ctx.p), None
+
+
+torch.library.register_autograd(
+    "dt::dropout", _dropout_grad, setup_context=_dropout_setup, lib=LIBRARY
+)
+
+RANDOM_OPS = frozenset(
+    f"dt.{name}.default"
+    for name in ("random_uniform", "random_normal", "random_integers", "dropout")
+)

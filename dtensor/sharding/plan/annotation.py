@@ -1,0 +1,84 @@
+"""The text of `dt.annotate`: dims with axes, as in "b@dp t d@tp".
+
+Each word is one dim of the activation; `@axis` splits it over the axis, `@(a,b)` over two. A name
+alone, or a number, leaves the dim whole on the axes that the text names; axes that the text does
+not name stay free. Placements by keyword come as "tp=Shard(1), dp=Replicate()".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.dataflow import Op
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Partial, Placement, ReduceOp, Replicate, Shard
+from dtensor.sharding.spec.spec import make_spec
+
+_WORD = re.compile(r"\w+(?:@(\w+|\(\w+(?:,\w+)*\)))?")
+_KEYWORD = re.compile(r"(\w+)=(Shard|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*)?)\)")
+
+
+def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
+    """Axis to placement, as the annotation ``op`` states it. PlanningError for bad text."""
+    text = op.call.args[1]
+    meta = op.call.operands[0]
+    where = f"annotate({text!r}) at {op.source}"
+    stated = _keywords(text) if "=" in text else _words(text, len(meta.shape), where)
+    for axis in stated:
+        if axis not in mesh.axes:
+            raise PlanningError(
+                f"{where}: {axis!r} is not an axis of {mesh}\n  {op.source}: {op.source_text}"
+            )
+    return (
+        make_spec(meta.shape, meta.dtype, mesh, stated).sharding
+        if not stated
+        else {
+            axis: placement
+            for axis, placement in make_spec(meta.shape, meta.dtype, mesh, stated).sharding.items()
+            if axis in stated
+        }
+    )
+
+
+def _words(text: str, num_dims: int, where: str) -> dict[str, Placement]:
+    words = text.split()
+    if len(words) != num_dims:
+        raise PlanningError(f"{where}: {len(words)} dims are named, the value has {num_dims}")
+    stated: dict[str, Placement] = {}
+    for dim, word in enumerate(words):
+        found = _WORD.fullmatch(word)
+        if found is None:
+            raise PlanningError(f"{where}: {word!r} is not a dim; write for example 'd@tp'")
+        for axis in (found[1] or "").strip("()").split(","):
+            if axis:
+                if axis in stated:
+                    raise PlanningError(f"{where}: axis {axis!r} is named twice")
+                stated[axis] = Shard(dim)
+    return stated
+
+
+def _keywords(text: str) -> dict[str, Placement]:
+    stated: dict[str, Placement] = {}
+    for axis, kind, arguments in _KEYWORD.findall(text):
+        match kind:
+            case "Replicate":
+                stated[axis] = Replicate()
+            case "Partial":
+                stated[axis] = Partial(cast(ReduceOp, arguments.strip("'\"") or "sum"))
+            case _:
+                stated[axis] = _shard(arguments)
+    return stated
+
+
+def _shard(arguments: str) -> Shard:
+    dim = re.match(r"-?\d+", arguments)
+    assert dim is not None, "the marks write a Shard as its repr"
+    blocks = re.search(r"blocks=(\d+|\([\d, ]+\))", arguments)
+    unit = re.search(r"unit=(\d+)", arguments)
+    sizes: int | tuple[int, ...] = 1
+    if blocks:
+        numbers = tuple(int(n) for n in re.findall(r"\d+", blocks[1]))
+        sizes = numbers if "(" in blocks[1] else numbers[0]
+    return Shard(int(dim[0]), sizes, int(unit[1]) if unit else 1)

@@ -1,0 +1,254 @@
+"""Choosing the placements on one axis: options from the rules and pins, prices, the exact solve.
+
+    chosen = choose_axis(request, rules, "tp", done={"dp": ...})
+    chosen.strategies["h"]     # Strategy(operands=(Replicate, Shard(1)), results=(Shard(1),))
+    chosen.inputs["w1"]        # Shard(0)
+
+The axes are solved one after another, each exactly (solve.py), given those before it. On the
+virtual microbatch axis nothing may be communicated: a value that depends on parameters and on the
+batch may only be split, pending, or be sliced; what depends on the batch alone (the count of
+targets that are not ignored) may be computed whole, once. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.plan.annotation import annotation_placements
+from dtensor.sharding.plan.choose.blame import infeasible
+from dtensor.sharding.plan.choose.opened_factors import Pin, Reach, reach
+from dtensor.sharding.plan.choose.prices import (
+    ANNOTATIONS,
+    AxisChoice,
+    Canonical,
+    Prices,
+    Question,
+    is_view,
+)
+from dtensor.sharding.plan.choose.repeated_layers import group, without_numbers
+from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, solve
+from dtensor.sharding.plan.dataflow import Input, Op
+from dtensor.sharding.rules.rule import Strategy
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Shard,
+    same,
+)
+
+# Seconds charged for each op that a sum passes while pending: at equal cost, reduce at once.
+_LATE = 20e-9
+
+
+def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> AxisChoice:
+    """The cheapest choice on ``axis`` given the axes already ``done``."""
+    num = question.mesh.axis_size(axis)
+    flow = question.flow
+    pins = _with_annotations(question, axis)
+    reached = reach(
+        flow,
+        question.rules,
+        list(pins.values()),
+        axis,
+        num,
+        free=question.free and axis != MICROBATCH_AXIS,
+        labels=question.labels(),
+    )
+    canonical = Canonical(flow, num)
+    strategies = _restrict(question, reached, pins, axis, num)
+    priced = Prices(question, axis, done)
+    nodes = [_op_node(op, strategies[op.name], canonical, priced) for op in flow.ops]
+    choices = {i.name: _input_choices(question, i, reached, pins, axis) for i in flow.inputs}
+    for item in flow.inputs:
+        nodes.append(_input_node(question, item, choices[item.name], canonical, priced))
+    for output in flow.outputs:
+        if output.kind == "result":
+            stated = question.wanted.get(axis, {}).get(output.value)
+            name = f"result {output.of}"
+            ends = priced.ends(output.value, canonical(output.value, stated or REPLICATE))
+            if stated is None and question.split_results and axis != MICROBATCH_AXIS:
+                ends += [
+                    ((output.value, placed), 0.0)
+                    for placed in _written_at(nodes, output.value)
+                    if isinstance(placed, Shard)
+                ]
+            nodes.append(Node(name, tuple(Option((read,), (), cost) for read, cost in ends), name))
+    try:
+        solution = solve(nodes, priced.convert)
+    except Infeasible:
+        raise infeasible(flow, nodes, priced.convert, axis) from None
+    nodes_by_name = {node.name: node for node in nodes}
+    return AxisChoice(
+        axis=axis,
+        strategies={op.name: strategies[op.name][solution.chosen[op.name]] for op in flow.ops},
+        inputs={
+            i.name: _written(nodes_by_name[f"input {i.name}"], solution, choices[i.name])
+            for i in flow.inputs
+        },
+        opened=reached.opened,
+    )
+
+
+# -- options -----------------------------------------------------------------------------------
+
+
+def _with_annotations(question: Question, axis: str) -> dict[str, Pin]:
+    """The pins on the axis, those of annotations in the program included."""
+    pins = dict(question.pins.get(axis, {}))
+    for op in question.flow.ops:
+        if op.call.name in ANNOTATIONS:
+            stated = annotation_placements(op, question.mesh)
+            if axis in stated:
+                assert op.results[0] is not None
+                pins[op.results[0]] = Pin(
+                    value=op.results[0],
+                    placement=stated[axis],
+                    by=f"annotate at {op.source}",
+                    until_contraction=True,
+                )
+    return pins
+
+
+def _restrict(
+    question: Question, reached: Reach, pins: Mapping[str, Pin], axis: str, num: int
+) -> dict[str, tuple[Strategy, ...]]:
+    """Follow the pins: a value that is split stays split wherever a rule accepts it so.
+
+    Each op keeps the strategies that read most of its settled operands as they are settled; where
+    those agree on a split result, that is settled too. What is left open (where to resolve a
+    pending sum, operands that disagree, what no pin reaches) is for the exact solve. With
+    search="free" only what the user pinned is settled.
+    """
+    metas = question.flow.metas
+    in_time = axis == MICROBATCH_AXIS
+    settled: dict[str, Placement] = {}
+    if not in_time:  # a pending input is an open matter, as a pending result is
+        stated = {v: p.placement for v, p in pins.items()}
+        settled = {v: p for v, p in stated.items() if not isinstance(p, Partial)}
+    result: dict[str, tuple[Strategy, ...]] = {}
+    for op in question.flow.ops:
+        found = reached.strategies[op.name]
+        if in_time and any(name in question.mixed for name in op.results):
+            found = tuple(s for s in found if s.label != "replicate")
+        pin = pins.get(op.results[0] or "")
+        if op.call.name in ANNOTATIONS and pin is not None:
+            stated = pin.placement
+            found = tuple(
+                s for s in found if same(s.results[0], stated, op.call.operands[0].shape, num)
+            ) or (Strategy((stated,), (stated,), "annotated"),)
+        known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
+        if known and len(found) > 1:
+            agreeing = [_agreement(s, known, settled, metas, num) for s in found]
+            best = max(agreeing)
+            found = tuple(s for s, n in zip(found, agreeing, strict=True) if n == best)
+        if not in_time and (not question.free or (is_view(op) and known)):
+            for index, name in enumerate(op.results):
+                if name is None or not found:
+                    continue
+                first = found[0].results[index]
+                shape = metas[name].shape
+                if isinstance(first, Shard) and all(
+                    same(s.results[index], first, shape, num) for s in found
+                ):
+                    settled[name] = first
+        if not in_time and is_view(op):  # a copy that was gathered for others can be viewed too
+            whole = reached.strategies[op.name][:1]
+            found = tuple(dict.fromkeys((*found, *whole)))
+        result[op.name] = found
+    return result
+
+
+def _agreement(
+    strategy: Strategy,
+    known: Sequence[tuple[int, str]],
+    settled: Mapping[str, Placement],
+    metas: Mapping[str, Meta],
+    num: int,
+) -> tuple[int, int]:
+    """How many settled operands a strategy reads as they are: split ones first, for to read a
+    replicated one in parts is free, and a split one whole is not."""
+    split = whole = 0
+    for index, name in known:
+        if same(strategy.operands[index], settled[name], metas[name].shape, num):
+            split += isinstance(settled[name], Shard)
+            whole += not isinstance(settled[name], Shard)
+    return split, whole
+
+
+def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, priced: Prices) -> Node:
+    options: list[Option] = []
+    for strategy in strategies:
+        reads = tuple(
+            (name, canonical(name, p))
+            for name, p in zip(op.operands, strategy.operands, strict=True)
+        )
+        writes = tuple(
+            (name, canonical(name, p))
+            for name, p in zip(op.results, strategy.results, strict=True)
+            if name is not None
+        )
+        late = _LATE if any(isinstance(p, Partial) for p in strategy.operands) else 0.0
+        options.append(Option(reads, writes, priced.op(op, strategy) + late))
+    return Node(op.name, tuple(options), group(op, priced.question.flow))
+
+
+def _input_choices(
+    question: Question,
+    item: Input,
+    reached: Reach,
+    pins: Mapping[str, Pin],
+    axis: str,
+) -> tuple[Placement, ...]:
+    if axis == MICROBATCH_AXIS:
+        return (REPLICATE,)
+    if item.name in pins:
+        return (pins[item.name].placement,)
+    if item.kind in ("parameter", "buffer"):
+        return (REPLICATE, *reached.shardings.get(item.name, ()))
+    return (REPLICATE,)
+
+
+def _input_node(
+    question: Question,
+    item: Input,
+    choices: Sequence[Placement],
+    canonical: Canonical,
+    priced: Prices,
+) -> Node:
+    """An input is written at one of its placements; its gradients end at the same one."""
+    options: list[Option] = []
+    for placement in choices:
+        placed = canonical(item.name, placement)
+        wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else placed
+        ends = [priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())]
+        if item.name in question.mutations:
+            ends.append([((question.mutations[item.name], placed), 0.0)])
+        for combination in itertools.product(*ends):
+            reads = tuple(read for read, _ in combination)
+            cost = sum(cost for _, cost in combination)
+            options.append(Option(reads, ((item.name, placed),), cost))
+    alike = (without_numbers(item.label), item.kind, item.meta, tuple(choices))
+    return Node(
+        f"input {item.name}", tuple(options), alike if item.kind == "parameter" else item.name
+    )
+
+
+def _written_at(nodes: Sequence[Node], value: str) -> list[Placement]:
+    """The placements at which some option of some node writes a value."""
+    return list(
+        dict.fromkeys(
+            p for n in nodes for option in n.options for v, p in option.writes if v == value
+        )
+    )
+
+
+def _written(node: Node, solution: Solution, choices: Sequence[Placement]) -> Placement:
+    """The placement of an input as stated, from the option that was chosen."""
+    written = node.options[solution.chosen[node.name]].writes
+    places = list(dict.fromkeys(option.writes for option in node.options))
+    return choices[places.index(written)]

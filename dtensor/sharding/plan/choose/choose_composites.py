@@ -1,0 +1,145 @@
+"""Composite ops that the planner writes out where a rank lacks the dim that they need whole.
+
+    softmax over f32[8,1024@tp]      fused: all_gather of the rows, then one kernel
+                                     written out: all_reduce(max), all_reduce(sum) of 8 numbers
+
+A plan is made with every op fused. Where it gathers an operand of a composite op, the op is written
+out and the program planned again, until no such op is left; of the plans the cheapest is kept, and
+each kind of op that it writes out is tried fused once more. A program whose composite ops have
+their dims whole, as in Megatron's placements, is planned once.
+
+Statistics over a batch (batch norm) are another matter: where a batch is split it stays split, so
+these are all written out as soon as one of them gathers, whatever the price. Otherwise one batch
+norm gathers a small batch, and all that follows is computed by every rank.
+
+Invariants: the result computes the same values; but for those statistics it is never dearer than
+the fused plan. The choice is greedy by kind of call, not exact. It names no op: expansions come
+with the Dataflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of
+from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.spec.placements import Shard
+
+_ROUNDS = 4  # forward, then its backward, then what they feed
+Kind = tuple[str, object, object]
+
+
+def cheapest(flow: Dataflow, make: Callable[[Dataflow], Plan], *, keep_split: bool = True) -> Plan:
+    """The plan of ``flow``, with composite ops written out where that is cheaper.
+
+    ``keep_split``: those over a batch also where it is not.
+    """
+    best = make(flow)
+    if not any(op.expand for op in flow.ops):
+        return best
+    over_batch = dict.fromkeys(_kind(op) for op in flow.ops if op.over_batch and keep_split)
+    if any(kind in over_batch for kind in _gathered(best)):
+        split = _written_out(flow, over_batch)
+        with suppress(PlanningError):  # a pin does not line up with them: they stay fused
+            flow, best = split, make(split)
+    written: dict[Kind, None] = {}
+    current = best
+    chosen: tuple[Kind, ...] = ()
+    for _ in range(_ROUNDS):
+        found = [kind for kind in _gathered(current) if kind not in written]
+        if not found:
+            break
+        written.update(dict.fromkeys(found))
+        try:
+            current = make(_written_out(flow, written))
+        except PlanningError:  # a pin does not line up with the simpler ops: they stay fused
+            break
+        if current.cost.seconds < best.cost.seconds:
+            best, chosen = current, tuple(written)
+    for kind in chosen if len(chosen) > 1 else ():
+        fewer = [k for k in chosen if k != kind]
+        other = make(_written_out(flow, dict.fromkeys(fewer)))
+        if other.cost.seconds < best.cost.seconds:
+            best, chosen = other, tuple(fewer)
+    return best
+
+
+def _kind(op: Op) -> Kind:
+    return (op.call.name, op.call.operands, repr(op.call.args))
+
+
+def _gathered(plan: Plan) -> Iterator[Kind]:
+    """The kinds of composite ops of which the plan gathers an operand."""
+    makers: dict[str, Step] = {
+        name: step for step in plan.steps for name, _ in results_of(step) if name
+    }
+    for step in plan.steps:
+        match step:
+            case Compute(op=op) if op.expand is not None:
+                if any(_is_gathered(name, makers) for name in step.operands):
+                    yield _kind(op)
+            case _:
+                pass
+
+
+def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
+    """Whether a value, or what it is a view of, was split and had to be communicated."""
+    step = makers.get(name)
+    match step:
+        case Convert(move=move):
+            lost = any(
+                isinstance(move.src.placement(axis), Shard)
+                and move.dst.placement(axis) != move.src.placement(axis)
+                for axis in move.src.mesh.axes
+            )
+            return (lost and move.kind not in FREE_KINDS) or _is_gathered(step.operand, makers)
+        case Compute(op=op) if is_view(op):
+            return _is_gathered(step.operands[0], makers)
+        case _:
+            return False
+
+
+def _written_out(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
+    ops: list[Op] = []
+    taken = {*flow.metas, *(op.name for op in flow.ops)}
+    for op in flow.ops:
+        found = op.expand(op.call) if op.expand is not None and _kind(op) in kinds else None
+        ops += [op] if found is None else _steps(op, found, taken)
+    return replace(flow, ops=tuple(ops)).pruned(flow.outputs)
+
+
+def _steps(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]:
+    """The op's expansion under names of its own ("softmax_amax"); the results keep their names."""
+    names: list[str] = list(op.operands)
+    given = {
+        number: name
+        for number, name in zip(expansion.results, op.results, strict=True)
+        if number is not None and name is not None
+    }
+    for call, operands in zip(expansion.calls, expansion.operands, strict=True):
+        own = _fresh(f"{op.name}_{call.name.split('.')[1]}", taken)
+        name = given.get(len(names), own)
+        yield replace(
+            op,
+            name=own,
+            call=call,
+            operands=tuple(names[number] for number in operands),
+            results=(name,),
+            expand=None,
+        )
+        names.append(name)
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    index, free = 1, name
+    while free in taken:
+        index += 1
+        free = f"{name}_{index}"
+    taken.add(free)
+    return free

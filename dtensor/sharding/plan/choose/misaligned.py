@@ -1,0 +1,141 @@
+"""The error for a pin that does not line up with what the program does to its dim.
+
+    q.weight f32[352,16] pinned Row() over tp=4, viewed as 22 heads of 16: ranks would hold 88 rows,
+    5 heads and a half.  fix: state tp=Shard(0, unit=16), which was tried on the whole program.
+
+Where no blocks and no unit give each rank a part (2 kv heads over 4 ranks), a smaller axis is
+proposed, tried likewise. Not here: finding the pin and the place (opened_factors.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.rules.rule import Dim, Rule
+from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets
+
+if TYPE_CHECKING:
+    from dtensor.sharding.plan.choose.opened_factors import Pin
+
+LinesUp = Callable[[Shard, int], bool]  # whether a shard over so many ranks goes through
+_MAX_AXES_TRIED = 3
+
+
+def misaligned(
+    flow: Dataflow,
+    rules: Mapping[str, Rule],
+    pin: Pin,
+    label: str,
+    crooked: tuple[Op, str, Shard],
+    axis: str,
+    num: int,
+    lines_up: LinesUp,
+) -> PlanningError:
+    """``crooked``: the op where it shows, the value as it reads or writes it, and its shard.
+
+    ``label``: the user's name of what is pinned.
+    """
+    op, value, shard = crooked
+    rule = rules[op.name]
+    assert isinstance(pin.placement, Shard)
+    meta, at = flow.metas[pin.value], pin.placement.dim
+    dim = _dim_of(rule, op, value, shard)
+    on = label if pin.by == label else f"{label} ({pin.by})"
+    lines = [
+        f"the pin {axis}={pin.stated or pin.placement!r} on {on} does not line up with what the "
+        f"program does to that dim.",
+        f"  {label}: {meta}, dim {at}: {num} ranks hold "
+        f"{_counts(pin.placement, meta.shape[at], num)} of {meta.shape[at]}",
+        f"  {op.call.name} sees it as {_describe(rule, dim)} in {value}: {flow.metas[value]}",
+    ]
+    if op.source:
+        lines.append(f"  {op.source}: {op.source_text}")
+    whole = min((rule.size[product[0]] for product in dim if product), default=1)
+    fix = _proposal(flow, rules, pin, dim, rule, num, lines_up)
+    if fix is not None:
+        return PlanningError("\n".join([*lines, f"fix: {axis}={fix}, which lines up"]))
+    if any(not s for s in index_sets(Shard(0), whole, num)):
+        lines.append(f"  {whole} parts over {num} ranks: {_counts(Shard(0), whole, num)}")
+    for fewer in _fewer(num, whole):
+        fix = _proposal(flow, rules, pin, dim, rule, fewer, lines_up)
+        if fix is None:
+            continue
+        if num % fewer == 0:
+            mesh = f"split the axis, as in Mesh({axis}={fewer}, {axis}_rep={num // fewer})"
+        else:
+            mesh = f"an axis of {fewer} ranks, Mesh({axis}={fewer})"
+        return PlanningError("\n".join([*lines, f"fix: {mesh}, and {axis}={fix}, which lines up"]))
+    return PlanningError("\n".join([*lines, f"fix: {axis}=Replicate(), or another dim"]))
+
+
+def _fewer(num: int, whole: int) -> list[int]:
+    """Smaller axes to try: those that this one can be split into, then those that fit the parts."""
+    dividing = [n for n in range(num - 1, 1, -1) if num % n == 0]
+    fitting = [n for n in range(num - 1, 1, -1) if whole % n == 0]
+    return list(dict.fromkeys((*dividing, *fitting)))[:_MAX_AXES_TRIED]
+
+
+def _counts(shard: Shard, size: int, num: int) -> str:
+    lengths = [sum(hi - lo for lo, hi in s) for s in index_sets(shard, size, num)]
+    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
+
+
+def _dim_of(rule: Rule, op: Op, value: str, shard: Shard) -> Dim:
+    if value in op.operands:
+        return rule.operands[op.operands.index(value)][shard.dim]
+    return rule.results[op.results.index(value)][shard.dim]
+
+
+def _describe(rule: Rule, dim: Dim) -> str:
+    parts = [" x ".join(str(rule.size[f]) for f in product) for product in dim]
+    return f"{len(parts)} parts of {', '.join(parts)}" if len(parts) > 1 else parts[0]
+
+
+def _proposal(
+    flow: Dataflow,
+    rules: Mapping[str, Rule],
+    pin: Pin,
+    dim: Dim,
+    rule: Rule,
+    num: int,
+    lines_up: LinesUp,
+) -> Shard | None:
+    """What to state of the same dim so that it lines up over ``num`` ranks and each has a part."""
+    assert isinstance(pin.placement, Shard)
+    at, given = pin.placement.dim, pin.placement.blocks
+    size = flow.metas[pin.value].shape[at]
+    minor = pin.stated is not None and pin.stated.blocks != given
+    # The blocks of a minor axis are the pieces of the major one, whatever is stated.
+    blocks: list[int | tuple[int, ...]] = [given] if minor else [1, given]
+    if len(dim) > 1 and not minor:
+        blocks.append(tuple(math.prod(rule.size[f] for f in product) for product in dim))
+    for block in dict.fromkeys(blocks):
+        if not _fills(block, size):
+            continue
+        sizes = block_sizes(block, size)
+        for unit in _units(rules):
+            if any(b % unit for b in sizes):
+                continue
+            trial = counted(Shard(at, block, unit), size)
+            if all(index_sets(trial, size, num)) and lines_up(trial, num):
+                return Shard(at, 1, unit) if minor else trial
+    return None
+
+
+def _fills(blocks: int | tuple[int, ...], size: int) -> bool:
+    return sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
+
+
+def _units(rules: Mapping[str, Rule]) -> list[int]:
+    """1, and the sizes of the minor factors of the program's compound dims, ascending."""
+    units = {1}
+    for rule in rules.values():
+        for dims in (*rule.operands, *rule.results):
+            for product in (product for dim in dims for product in dim):
+                sizes = [rule.size[f] for f in product]
+                units.update(math.prod(sizes[i:]) for i in range(1, len(sizes)))
+    return sorted(units)

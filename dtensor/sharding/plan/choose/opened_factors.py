@@ -1,0 +1,258 @@
+"""Which dims an axis may split: the closure of the pins under the rules (*predictable first*).
+
+A pin on a parameter or an input says that one dim is split over an axis. Each op that touches the
+value maps that dim to factors; sharding those factors splits other operands and results, and so
+on, until a contraction or an op that needs the dim whole ends it. Nothing outside the closure is
+ever split on that axis, so Megatron's pins give Megatron's collectives and nothing else.
+
+    up.weight row -> matmul's f -> gelu -> matmul's contraction -> down.weight column
+
+A pin on a 1-D parameter opens nothing. An annotation opens its factor up to the next contraction.
+A pin that does not line up with a view or a split on its way is an error with a proposal that was
+tried. The result lists, for every op, the one-axis strategies that the planner may choose from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dtensor.sharding.plan.choose.misaligned import misaligned
+from dtensor.sharding.plan.choose.split_through_op import CROOKED, through
+from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import (
+    PARTIAL,
+    Partial,
+    Placement,
+    Shard,
+    index_sets,
+    simplest,
+)
+
+Rules = Mapping[str, Rule]  # by op name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What was stated of one value on one axis; ``by`` is what the user wrote it for."""
+
+    value: str
+    placement: Placement
+    by: str
+    opens: bool = True
+    until_contraction: bool = False
+    stated: Shard | None = None  # as the user wrote it, for messages
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One factor that an axis splits: its size, the pin that opened it, what else it splits.
+
+    ``values``: labels of the parameters it splits besides the pinned one; ``label``: the pinned
+    value as users call it; ``reached``: every value that the pin reaches, itself first.
+    """
+
+    by: str
+    dim: int
+    size: int
+    values: tuple[str, ...]
+    label: str
+    reached: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """For one axis: the strategies of each op, the shardings of each value, what was opened."""
+
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    shardings: Mapping[str, tuple[Shard, ...]]
+    opened: tuple[Opened, ...]
+
+
+@dataclass(slots=True)
+class _Closure:
+    flow: Dataflow
+    rules: Rules
+    num: int
+    shardings: dict[str, dict[object, Shard]] = field(
+        default_factory=dict[str, dict[object, Shard]]
+    )
+    strategies: dict[str, dict[Strategy, None]] = field(
+        default_factory=dict[str, dict[Strategy, None]]
+    )
+
+    def key(self, value: str, shard: Shard) -> object:
+        size = self.flow.metas[value].shape[shard.dim]
+        return shard.dim, index_sets(shard, size, self.num)
+
+    def has(self, value: str, shard: Shard) -> bool:
+        return self.key(value, shard) in self.shardings.get(value, {})
+
+    def open(self, pin: Pin) -> tuple[list[str], tuple[Op, str, Shard] | None]:
+        """Follow one pin; the values it reaches, and the first place where it does not line up."""
+        assert isinstance(pin.placement, Shard)
+        queue = [(pin.value, pin.placement)]
+        reached: list[str] = []
+        crooked: tuple[Op, str, Shard] | None = None
+        while queue:
+            value, shard = queue.pop()
+            key = self.key(value, shard)
+            if key in self.shardings.setdefault(value, {}):
+                continue
+            shape = self.flow.metas[value].shape
+            plain = simplest(shard, shape, self.num)
+            assert isinstance(plain, Shard)
+            self.shardings[value][key] = plain
+            reached.append(value)
+            for op, tensor in self._uses(value):
+                rule = self.rules[op.name]
+                strategy = through(rule, tensor, plain, self.num)
+                if strategy == CROOKED:
+                    crooked = crooked or (op, value, plain)
+                    continue
+                if strategy is None or (pin.until_contraction and rule.flops > 0):
+                    continue
+                if strategy in self.strategies.setdefault(op.name, {}):
+                    continue
+                self.strategies[op.name][strategy] = None
+                names = (*op.operands, *op.results)
+                for name, placed in zip(
+                    names, (*strategy.operands, *strategy.results), strict=True
+                ):
+                    if name is not None and isinstance(placed, Shard):
+                        queue.append((name, placed))
+        return reached, crooked
+
+    def _uses(self, value: str) -> Iterator[tuple[Op, int]]:
+        """The ops at a value, and which of their tensors it is, operands counted first."""
+        producer = self.flow.producers.get(value)
+        if producer is not None:
+            yield producer, len(producer.operands) + producer.results.index(value)
+        yield from self.flow.consumers.get(value, ())
+
+
+def reach(
+    flow: Dataflow,
+    rules: Rules,
+    pins: Sequence[Pin],
+    axis: str,
+    num: int,
+    *,
+    free: bool = False,
+    labels: Mapping[str, str] | None = None,
+) -> Reach:
+    """The closure of ``pins`` on an axis of ``num`` ranks.
+
+    ``free`` opens every factor of every op instead (search="free"). Raises PlanningError for a
+    parameter's pin that does not line up with what the program does to the dim.
+    """
+    closure = _Closure(flow, rules, num)
+    labels = labels or {}
+    opened: list[Opened] = []
+    for pin in pins:
+        if not pin.opens or not isinstance(pin.placement, Shard):
+            continue
+        if closure.has(pin.value, pin.placement):
+            continue
+        reached, crooked = closure.open(pin)
+        if crooked is not None and pin.value in labels:
+            raise misaligned(
+                flow,
+                rules,
+                pin,
+                labels[pin.value],
+                crooked,
+                axis,
+                num,
+                lambda shard, ranks, pin=pin: _lines_up(flow, rules, pin, shard, ranks),
+            )
+        others = tuple(dict.fromkeys(labels[v] for v in reached if v in labels and v != pin.value))
+        size = flow.metas[pin.value].shape[pin.placement.dim]
+        label = labels.get(pin.value, pin.value)
+        opened.append(
+            Opened(pin.by, pin.placement.dim, size, others, label, tuple(dict.fromkeys(reached)))
+        )
+    if free:
+        _open_everything(closure)
+    given = {pin.value for pin in pins if pin.placement == PARTIAL}
+    anywhere = free or axis == MICROBATCH_AXIS
+    return Reach(
+        _with_pending(flow, rules, closure.strategies, given, anywhere=anywhere),
+        {v: tuple(found.values()) for v, found in closure.shardings.items()},
+        tuple(opened),
+    )
+
+
+def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
+    """Whether the pin, stated as ``shard``, would go through over ``num`` ranks."""
+    _, crooked = _Closure(flow, rules, num).open(replace(pin, placement=shard))
+    return crooked is None
+
+
+def _open_everything(closure: _Closure) -> None:
+    for op in closure.flow.ops:
+        rule = closure.rules[op.name]
+        for strategy in rule.strategies(closure.num):
+            if strategy.shards_work:
+                for name, placed in zip(op.operands, strategy.operands, strict=True):
+                    if isinstance(placed, Shard):
+                        closure.open(Pin(value=name, placement=placed, by="search"))
+                for name, placed in zip(op.results, strategy.results, strict=True):
+                    if name is not None and isinstance(placed, Shard):
+                        closure.open(Pin(value=name, placement=placed, by="search"))
+
+
+def _with_pending(
+    flow: Dataflow,
+    rules: Rules,
+    sharded: Mapping[str, Mapping[Strategy, None]],
+    given: Set[str],
+    *,
+    anywhere: bool,
+) -> dict[str, tuple[Strategy, ...]]:
+    """Add replication, and pending sums where one can arise; ``given``: inputs that are pending.
+
+    Unless ``anywhere``, a sum stays pending only through ops that keep it what it is: ops of one
+    tensor (views, scaling by numbers or scalars, placing rows by index: the gradient of an
+    embedding of positions waits for the end) and sums of values that are all pending. So a
+    row-split product is reduced where it arises, as Megatron does, and not at some later point
+    that happens to be cheaper.
+    """
+    pending: set[str] = set(given)
+    result: dict[str, tuple[Strategy, ...]] = {}
+    for op in flow.ops:
+        replicate, *linear = rules[op.name].fixed_strategies
+        found = [replicate, *sharded.get(op.name, {})]
+        for strategy in linear:
+            taken = [
+                name
+                for name, p in zip(op.operands, strategy.operands, strict=True)
+                if isinstance(p, Partial)
+            ]
+            if anywhere:
+                allowed = any(name in pending for name in taken)
+            else:
+                others = [
+                    meta
+                    for meta, p in zip(op.call.operands, strategy.operands, strict=True)
+                    if not isinstance(p, Partial)
+                ]
+                plain = all(math.prod(m.shape) == 1 or _is_index(m.dtype) for m in others)
+                allowed = plain and all(name in pending for name in taken)
+            if allowed:
+                found.append(strategy)
+        for strategy in found:
+            for name, p in zip(op.results, strategy.results, strict=True):
+                if name is not None and p == Partial("sum"):
+                    pending.add(name)
+        result[op.name] = tuple(dict.fromkeys(found))
+    return result
+
+
+def _is_index(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

@@ -1,0 +1,65 @@
+"""From the placement of one tensor of an op to how the op then splits them all.
+
+    through(rule of "m k, k n -> m n", 1, Shard(1), 2)    # the right operand's n
+    # Strategy(operands=(Replicate(), Shard(1)), results=(Shard(1),))
+
+It is asked for each op that a pin reaches, so for each layer of a model alike: layers whose calls
+are equal share their rules, and the answer is kept for a rule, a tensor, a placement and a number
+of ranks. Not here: which pins are followed, and where to (opened_factors.py, trace_split.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+from dtensor.sharding.rules.rule import Assignment, FactorSharding, Rule, Strategy
+from dtensor.sharding.spec.placements import Shard
+
+CROOKED: Literal["crooked"] = "crooked"
+
+
+@lru_cache(maxsize=1 << 16)
+def through(
+    rule: Rule, tensor: int, shard: Shard, num: int
+) -> Strategy | Literal["crooked"] | None:
+    """The strategy of an op of which ``tensor`` (operands first, then results) lies as ``shard``.
+
+    CROOKED where the shard does not line up with the factors of its dim; None where the op cannot
+    be split so.
+    """
+    dims = (*rule.operands, *rule.results)[tensor]
+    assignment = rule.match(dims, shard, num)
+    if assignment is None:
+        return CROOKED
+    return rule.apply(_complete(rule, assignment), num)
+
+
+def _complete(rule: Rule, assignment: Assignment) -> Assignment:
+    """Extend an assignment to the other parts of every sum that it touches.
+
+    Where q of ``(q + k + v)`` is cut, k and v are cut too: alike where they have q's size, else in
+    one block with q's unit where that divides.
+    """
+    done = dict(assignment)
+    sums = [d for dims in (*rule.operands, *rule.results) for d in dims if len(d) > 1]
+    for dim in sums:
+        have = [next((f for f in product if f in done), None) for product in dim]
+        if not any(have) or all(have):
+            continue
+        at = next(i for i, f in enumerate(have) if f is not None)
+        model, model_product = have[at], dim[at]
+        assert model is not None
+        depth = model_product.index(model)
+        for product, factor in zip(dim, have, strict=True):
+            if factor is not None or not product:
+                continue
+            other = product[depth] if depth < len(product) else product[0]
+            sharding = done[model]
+            size = rule.size[other]
+            if size == rule.size[model]:
+                done[other] = sharding
+            else:
+                unit = sharding.unit if size % sharding.unit == 0 else 1
+                done[other] = FactorSharding((size,), unit)
+    return done

@@ -1,0 +1,268 @@
+"""A chain of units cut into consecutive parts, so that the dearest part is as cheap as can be.
+
+    chain = Chain(own=(5, 1, 1, 1, 4), sent=(Sent(1, 0, (1,)), ...), ...)
+    partition(chain, 2).bounds         # (0, 2, 5): units 0-1 and 2-4
+
+Part k is units bounds[k] to bounds[k+1] - 1. It pays what each of its units costs, once what its
+units share, and for each value of its own that other parts read, once for each such part. Costs
+are integers, so that equal layers tie exactly; ties go to what sends least, then to even parts
+that are cut between modules rather than within, then to earlier cuts.
+
+The search is exact: dynamic programming over prefixes (the linear partition of Skiena, The
+Algorithm Design Manual, 8.5), which counts a value once however many parts read it; where that
+makes a difference (a skip over several parts) branch and bound on top of it. Only the latter has a
+limit of nodes, after which the best so far is taken.
+
+Not here: what units are (frontend/dataflow/units.py), what they cost (unit_costs.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAX_NODES = 100_000
+_WITHIN = 0.02  # of a part's squared cost: what a cut within one module more may be more uneven
+_FAR = np.iinfo(np.int64).max // 4  # the cost of a part that may not be
+
+Table = NDArray[np.int64]
+"""By first unit and end: [i, j] is of the part of units i to j - 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A cost that each part with any of the ``units`` pays once; ascending."""
+
+    cost: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A value that ``unit`` makes; its part pays ``cost`` for each other part with a reader."""
+
+    cost: int
+    unit: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """What units cost, in femtoseconds, and hold, in bytes.
+
+    tied: paid once by each part that has some of the units but not all.
+    barred: (u, v): a part that has unit u may not end right before unit v.
+    depth: by unit but the first, how many modules are around both it and the one before.
+    bytes_held: of parameters and their state; bytes_kept: of a microbatch, for the backward;
+    bytes_passing: the most that a unit needs at a time beside.
+    """
+
+    own: tuple[int, ...]
+    shared: tuple[Shared, ...] = ()
+    sent: tuple[Sent, ...] = ()
+    tied: tuple[Shared, ...] = ()
+    barred: tuple[tuple[int, int], ...] = ()
+    depth: tuple[int, ...] = ()
+    bytes_held: tuple[Shared, ...] = ()
+    bytes_kept: tuple[Shared, ...] = ()
+    bytes_passing: tuple[int, ...] = ()
+
+    def costs(self, bounds: Sequence[int]) -> tuple[int, ...]:
+        """The cost of each part."""
+        part = {u: k for k in range(len(bounds) - 1) for u in range(bounds[k], bounds[k + 1])}
+        found = [sum(self.own[i:j]) for i, j in itertools.pairwise(bounds)]
+        for item in self.shared:
+            for k in {part[u] for u in item.units}:
+                found[k] += item.cost
+        for item in self.tied:
+            parts = {part[u] for u in item.units}
+            for k in parts if len(parts) > 1 else ():
+                found[k] += item.cost
+        for item in self.sent:
+            others = {part[u] for u in item.readers} - {part[item.unit]}
+            found[part[item.unit]] += item.cost * len(others)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """``bounds``: first unit of each part, and the number of units. ``fits``: within memory."""
+
+    bounds: tuple[int, ...]
+    costs: tuple[int, ...]
+    fits: bool
+
+
+def partition(
+    chain: Chain,
+    num_parts: int,
+    *,
+    in_flight: Sequence[int] = (),
+    memory_bytes: float | None = None,
+) -> Partition | None:
+    """The cut of ``chain`` into ``num_parts``, each of a unit or more; None where there is none.
+
+    Args:
+        in_flight: by part, how many microbatches it keeps at a time (1 where left out).
+        memory_bytes: of a part. Where no cut is within it, the fullest part is as small as can be.
+    """
+    num = len(chain.own)
+    sent = _sent(chain)
+    cost = _fixed(chain) + sent
+    allowed = np.broadcast_to(_may_be(chain), (num_parts, num, num + 1)).copy()
+    fits = True
+    if memory_bytes is not None and chain.bytes_held:
+        memory = _memory(chain, num_parts, in_flight)
+        within = allowed & np.stack([table <= memory_bytes for table in memory])
+        if _least(cost, within)[0][num_parts, num] >= _FAR:
+            fits = False
+            least = int(_least_of(memory, allowed)[num_parts, num])
+            within = allowed & np.stack([table <= least for table in memory])
+        allowed = within
+    best, _ = _least(cost, allowed)
+    if best[num_parts, num] >= _FAR:
+        return None
+    bounds = _tidy(chain, cost, sent, allowed, int(best[num_parts, num]))
+    if max(chain.costs(bounds)) > best[num_parts, num]:  # a value goes to several parts
+        bounds = _searched(chain, cost, allowed, bounds)
+    return Partition(bounds=bounds, costs=chain.costs(bounds), fits=fits)
+
+
+# -- tables of all parts ---------------------------------------------------------------------------
+
+
+def _any(items: Sequence[Shared], num: int) -> Table:
+    """Of each part, what it pays of items of which it has any unit."""
+    found = np.zeros((num, num + 1), np.int64)
+    for item in items:
+        before = -1
+        for unit in item.units:
+            found[before + 1 : unit + 1, unit + 1 :] += item.cost
+            before = unit
+    return found
+
+
+def _fixed(chain: Chain) -> Table:
+    num = len(chain.own)
+    sums = np.concatenate([[0], np.cumsum(np.array(chain.own, np.int64))])
+    found = sums[None, :] - sums[:num, None] + _any((*chain.shared, *chain.tied), num)
+    for item in chain.tied:  # all of the units: nothing to add up
+        found[: item.units[0] + 1, item.units[-1] + 1 :] -= item.cost
+    return found
+
+
+def _sent(chain: Chain) -> Table:
+    """What a part pays for values that other parts read, as if one part read each."""
+    num = len(chain.own)
+    found = np.zeros((num, num + 1), np.int64)
+    for item in chain.sent:
+        first, last = min(item.unit, *item.readers), max(item.unit, *item.readers)
+        found[: item.unit + 1, item.unit + 1 :] += item.cost
+        found[: first + 1, last + 1 :] -= item.cost
+    return found
+
+
+def _may_be(chain: Chain) -> NDArray[np.bool_]:
+    num = len(chain.own)
+    found = np.arange(num)[:, None] < np.arange(num + 1)[None, :]
+    for unit, end in chain.barred:
+        found[: unit + 1, end] = False
+    return found
+
+
+def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Table]:
+    """By part, the bytes that it would hold."""
+    num = len(chain.own)
+    held, kept = _any(chain.bytes_held, num), _any(chain.bytes_kept, num)
+    passing = np.zeros((num, num + 1), np.int64)
+    for first in range(num):
+        passing[first, first + 1 :] = np.maximum.accumulate(chain.bytes_passing[first:])
+    flying = [in_flight[k] if k < len(in_flight) else 1 for k in range(num_parts)]
+    tables = {count: held + passing + count * kept for count in set(flying)}
+    return [tables[count] for count in flying]
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def _least(cost: Table, allowed: NDArray[np.bool_]) -> tuple[Table, Table]:
+    """[k, j]: the least that the dearest of k parts of the first j units costs; and of the last k
+    parts of the units from j on."""
+    num_parts, num = len(allowed), len(cost)
+    ends = _least_of([cost] * num_parts, allowed)
+    starts = np.full((num_parts + 1, num + 1), _FAR)
+    starts[0, num] = 0
+    for k in range(1, num_parts + 1):
+        parts = np.where(allowed[num_parts - k], cost, _FAR)
+        starts[k, :num] = np.maximum(parts, starts[k - 1][None, :]).min(axis=1)
+    return ends, starts
+
+
+def _least_of(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
+    num_parts, num = len(allowed), allowed.shape[1]
+    ends = np.full((num_parts + 1, num + 1), _FAR)
+    ends[0, 0] = 0
+    for k in range(1, num_parts + 1):
+        parts = np.where(allowed[k - 1], cost[k - 1], _FAR)
+        ends[k] = np.maximum(parts, ends[k - 1][:num, None]).min(axis=0)
+    return ends
+
+
+def _tidy(
+    chain: Chain, cost: Table, sent: Table, allowed: NDArray[np.bool_], most: int
+) -> tuple[int, ...]:
+    """Of all cuts whose parts cost at most ``most`` the one that sends least; then even parts, and
+    cuts between modules rather than within."""
+    num_parts, num = len(allowed), len(cost)
+    depth = np.array((*chain.depth, *[0] * (num + 1 - len(chain.depth))), np.float64)
+    entered = np.concatenate([[0.0], depth])[:num]  # by first unit of a part
+    uneven = (cost / max(most, 1)) ** 2 + _WITHIN * entered[:, None]
+    terms = [sent.astype(np.float64), uneven]  # one after the other
+    sums = [np.full((num_parts + 1, num + 1), np.inf) for _ in terms]
+    for total in sums:
+        total[0, 0] = 0.0
+    came = np.zeros((num_parts + 1, num + 1), np.int64)
+    for k in range(1, num_parts + 1):
+        left = allowed[k - 1] & (cost <= most)
+        for total, term in zip(sums, terms, strict=True):
+            trial = np.where(left, total[k - 1][:num, None] + term, np.inf)
+            total[k] = trial.min(axis=0)
+            left = left & (trial <= total[k][None, :] * (1 + 1e-12))
+        came[k] = left.argmax(axis=0)
+    bounds = [num]
+    for k in range(num_parts, 0, -1):
+        bounds.append(int(came[k, bounds[-1]]))
+    return tuple(reversed(bounds))
+
+
+def _searched(
+    chain: Chain, cost: Table, allowed: NDArray[np.bool_], known: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Branch and bound: the tables say what the parts so far, and those to come, cost at least."""
+    num_parts, num = len(allowed), len(cost)
+    _, starts = _least(cost, allowed)
+    best, least = known, max(chain.costs(known))
+    nodes = 0
+    waiting: list[tuple[tuple[int, ...], int]] = [((0,), 0)]
+    while waiting and nodes < _MAX_NODES:
+        bounds, most = waiting.pop()
+        nodes += 1
+        part = len(bounds) - 1
+        if part == num_parts:
+            if bounds[-1] == num and (found := max(chain.costs(bounds))) < least:
+                best, least = bounds, found
+            continue
+        first = bounds[-1]
+        ends = [
+            (max(most, int(cost[first, end]), int(starts[num_parts - part - 1, end])), end)
+            for end in range(first + 1, num + 1)
+            if allowed[part, first, end]
+        ]
+        for bound, end in sorted(ends, reverse=True):  # the most promising is taken first
+            if bound < least:
+                waiting.append(((*bounds, end), max(most, int(cost[first, end]))))
+    return best

@@ -1,0 +1,263 @@
+"""What the units of a program cost: the chain that is cut into stages.
+
+    whole = plan(request without stages)        # placements, collectives, gradients: all decided
+    chain_of(whole, parts, uses={"up.weight": (3,)}, axis="pp", depth=...)
+
+``parts`` is the same program with unit u as its stage u (frontend/dataflow/units.py). Each step of
+the plan is priced as `stage_seconds` prices it, all its times in one training step, and counts for
+the unit of its op: a conversion for the unit that it is made for, what the optimizer does with a
+parameter for the units that use it. What crosses between units is priced as the transfer that it
+would be.
+
+Memory is that of `stage_memory`, but for what lives for a moment only, of which the largest op of a
+unit stands for all.
+
+Invariant: on a chain without tensors over dp the prices are those of the plan that stages give;
+else within about 1 %, for each stage has buckets of its own, sums gradients where they meet, and
+need not compute again what ends it.
+
+Not here: the norm of clipping, which every stage pays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, Shared
+from dtensor.sharding.plan.cost.memory import step_seconds, step_times
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.emit.emitter import rearranges
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Regather,
+    Step,
+    Update,
+    operands_of,
+    results_of,
+)
+
+SECOND = 10**15
+"""Femtoseconds: prices are integers, so that equal units cost the same."""
+
+
+def chain_of(
+    whole: Plan,
+    parts: Dataflow,
+    *,
+    uses: Mapping[str, tuple[int, ...]],
+    reused: tuple[tuple[int, int], ...] = (),
+    depth: tuple[int, ...] = (),
+    axis: str,
+) -> Chain:
+    """The chain of a program's units.
+
+    Args:
+        whole: the plan of the program without stages.
+        parts: its dataflow with as many stages as there are units.
+        uses: parameter to the units that use it; ``reused`` and ``depth``: of `Chain`.
+        axis: what values cross between stages.
+    """
+    pricing = _Pricing(whole, parts, uses, axis)
+    pricing.walk()
+    num = parts.num_stages
+    pricing.cross()
+    own = [0] * num
+    shared: list[Shared] = []
+    for units, cost in pricing.costs.items():
+        if len(units) == 1:
+            own[units[0]] += cost
+        elif units:
+            shared.append(Shared(cost, units))
+    return Chain(
+        own=tuple(own),
+        shared=tuple(shared),
+        sent=tuple(pricing.sent),
+        tied=tuple(pricing.ties()),
+        barred=reused,
+        depth=depth,
+        bytes_held=tuple(Shared(n, units) for units, n in pricing.held().items()),
+        bytes_kept=tuple(Shared(n, units) for units, n in pricing.kept().items()),
+        bytes_passing=tuple(pricing.passing.get(u, 0) for u in range(num)),
+    )
+
+
+Units = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Pricing:
+    whole: Plan
+    parts: Dataflow
+    uses: Mapping[str, Units]
+    axis: str
+    costs: defaultdict[Units, int] = field(default_factory=lambda: defaultdict(int))
+    passing: dict[int, int] = field(default_factory=dict[int, int])
+    sent: list[Sent] = field(default_factory=list[Sent])
+    at: dict[str, Units] = field(default_factory=dict[str, Units])  # op to its units
+    made: dict[str, Units] = field(default_factory=dict[str, Units])  # plan value to its units
+    readers: dict[int, Units] = field(default_factory=dict[int, Units])  # of a step, by index
+
+    # -- seconds -------------------------------------------------------------------------------
+
+    def walk(self) -> None:
+        known = {op.name for op in self.whole.flow.ops}
+        found: dict[str, list[int]] = {}
+        for op in self.parts.ops:
+            name = op.name if op.name in known else op.name.removesuffix(f"_at{op.stage}")
+            found.setdefault(name, []).append(op.stage)
+        self.at = {name: tuple(sorted(set(stages))) for name, stages in found.items()}
+        waiting: list[int] = []  # conversions, made for the next op
+        for index, step in enumerate(self.whole.steps):
+            if isinstance(step, Convert) and step.phase != "optimizer":
+                waiting.append(index)
+            elif isinstance(step, Compute):
+                units = self.at.get(step.op.name, ())
+                for one in (*waiting, index):
+                    self._count(one, units)
+                waiting = []
+            else:
+                self._count(index, self._units(step))
+        for index in waiting:  # of results
+            self._count(index, self._units(self.whole.steps[index]))
+
+    def _count(self, index: int, units: Units) -> None:
+        step = self.whole.steps[index]
+        self.readers[index] = units
+        self.made.update((name, units) for name, _ in results_of(step))
+        times = step_times(self.whole, step)
+        if isinstance(step, Bucket):  # each message shared by its values
+            sizes = [move.src.max_local_nbytes for move in step.moves]
+            total = sum(step_seconds(self.whole, step, 0)) * times
+            for label, size in zip(step.of, sizes, strict=True):
+                part = total * size / max(sum(sizes), 1)
+                self.costs[self.uses.get(label, units)] += round(part * SECOND)
+            return
+        self.costs[units] += round(sum(step_seconds(self.whole, step, 0)) * times * SECOND)
+        if isinstance(step, Compute) and not is_view(step.op):
+            specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
+            size = sum(spec.max_local_nbytes for spec in specs)
+            for unit in units:
+                self.passing[unit] = max(self.passing.get(unit, 0), size)
+
+    def _units(self, step: Step) -> Units:
+        match step:
+            case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
+                return self.uses[label]
+            case Regather(of=labels):
+                return tuple(sorted({u for label in labels for u in self.uses.get(label, ())}))
+            case Convert(operand=operand) | Accumulate(operand=operand):
+                return self.made.get(operand, ())
+            case _:
+                return ()
+
+    # -- what crosses --------------------------------------------------------------------------
+
+    def cross(self) -> None:
+        """Values that a unit makes and others read; of views it is what they are views of."""
+        sizes, often = self._sizes()
+        read: dict[str, set[int]] = {}
+        units = {name: op.stage for op in self.parts.ops for name in op.results if name is not None}
+        for op in self.parts.ops:
+            for name in op.operands:
+                root = self._root(name)
+                if root in units and units[root] != op.stage:
+                    read.setdefault(root, set()).add(op.stage)
+        for name, found in read.items():
+            size, times = sizes.get(name, 0), often.get(name, 1)
+            seconds = self._transfer(size) * times
+            self.sent.append(Sent(round(seconds * SECOND), units[name], tuple(sorted(found))))
+
+    def _transfer(self, size: int) -> float:
+        return self.whole.topology.collective_seconds("transfer", self.axis, num=2, bytes_sent=size)
+
+    def _root(self, name: str) -> str:
+        while (op := self.parts.producers.get(name)) is not None and rearranges(op):
+            name = op.operands[0]
+        return name
+
+    def _sizes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """By value of the program the bytes of a rank that would cross, and how often."""
+        sizes: dict[str, int] = {}
+        often: dict[str, int] = {}
+        for step in self.whole.steps:
+            if not isinstance(step, Compute):
+                continue
+            pairs = zip(step.op.operands, step.operand_specs, strict=True)
+            made = zip(step.op.results, step.result_specs, strict=True)
+            for name, spec in (*pairs, *made):
+                if name is not None and spec is not None:
+                    # it crosses where it is smallest between maker and reader
+                    size = spec.max_local_nbytes
+                    sizes[name] = min(sizes.get(name, size), size)
+            for name in step.op.results:
+                if name is not None:
+                    often[name] = step_times(self.whole, step)
+        return sizes, often
+
+    def ties(self) -> Iterator[Shared]:
+        """Sums over stages of the gradients of parameters that several units use."""
+        trained = self._trained()
+        for label, units in self.uses.items():
+            if len(units) > 1 and label in trained:
+                seconds = self.whole.topology.collective_seconds(
+                    "all_reduce", self.axis, num=2, bytes_sent=trained[label]
+                )
+                yield Shared(round(seconds * SECOND), units)
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def _trained(self) -> dict[str, int]:
+        """Parameter to the bytes of its gradient."""
+        specs = self.whole.value_specs()
+        return {
+            str(o.of): specs[o.values[0][1]].max_local_nbytes
+            for o in self.whole.outputs
+            if o.kind == "gradient"
+        }
+
+    def held(self) -> dict[Units, int]:
+        """Bytes of parameters, gradients and the optimizer's state, by units that use them."""
+        found: defaultdict[Units, int] = defaultdict(int)
+        trained = self._trained()
+        for item in self.whole.inputs:
+            if item.label in self.uses:
+                found[self.uses[item.label]] += item.held.max_local_nbytes
+                found[self.uses[item.label]] += trained.get(item.label, 0)
+        for step in self.whole.steps:
+            if isinstance(step, Update) and step.parameter in self.uses:
+                found[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
+        return found
+
+    def kept(self) -> dict[Units, int]:
+        """Bytes of one microbatch that its backward reads, by units of the backward that do."""
+        storage: dict[str, str] = {}
+        sizes: dict[str, int] = {}
+        read: defaultdict[str, set[int]] = defaultdict(set)
+        for index, step in enumerate(self.whole.steps):
+            match step:
+                case Compute(phase=phase, once=once) | Convert(phase=phase, once=once):
+                    pass
+                case _:
+                    continue
+            if phase == "backward":
+                for name in operands_of(step):
+                    if name in storage:
+                        read[storage[name]].update(self.readers[index])
+            elif not once:
+                view = isinstance(step, Compute) and is_view(step.op)
+                base = storage.get(operands_of(step)[0]) if view else None
+                for name, spec in results_of(step):
+                    storage[name] = base or name
+                    sizes.setdefault(storage[name], spec.max_local_nbytes)
+        found: defaultdict[Units, int] = defaultdict(int)
+        for name, units in read.items():
+            if units:
+                found[tuple(sorted(units))] += sizes[name]
+        return found

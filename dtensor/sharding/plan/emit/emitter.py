@@ -1,0 +1,302 @@
+"""Laying down a plan's steps, once every axis has been chosen.
+
+Program order is kept. Before each op, every operand is brought to the placement that the op's
+strategies ask for: from the copy at hand from which that is cheapest, on the op's own stage, by
+one-axis moves (redistribute/moves.py); from another stage by one transfer. A conversion is made
+once and reused. After the last microbatch come the outputs: sums over microbatches, reductions of
+gradients in buckets, sums over stages of tied parameters, the norm, the updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dtensor.sharding.plan.choose.prices import AxisChoice, is_view
+from dtensor.sharding.plan.dataflow import Op
+from dtensor.sharding.plan.emit.outputs import Outputs
+from dtensor.sharding.plan.passes.gather_stored import stored_spec
+from dtensor.sharding.plan.plan import Plan, PlannedInput
+from dtensor.sharding.plan.steps import Compute, Convert, Step, StepPhase, Transfer, unused
+from dtensor.sharding.redistribute.moves import Move, moves, seconds
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Placement
+from dtensor.sharding.spec.spec import TensorSpec, alike
+
+if TYPE_CHECKING:
+    from dtensor.sharding.plan.planner import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A value as it stands on one stage under one spec."""
+
+    name: str
+    spec: TensorSpec
+    stage: int
+    once: bool
+    phase: StepPhase
+
+
+@dataclass(slots=True)
+class Emitter:
+    """Steps so far, and the copies of each value that they have made."""
+
+    request: Request
+    mesh: Mesh
+    rules: Mapping[str, Rule]
+    chosen: Sequence[AxisChoice]
+    steps: list[Step] = field(default_factory=list[Step])
+    copies: dict[str, list[Copy]] = field(default_factory=dict[str, list[Copy]])
+    names: set[str] = field(default_factory=set[str])
+    _last: dict[str, Copy] = field(default_factory=dict[str, Copy])
+
+    def fresh(self, name: str) -> str:
+        return unused(name, self.names)
+
+    def spec(self, value: str, placements: Mapping[str, Placement]) -> TensorSpec:
+        meta = self.request.flow.metas[value]
+        full = tuple(placements.get(axis, REPLICATE) for axis in self.mesh.axes)
+        return TensorSpec(meta.shape, meta.dtype, self.mesh, full)
+
+    # -- one op ---------------------------------------------------------------------------------
+
+    def op(self, op: Op) -> None:
+        """The op on its own stage."""
+        self.compute(op, op.results, op.stage, op.phase)
+
+    def compute(self, op: Op, made: tuple[str | None, ...], stage: int, phase: StepPhase) -> None:
+        """The op at ``stage``, its results called ``made``."""
+        strategies = {c.axis: c.strategies[op.name] for c in self.chosen}
+        names: list[str] = []
+        specs: list[TensorSpec] = []
+        for index, value in enumerate(op.operands):
+            wanted = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
+            copy = self.need(value, wanted, stage, phase, op.source, f"{op.name} needs it")
+            names.append(copy.name)
+            specs.append(copy.spec)
+        results = tuple(
+            None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
+            for i, v in enumerate(op.results)
+        )
+        once = all(self.copy_named(n).once for n in names) and all(
+            s is None or _whole_in_time(s) for s in results
+        )
+        work = 1
+        for axis, strategy in strategies.items():
+            work *= self.mesh.axis_size(axis) if strategy.shards_work else 1
+        self.steps.append(
+            Compute(
+                op=op,
+                rule=self.rules[op.name],
+                operands=tuple(names),
+                operand_specs=tuple(specs),
+                results=made,
+                result_specs=results,
+                phase=phase,
+                stage=stage,
+                once=once and self.request.num_microbatches > 1,
+                why=tuple(f"{a}: {s.label}" for a, s in strategies.items()),
+                flops=self.rules[op.name].flops // work,
+            )
+        )
+        for value, name, spec in zip(op.results, made, results, strict=True):
+            if value is not None and name is not None and spec is not None:
+                self.add(value, Copy(name, spec, stage, once, phase))
+
+    def add(self, value: str, copy: Copy) -> Copy:
+        self.copies.setdefault(value, []).append(copy)
+        self._last[copy.name] = copy
+        return copy
+
+    def scattered(self, copy: Copy, name: str, spec: TensorSpec) -> Copy:
+        """What a reduction in the backward left of a gradient, which no op reads."""
+        made = Copy(name, spec, copy.stage, copy.once, copy.phase)
+        self._last[name] = made
+        return made
+
+    def copy_named(self, name: str) -> Copy:
+        return self._last[name]
+
+    # -- bringing a value where it is needed --------------------------------------------------
+
+    def need(
+        self, value: str, wanted: TensorSpec, stage: int, phase: StepPhase, source: str, why: str
+    ) -> Copy:
+        here = [c for c in self.copies[value] if c.stage == stage]
+        if not here:
+            producer = self.request.flow.producers.get(value)
+            if producer is not None and rearranges(producer):
+                # what crosses is the value itself, once; its views are taken where they are used
+                self.compute(producer, (self.fresh(f"{value}_at{stage}"),), stage, phase)
+                here = [c for c in self.copies[value] if c.stage == stage]
+                return self._convert(here, value, wanted, stage, phase, source, why)
+            # sent when it is made: a forward value that only a later stage's backward reads
+            # must leave in the forward, for here the backward comes last
+            first = self.copies[value][0]
+            there = [
+                c for c in self.copies[value] if c.stage == first.stage and c.phase == first.phase
+            ]
+            copy, rest = self._cheapest(there, wanted)
+            smallest = _smallest(copy.spec, rest)
+            for move in rest[:smallest]:
+                copy = self.move(copy, value, move, first.stage, first.phase, source, why)
+            copy = self.transfer(copy, value, stage, first.phase, source, why)
+            for move in rest[smallest:]:
+                copy = self.move(copy, value, move, stage, phase, source, why)
+            return copy
+        return self._convert(here, value, wanted, stage, phase, source, why)
+
+    def _convert(
+        self,
+        copies: Sequence[Copy],
+        value: str,
+        wanted: TensorSpec,
+        stage: int,
+        phase: StepPhase,
+        source: str,
+        why: str,
+    ) -> Copy:
+        copy, path = self._cheapest(copies, wanted)
+        for move in path:
+            copy = self.move(copy, value, move, stage, phase, source, why)
+        return copy
+
+    def _cheapest(self, copies: Sequence[Copy], wanted: TensorSpec) -> tuple[Copy, Sequence[Move]]:
+        """The copy from which the way to a spec costs least, and that way."""
+        for copy in copies:
+            if alike(copy.spec, wanted):
+                return copy, ()
+        topology = self.request.topology
+        best = min(copies, key=lambda c: seconds(c.spec, wanted, topology))
+        return best, moves(best.spec, wanted, topology)
+
+    def move(
+        self,
+        copy: Copy,
+        value: str,
+        move: Move,
+        stage: int,
+        phase: StepPhase,
+        source: str,
+        why: str,
+    ) -> Copy:
+        once = copy.once and _whole_in_time(move.dst)
+        base = value if copy.name == value or copy.name.startswith(f"{value}_") else copy.name
+        result = self.fresh(f"{base}_{move.suffix}")
+        self.steps.append(
+            Convert(
+                result=result,
+                operand=copy.name,
+                move=move,
+                phase=phase,
+                stage=stage,
+                once=once and self.request.num_microbatches > 1,
+                source=self._cause(value, move, source),
+                why=why,
+            )
+        )
+        return self.add(value, Copy(result, move.dst, stage, once, phase))
+
+    def _cause(self, value: str, move: Move, reader: str) -> str:
+        """The user's line behind a move: what left a sum pending, else what needs the value."""
+        producer = self.request.flow.producers.get(value)
+        pending = move.kind in ("all_reduce", "reduce_scatter")
+        return producer.source if pending and producer is not None else reader
+
+    def transfer(
+        self, copy: Copy, value: str, stage: int, phase: StepPhase, source: str, why: str
+    ) -> Copy:
+        result = self.fresh(f"{copy.name}_at{stage}")
+        self.steps.append(
+            Transfer(
+                result=result,
+                operand=copy.name,
+                spec=copy.spec,
+                stage=copy.stage,
+                to_stage=stage,
+                phase=phase,
+                once=copy.once and self.request.num_microbatches > 1,
+                source=source,
+                why=why,
+            )
+        )
+        return self.add(value, Copy(result, copy.spec, stage, copy.once, phase))
+
+
+def rearranges(op: Op) -> bool:
+    """Whether the op is a view of one tensor, with all its elements."""
+    if not is_view(op) or len(op.operands) != 1 or len(op.results) != 1:
+        return False
+    result = op.call.results[0]
+    return result is not None and math.prod(result.shape) == math.prod(op.call.operands[0].shape)
+
+
+def _smallest(spec: TensorSpec, path: Sequence[Move]) -> int:
+    """How many moves of a way to make before a value crosses: it crosses where it is smallest, so
+    that it is gathered on the far side."""
+    sizes = [spec.max_local_nbytes, *(move.dst.max_local_nbytes for move in path)]
+    return max(i for i, size in enumerate(sizes) if size == min(sizes))
+
+
+def _whole_in_time(spec: TensorSpec) -> bool:
+    return MICROBATCH_AXIS not in spec.mesh.axes or spec.placement(MICROBATCH_AXIS) == REPLICATE
+
+
+def _stored(request: Request, kind: str, spec: TensorSpec) -> tuple[TensorSpec | None, int]:
+    """How a parameter is stored where the request splits storage, and the level."""
+    if request.zero is None or kind != "parameter":
+        return None, 0
+    axis, level = request.zero
+    return stored_spec(spec, axis), level
+
+
+def emit(
+    request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
+) -> Plan:
+    """The plan of a request whose axes have been ``chosen``."""
+    flow = request.flow
+    emitter = Emitter(request, mesh, rules, chosen)
+    emitter.names.update(flow.metas)
+    inputs: list[PlannedInput] = []
+    for item in flow.inputs:
+        spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
+        inputs.append(
+            PlannedInput(
+                item.name,
+                item.label,
+                item.kind,
+                spec,
+                item.stages,
+                *_stored(request, item.kind, spec),
+            )
+        )
+        for stage in item.stages:
+            emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
+    for op in flow.ops:
+        emitter.op(op)
+    outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
+    return Plan(
+        name=request.name,
+        flow=flow,
+        mesh=request.mesh,
+        inner=mesh,
+        stage_axis=request.stage_axis,
+        num_stages=flow.num_stages,
+        stage_ranks=request.stage_ranks,
+        num_microbatches=request.num_microbatches,
+        inputs=tuple(inputs),
+        steps=tuple(emitter.steps),
+        outputs=outputs,
+        opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
+        topology=request.topology,
+        zero=request.zero,
+        pinned=tuple(
+            (axis, value, request.pinned_by.get(value, value))
+            for value, placements in request.pins.items()
+            for axis in placements
+        ),
+    )

@@ -1,0 +1,239 @@
+"""The end of a plan: what happens to outputs after the last microbatch.
+
+An output is summed over microbatches, then brought to the spec that is wanted of it by one-axis
+moves. All-reduces of gradients over one axis share buckets; the gradients of a parameter that
+several stages use are summed over those stages; then come the norm and the updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from dtensor.sharding.plan.dataflow import Output
+from dtensor.sharding.plan.emit.stored import filled, regather, scatter_early
+from dtensor.sharding.plan.passes.precision import accumulated, is_narrow, widened
+from dtensor.sharding.plan.plan import PlannedInput, PlannedOutput
+from dtensor.sharding.plan.steps import Accumulate, Bucket, Convert, Norm, StepPhase, TieSum, Update
+from dtensor.sharding.redistribute.moves import Move, moves
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
+from dtensor.sharding.spec.spec import TensorSpec, alike
+
+if TYPE_CHECKING:
+    from dtensor.sharding.plan.emit.emitter import Copy, Emitter
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An output on its way to the spec that is wanted of it."""
+
+    output: Output
+    name: str
+    path: tuple[Move, ...]
+    spec: TensorSpec
+    of: str
+
+
+@dataclass(slots=True)
+class Outputs:
+    """``scattered``: gradients that were split in the backward, by (value, stage, parameter)."""
+
+    emitter: Emitter
+    inputs: Mapping[str, PlannedInput]
+    scattered: Mapping[tuple[str, int, str], Copy] = field(
+        default_factory=dict[tuple[str, int, str], "Copy"]
+    )
+
+    def emit(self) -> tuple[PlannedOutput, ...]:
+        self.scattered = scatter_early(self.emitter, self.inputs)
+        pending = [self._start(output) for output in self.emitter.request.flow.outputs]
+        while any(item.path for item in pending):
+            self._advance(pending)
+        return self._finish(pending)
+
+    def _wanted(self, output: Output, spec: TensorSpec) -> TensorSpec:
+        placements: Mapping[str, Placement]
+        if output.kind == "result":
+            placements = self.emitter.request.results.get(int(output.of), {})
+            if self.emitter.request.split_results:
+                split = {a: p for a, p in spec.sharding.items() if isinstance(p, Shard)}
+                placements = {**split, **placements}
+            if self.emitter.request.pending_results:
+                pending = {a: p for a, p in spec.sharding.items() if isinstance(p, Partial)}
+                placements = {**pending, **placements}
+        else:
+            item = self.inputs[str(output.of)]
+            placements = (item.state if output.kind == "gradient" else item.spec).sharding
+        full = tuple(placements.get(axis, REPLICATE) for axis in spec.mesh.axes)
+        return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
+
+    def _start(self, output: Output) -> _Pending:
+        """Sum over microbatches; what remains to be done is a path of moves."""
+        e = self.emitter
+        scattered = self.scattered.get((output.value, output.stage, str(output.of)))
+        native = e.copies[output.value][0] if scattered is None else scattered
+        on_stage = [c for c in e.copies[output.value] if c.stage == output.stage]
+        on_stage = on_stage if scattered is None else [scattered]
+        copy = on_stage[0] if on_stage else native
+        phase: StepPhase = "forward" if output.kind == "result" else "backward"
+        if not on_stage:
+            copy = e.transfer(copy, output.value, output.stage, phase, "", "an output")
+        of = str(output.of) if output.kind != "result" else f"result {output.of}"
+        name, spec = copy.name, copy.spec
+        if MICROBATCH_AXIS in e.mesh.axes:
+            if spec.placement(MICROBATCH_AXIS) == REPLICATE:
+                pending = spec.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
+                move = Move("zero_fill", MICROBATCH_AXIS, spec, pending)
+                copy = e.move(copy, output.value, move, output.stage, phase, "", "an output")
+                name, spec = copy.name, copy.spec
+            dst = accumulated(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
+            result = e.fresh(f"{name}_total")
+            e.steps.append(
+                Accumulate(
+                    result=result, operand=name, src=spec, dst=dst, stage=output.stage, of=of
+                )
+            )
+            name, spec = result, dst
+        wanted = self._wanted(output, spec)
+        exact = next(
+            (
+                c
+                for c in e.copies[output.value]
+                if c.stage == output.stage and name == copy.name and alike(c.spec, wanted)
+            ),
+            None,
+        )
+        if exact is not None:
+            return _Pending(output, exact.name, (), exact.spec, of)
+        # all-reduces of gradients share buckets, so they are not taken apart
+        whole = output.kind == "gradient" and self._trains()
+        same = alike(spec, wanted)
+        path = () if same else moves(spec, wanted, e.request.topology, whole=whole)
+        path = widened(path) if whole else path
+        return _Pending(output, name, path, spec, of)
+
+    def _advance(self, pending: list[_Pending]) -> None:
+        """One move of each output; all-reduces of gradients over one axis share buckets."""
+        buckets: dict[tuple[object, ...], list[_Pending]] = {}
+        for item in pending:
+            if not item.path:
+                continue
+            move = item.path[0]
+            reduces = move.kind in ("all_reduce", "reduce_scatter")
+            if item.output.kind == "gradient" and reduces and self._trains():
+                key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
+                buckets.setdefault(key, []).append(item)
+            else:
+                self._single(item, move)
+        for items in buckets.values():
+            for group in filled(items, [item.spec.max_local_nbytes for item in items]):
+                self._bucket(group)
+
+    def _trains(self) -> bool:
+        return self.emitter.request.training is not None
+
+    def _single(self, item: _Pending, move: Move) -> None:
+        phase: StepPhase = "optimizer"
+        if MICROBATCH_AXIS not in self.emitter.mesh.axes and not self._trains():
+            phase = "forward" if item.output.kind == "result" else "backward"
+        producer = self.emitter.request.flow.producers.get(item.output.value)
+        result = self.emitter.fresh(f"{item.name}_{move.suffix}")
+        self.emitter.steps.append(
+            Convert(
+                result=result,
+                operand=item.name,
+                move=move,
+                phase=phase,
+                stage=item.output.stage,
+                once=False,
+                source=producer.source if producer else "",
+                why=f"{item.of} is wanted as {move.dst}",
+            )
+        )
+        item.name, item.spec, item.path = result, move.dst, item.path[1:]
+
+    def _bucket(self, items: Sequence[_Pending]) -> None:
+        e = self.emitter
+        first = items[0].path[0]
+        axis = first.axis
+        results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
+        e.steps.append(
+            Bucket(
+                name=e.fresh(f"gradients_{axis}"),
+                results=results,
+                operands=tuple(item.name for item in items),
+                moves=tuple(item.path[0] for item in items),
+                axis=axis,
+                stage=items[0].output.stage,
+                of=tuple(item.of for item in items),
+            )
+        )
+        for item, result in zip(items, results, strict=True):
+            item.name, item.spec, item.path = result, item.path[0].dst, item.path[1:]
+
+    def _finish(self, pending: Sequence[_Pending]) -> tuple[PlannedOutput, ...]:
+        e = self.emitter
+        groups: dict[tuple[str, str], list[_Pending]] = {}
+        for item in pending:
+            groups.setdefault((item.output.kind, item.of), []).append(item)
+        outputs: list[PlannedOutput] = []
+        for (kind, of), items in groups.items():
+            if len(items) > 1:
+                total = accumulated(items[0].spec) if self._trains() else items[0].spec
+                results = tuple(e.fresh(f"{item.name}_tied") for item in items)
+                e.steps.append(
+                    TieSum(
+                        results=results,
+                        operands=tuple(item.name for item in items),
+                        stages=tuple(item.output.stage for item in items),
+                        spec=total,
+                        of=of,
+                    )
+                )
+                for item, result in zip(items, results, strict=True):
+                    item.name, item.spec = result, total
+            values = tuple((item.output.stage, item.name) for item in items)
+            outputs.append(PlannedOutput(kind, items[0].output.of, values, items[0].spec))
+        training = e.request.training
+        if training is not None:
+            self._train(training.trained, outputs)
+        return tuple(outputs)
+
+    def _train(self, trained: frozenset[str], outputs: Sequence[PlannedOutput]) -> None:
+        training = self.emitter.request.training
+        assert training is not None
+        grads = [o for o in outputs if o.kind == "gradient" and str(o.of) in trained]
+        if training.clip_grad_norm is not None:
+            self.emitter.steps.append(
+                Norm(
+                    result=self.emitter.fresh("grad_norm"),
+                    operands=tuple((*o.values[0], str(o.of)) for o in grads),
+                    specs=tuple(o.spec for o in grads),
+                    max_norm=training.clip_grad_norm,
+                )
+            )
+        for output in grads:
+            for stage, value in output.values:
+                elements = math.prod(output.spec.local_shape(dict.fromkeys(self._axes(), 0)))
+                dtype = self.inputs[str(output.of)].spec.dtype
+                master = training.master_weights and is_narrow(dtype)
+                itemsize = 4 if master else dtype.itemsize
+                self.emitter.steps.append(
+                    Update(
+                        parameter=str(output.of),
+                        gradient=value,
+                        spec=replace(output.spec, dtype=dtype),
+                        stage=stage,
+                        optimizer=training.optimizer,
+                        state_bytes=elements * itemsize * training.state_tensors,
+                        master_bytes=elements * itemsize if master else 0,
+                    )
+                )
+
+        regather(self.emitter, self.inputs, grads)
+
+    def _axes(self) -> tuple[str, ...]:
+        return self.emitter.mesh.axes

@@ -1,0 +1,133 @@
+"""Pins whose opposite would be cheaper: column where row is stated, and the other way round.
+
+    hints(request, planned)
+    # (Hint(by="*.down.weight", axis="tp", stated=Shard(0), opposite=Shard(1), ...),)
+
+The opposite of a split of a weight's output dim is that of the dim which its product sums over
+(plan/choose/contractions.py). All weights that one pattern pins are turned round together and the
+program is planned again, so a hint is a fact about two plans and not an estimate; it costs one
+planning a pattern and axis, and is made on request alone. A pattern whose opposite cannot be
+planned has none.
+
+Invariants: prices are the predicted seconds of a step without its bubble, which placements do not
+change. Not here: better placements of another kind (replicated, another axis).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.choose.contractions import batch_values, contractions_of
+from dtensor.sharding.plan.passes.gather_stored import gather_stored
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import Request, plan, rules_of
+from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.sharding.spec.placements import Placement, Shard
+
+_WORTH = 0.99  # of the stated plan's seconds; a smaller gain is not worth a line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """``by``: what the user wrote the pin for; seconds and bytes sent are per rank and step."""
+
+    by: str
+    axis: str
+    stated: Shard
+    opposite: Shard
+    seconds: float
+    opposite_seconds: float
+    bytes_sent: int
+    opposite_bytes_sent: int
+
+    def __str__(self) -> str:
+        cheap = f"{seconds_text(self.opposite_seconds)}, {size_text(self.opposite_bytes_sent)} sent"
+        dear = f"{seconds_text(self.seconds)}, {size_text(self.bytes_sent)} sent"
+        return (
+            f'hint: "{self.by}" with {self.axis}={self.opposite!r} would cost {cheap} a step; '
+            f"{self.axis}={self.stated!r} as stated costs {dear}"
+        )
+
+
+def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
+    """The hints for ``planned``, which was made of ``request``, in the order of its pins."""
+    flow = request.flow
+    rules, batch = rules_of(flow), batch_values(flow)
+    groups: dict[tuple[str, str], dict[str, Shard]] = {}
+    opposite: dict[tuple[str, str], dict[str, int]] = {}
+    for value, placements in request.pins.items():
+        found = contractions_of(flow, rules, value, batch) if value in request.pinned_by else ()
+        for axis, placement in placements.items():
+            if not isinstance(placement, Shard) or value in request.settled or not found:
+                continue
+            dim = placement.dim % len(flow.metas[value].shape)
+            one = found[0]
+            if dim not in (one.output_dim, one.contracted_dim):
+                continue
+            key = (request.pinned_by[value], axis)
+            groups.setdefault(key, {})[value] = placement
+            turned = one.contracted_dim if dim == one.output_dim else one.output_dim
+            opposite.setdefault(key, {})[value] = turned
+    made: list[Hint] = []
+    for (by, axis), pinned in groups.items():
+        hint = _compare(request, planned, by, axis, pinned, opposite[by, axis])
+        if hint is not None:
+            made.append(hint)
+    return tuple(made)
+
+
+def _compare(
+    request: Request,
+    planned: Plan,
+    by: str,
+    axis: str,
+    pinned: Mapping[str, Shard],
+    opposite: Mapping[str, int],
+) -> Hint | None:
+    first = next(iter(pinned))
+    for unit in dict.fromkeys((1, pinned[first].unit)):
+        turned = {value: Shard(dim, 1, unit) for value, dim in opposite.items()}
+        other = _planned(replace(request, pins=_turned(request.pins, axis, turned)))
+        if other is None:
+            continue
+        seconds, cheaper = _seconds(planned), _seconds(other)
+        if cheaper > _WORTH * seconds:
+            return None
+        return Hint(
+            by=by,
+            axis=axis,
+            stated=pinned[first],
+            opposite=turned[first],
+            seconds=seconds,
+            opposite_seconds=cheaper,
+            bytes_sent=_sent(planned),
+            opposite_bytes_sent=_sent(other),
+        )
+    return None
+
+
+def _turned(
+    pins: Mapping[str, Mapping[str, Placement]], axis: str, turned: Mapping[str, Shard]
+) -> dict[str, Mapping[str, Placement]]:
+    return {
+        value: {**placements, axis: turned[value]} if value in turned else placements
+        for value, placements in pins.items()
+    }
+
+
+def _planned(request: Request) -> Plan | None:
+    """The plan, or None where these pins do not go together."""
+    try:
+        return gather_stored(plan(request))
+    except PlanningError:
+        return None
+
+
+def _seconds(planned: Plan) -> float:
+    return planned.cost.compute_seconds + planned.cost.communication_seconds
+
+
+def _sent(planned: Plan) -> int:
+    return sum(c.bytes_sent * c.times for c in planned.collectives)

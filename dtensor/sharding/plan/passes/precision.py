@@ -1,0 +1,92 @@
+"""In what dtype a sum is kept: that of narrow floats (bf16, f16) in float32, at no byte more.
+
+    local product           bf16[64,64]{sum@dp}     what torch's kernel gives, rounded to 16 bits
+    reduce_scatter over dp  f32[64@dp,64]           16 bits sent, folded in float32, left there
+
+A rank's part of a sum that placements take apart is what its kernel yields: float32 inside, rounded
+to 16 bits at the end, and sent as such. Every reduction folds those parts in float32. An activation
+is then rounded to its dtype, once; so is a result. A gradient that is reduced, or summed over
+microbatches, stays in float32 until the optimizer reads it: parts are exact in float32, so sending
+them in 16 bits gives the bits that sending them in 32 would. For the same reason the cast that
+ends a gradient under autocast (bf16, of a float32 parameter) is left to its reduction.
+
+Master weights: parameters of 16 bits, which is what programs read and ranks gather, and a float32
+copy with the optimizer's state, which is what it updates; after each step a parameter is its copy
+rounded (Micikevicius et al. 2018, arXiv:1710.03740; Megatron's main parameters).
+
+Not here: autocast, which is the program's own (frontend/capture/autocast.py); the fold
+(daft/run/transport.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.redistribute.moves import Move
+from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.spec.spec import TensorSpec
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether sums of it are kept in float32."""
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def accumulated(spec: TensorSpec) -> TensorSpec:
+    """The spec of a sum of such values."""
+    return replace(spec, dtype=torch.float32) if is_narrow(spec.dtype) else spec
+
+
+def uncast(flow: Dataflow) -> Dataflow:
+    """The program whose gradients lack the cast from 16 bits to float32 that ends them.
+
+    The reduction makes it, or the optimizer where there is none.
+    """
+    renamed: dict[str, str] = {}  # what a cast reads to the gradient that it makes
+    for output in flow.outputs:
+        op = flow.producers.get(output.value)
+        if output.kind == "gradient" and op is not None and _ends_in_cast(flow, op):
+            renamed[op.operands[0]] = output.value
+    ops = [
+        replace(op, results=tuple(renamed.get(name or "", name) for name in op.results))
+        for op in flow.ops
+        if not any(operand in renamed for operand in op.operands)
+    ]
+    return replace(flow, ops=tuple(ops))
+
+
+def _ends_in_cast(flow: Dataflow, op: Op) -> bool:
+    """Whether the op is such a cast, and nothing else reads what it reads or makes."""
+    if op.call.name != "aten._to_copy.default" or len(op.operands) != 1:
+        return False
+    (operand,), (made,) = op.operands, op.results
+    meta = op.call.results[0]
+    read = [o.value for o in flow.outputs].count
+    return (
+        made is not None
+        and meta is not None
+        and meta.dtype == torch.float32
+        and is_narrow(op.call.operands[0].dtype)
+        and operand in flow.producers
+        and len(flow.consumers[operand]) == 1
+        and made not in flow.consumers
+        and (read(made), read(operand)) == (1, 0)
+    )
+
+
+def widened(path: Sequence[Move]) -> tuple[Move, ...]:
+    """The path, with its first reduction left in float32, and so all that follows."""
+    found: list[Move] = []
+    for move in path:
+        src = found[-1].dst if found else move.src
+        dst = replace(move.dst, dtype=src.dtype)
+        before = src.placement(move.axis)
+        reduces = move.kind in ("all_reduce", "reduce_scatter")
+        if reduces and before == Partial("sum"):
+            dst = accumulated(dst)
+        found.append(replace(move, src=src, dst=dst))
+    return tuple(found)

@@ -1,0 +1,303 @@
+"""Recomputation (activation checkpointing): forward steps run again in the backward, not kept.
+
+    recomputed(plan, frozenset({"blocks.0", "blocks.1"}))
+
+      x_1       = add(x, attn)          forward, kept: the next block reads it
+      h         = mm(norm2, up)         forward, dropped when the forward is done with it
+      a         = gelu(h)
+      h_again   = mm(norm2_again, up)   backward, before its first use there
+      a_again   = gelu(h_again)
+
+A region is one call of a recomputed module (of nested ones the outermost), or what one
+`torch.utils.checkpoint` runs, on one stage (Chen et al. 2016, "Training Deep Nets with Sublinear
+Memory Cost", arXiv:1604.06174). Kept are what comes into a region, what it gives to others, and
+the results of its communication: a value that was reduced or gathered is not communicated again.
+The other values of a region that the backward reads are computed again from these and from
+parameters, each just before its first use and only as far as it is needed.
+
+Invariants: the collectives are as without; so are all values to the bit, for a repeated step is the
+same op on the same operands, its random numbers too (they are counted, not drawn). A step never
+runs again on behalf of a result that leaves its region, so new contents of buffers are made once.
+What is computed once a step, not once a microbatch, is kept. It runs before `gather_stored`. Not
+here: which module a glob means (api/stating/recompute_globs.py), what the regions print
+(plan/text/regions.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.dataflow import Op
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import (
+    Bucket,
+    Compute,
+    Convert,
+    Step,
+    operands_of,
+    phase_of,
+    reading,
+    results_of,
+    runs_once,
+    unused,
+)
+from dtensor.sharding.redistribute.moves import FREE_KINDS
+
+Key = tuple[str, int]  # a region's name, its stage
+Repeatable = Compute | Convert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What is saved of a region, and what runs again; values by their names in the plan.
+
+    saved: values that live from forward to backward for it, but for parameters and the batch;
+    communicated: those of ``saved`` that running the region again would communicate again;
+    repeated: the results of its repeated steps, none where the backward reads only what comes into
+    the region or leaves it; num_ops, flops: of those, per rank and microbatch,
+    views not counted.
+    """
+
+    name: str
+    stage: int
+    saved: tuple[str, ...]
+    communicated: tuple[str, ...]
+    repeated: tuple[str, ...]
+    num_ops: int
+    flops: int
+
+
+def recomputed(plan: Plan, modules: frozenset[str]) -> Plan:
+    """The plan in which what happens in calls of ``modules``, and in checkpoints, runs again.
+
+    ``modules`` are full names. A plan without a backward, or without such ops, comes back as it is.
+    """
+    names = region_names(plan.flow.ops, modules)
+    if not names or all(phase_of(step) != "backward" for step in plan.steps):
+        return plan
+    return _Recompute(plan, names).run()
+
+
+def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
+    """Op name to the name of its region, for forward ops that are in one."""
+    found: dict[str, str] = {}
+    marked: dict[int, list[Op]] = {}
+    for op in ops:
+        if op.phase == "forward":
+            call = next((c for c in op.calls if c.partition("@")[0] in modules), None)
+            if call is not None:
+                found[op.name] = call
+            elif op.checkpoint is not None:
+                marked.setdefault(op.checkpoint, []).append(op)
+    taken = set(found.values())
+    sizes = Counter(call for op in ops if op.phase == "forward" for call in op.calls)
+    for number, members in marked.items():
+        # of `checkpoint(block, x)` the call of the block: outermost of those that hold it alone
+        shared = (c for c in members[0].calls if all(c in op.calls for op in members))
+        name = next((c for c in shared if sizes[c] == len(members)), f"checkpoint {number}")
+        name = name if name not in taken else f"checkpoint {number}"
+        taken.add(name)
+        found.update((op.name, name) for op in members)
+    return found
+
+
+@dataclass(slots=True)
+class _Recompute:
+    plan: Plan
+    names: Mapping[str, str]
+    makers: dict[str, tuple[int, Repeatable]] = field(
+        default_factory=dict[str, tuple[int, Repeatable]]
+    )  # by result: where a step of the forward stands that may run again
+    homes: dict[str, Key | None] = field(default_factory=dict[str, Key | None])
+    kept: dict[str, bool] = field(default_factory=dict[str, bool])
+    needed: set[str] = field(default_factory=set[str])
+    again: dict[str, str] = field(default_factory=dict[str, str])
+    steps: list[Step] = field(default_factory=list[Step])
+    taken: set[str] = field(default_factory=set[str])
+    repeats: dict[Key, list[Repeatable]] = field(default_factory=dict[Key, list[Repeatable]])
+
+    def run(self) -> Plan:
+        plan = self.plan
+        buckets = {s.name for s in plan.steps if isinstance(s, Bucket)}
+        self.taken = {*plan.value_specs(), *buckets}
+        self._find_homes()
+        self._find_kept()
+        self._find_needed()
+        if not self.needed:
+            return replace(plan, regions=self._regions())
+        for step in plan.steps:
+            if phase_of(step) == "backward":
+                self._repeat([v for v in operands_of(step) if v in self.needed])
+                step = reading(step, self.again)
+            self.steps.append(step)
+        return replace(plan, steps=tuple(self.steps), regions=self._regions(), plain=plan)
+
+    # -- which values are kept -----------------------------------------------------------------
+
+    def _find_homes(self) -> None:
+        """The region of each value that a step of the forward makes without communication.
+
+        A free conversion stands in no module: it is of the region that alone reads it.
+        """
+        readers: dict[str, set[Key | None]] = {}
+        for at in range(len(self.plan.steps) - 1, -1, -1):
+            step = self.plan.steps[at]
+            if phase_of(step) != "forward" or runs_once(step):
+                continue
+            home: Key | None = None
+            match step:
+                case Compute(op=op):
+                    home = (self.names[op.name], step.stage) if op.name in self.names else None
+                case Convert(move=move) if move.kind in FREE_KINDS:
+                    found = readers.get(step.result, set())
+                    home = next(iter(found)) if len(found) == 1 else None
+                case _:
+                    continue
+            for name, _ in results_of(step):
+                self.makers[name] = (at, step)
+                self.homes[name] = home
+            for name in operands_of(step):
+                readers.setdefault(name, set()).add(home)
+        for name in reversed(self.makers):  # in program order
+            step = self.makers[name][1]
+            if isinstance(step, Convert) and name not in readers:  # it is communicated further
+                self.homes[name] = self.homes.get(step.operand)
+
+    def _find_kept(self) -> None:
+        """Kept is what another region reads, what the step returns, and a view of what is kept."""
+        for step in self.plan.steps:
+            phase = phase_of(step)
+            moves = isinstance(step, Convert) and step.move.kind not in FREE_KINDS
+            if phase == "backward" or (moves and phase == "forward"):
+                continue  # what communication makes is kept; what it is made of need not be
+            made = [name for name, _ in results_of(step)]
+            home = self.homes.get(made[0]) if made and made[0] in self.makers else None
+            for name in operands_of(step):
+                if name in self.makers and (home is None or self.homes[name] != home):
+                    self.kept[name] = True
+        for output in self.plan.outputs:
+            self.kept.update((name, True) for _, name in output.values)
+        for name in reversed(self.makers):  # operands come first
+            base = _base(self.makers[name][1])
+            if self.homes[name] is None or (base is not None and self._is_kept(base)):
+                self.kept[name] = True
+
+    def _is_kept(self, value: str) -> bool:
+        return value not in self.makers or self.kept.get(value, False)
+
+    def _find_needed(self) -> None:
+        """What runs again: what the backward reads, and what that is computed from."""
+        waiting = [
+            name
+            for step in self.plan.steps
+            if phase_of(step) == "backward"
+            for name in operands_of(step)
+        ]
+        while waiting:
+            name = waiting.pop()
+            if name not in self.needed and not self._is_kept(name):
+                self.needed.add(name)
+                waiting.extend(operands_of(self.makers[name][1]))
+
+    # -- the repeated steps ----------------------------------------------------------------------
+
+    def _repeat(self, values: Sequence[str]) -> None:
+        """Lay down what makes ``values`` once more, in program order, unless it is there."""
+        found: dict[int, Repeatable] = {}
+        waiting = [name for name in values if name not in self.again]
+        while waiting:
+            at, step = self.makers[waiting.pop()]
+            if at not in found:
+                found[at] = step
+                waiting.extend(
+                    name
+                    for name in operands_of(step)
+                    if name in self.needed and name not in self.again
+                )
+        for at in sorted(found):
+            self._lay_down(found[at])
+
+    def _lay_down(self, step: Repeatable) -> None:
+        own = [name for name, _ in results_of(step) if name in self.needed]
+        home = self.homes[own[0]]
+        assert home is not None
+        given = {name: self.again.get(name, name) for name in operands_of(step)}
+        for name in own:
+            self.again[name] = unused(f"{name}_again", self.taken)
+        made: Repeatable
+        match step:
+            case Compute():
+                operands = tuple(given[name] for name in step.operands)
+                results = tuple(self.again.get(name or "") for name in step.results)
+                made = replace(step, operands=operands, results=results, phase="backward")
+            case Convert():
+                operand, result = given[step.operand], self.again[step.result]
+                made = replace(step, operand=operand, result=result, phase="backward")
+            case _:
+                assert_never(step)
+        self.repeats.setdefault(home, []).append(made)
+        self.steps.append(made)
+
+    # -- what to say of it -------------------------------------------------------------------------
+
+    def _regions(self) -> tuple[Region, ...]:
+        """In the order of the forward."""
+        plan = self.plan
+        bases = _bases(plan)
+        always = {item.name for item in plan.inputs}
+        always.update(n for step in plan.steps if runs_once(step) for n, _ in results_of(step))
+        sent = {  # what was communicated, to the region whose value it was
+            step.result: self.homes.get(step.operand)
+            for step in plan.steps
+            if isinstance(step, Convert) and step.move.kind not in FREE_KINDS
+        }
+        repeated = set(self.again.values())
+        read: dict[Key, dict[str, None]] = {
+            key: {n: None for step in steps for n in operands_of(step) if n not in repeated}
+            for key, steps in self.repeats.items()
+        }
+        for step in plan.steps:
+            for name in operands_of(step) if phase_of(step) == "backward" else ():
+                home = sent.get(name)
+                if home is not None and home in read:
+                    read[home][name] = None
+        order = {name: at for at, name in enumerate(dict.fromkeys(self.names.values()))}
+        found: list[Region] = []
+        some = {name for name, _ in self.repeats}
+        keys = {h for h in self.homes.values() if h is not None and h[0] not in some}
+        keys.update(self.repeats)
+        for key in sorted(keys, key=lambda k: (order[k[0]], k[1])):
+            steps = self.repeats.get(key, [])
+            values = (bases.get(name, name) for name in read.get(key, ()))
+            saved = dict.fromkeys(name for name in values if name not in always)
+            found.append(
+                Region(
+                    name=key[0],
+                    stage=key[1],
+                    saved=tuple(saved),
+                    communicated=tuple(n for n in saved if sent.get(n) == key),
+                    repeated=tuple(name for step in steps for name, _ in results_of(step)),
+                    num_ops=sum(_base(step) is None for step in steps),
+                    flops=sum(step.flops for step in steps if isinstance(step, Compute)),
+                )
+            )
+        return tuple(found)
+
+
+def _base(step: Repeatable) -> str | None:
+    """The operand whose storage the step's results share."""
+    views = is_view(step.op) if isinstance(step, Compute) else step.move.kind == "relabel"
+    return operands_of(step)[0] if views and operands_of(step) else None
+
+
+def _bases(plan: Plan) -> dict[str, str]:
+    """Of each view, the value that it is a view of in the end."""
+    found: dict[str, str] = {}
+    for step in plan.steps:
+        if isinstance(step, Compute | Convert) and (base := _base(step)) is not None:
+            found.update((name, found.get(base, base)) for name, _ in results_of(step))
+    return found

@@ -1,0 +1,237 @@
+"""Why a value of a plan has its placement, and why each conversion of it is there.
+
+    print(plan.explain("h"))              # a value's name, or a parameter's: "up.weight"
+    h: f32[8,64@tp]
+      h = add(mm, up_bias)    forward    mlp.py:14: h = self.up(x)
+      on tp: factor e1 of add is split over 2 ranks; follows the pins, opened by *.up.weight
+      read by a = gelu(h)    mlp.py:15
+
+The reasons are read off the plan: the strategy that each axis chose for the op, the pins that
+opened the factor, the conversions. Prices of what was not chosen are not kept, so not told here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dtensor.sharding.plan.choose.opened_factors import Opened
+from dtensor.sharding.plan.dataflow import Op
+from dtensor.sharding.plan.plan import Plan, PlannedInput, require_value
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    Regather,
+    Step,
+    TieSum,
+    Transfer,
+    Update,
+    operands_of,
+    results_of,
+)
+from dtensor.sharding.plan.text.regions import repeated
+from dtensor.sharding.plan.text.words import call_text, op_text, size_text
+from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
+
+
+def explain(plan: Plan, name: str) -> str:
+    """The reasons as lines. PlanningError, with near names, where there is no such value."""
+    by_label = {item.label: item.name for item in plan.inputs}
+    name = by_label.get(name, name)
+    require_value(plan, name)
+    lines = [f"{name}: {plan.value_specs()[name]}"]
+    item = next((i for i in plan.inputs if i.name == name), None)
+    if item is not None:
+        lines += _input(plan, item)
+    for step in plan.steps:
+        if name in (result for result, _ in results_of(step)):
+            lines += _made_by(plan, step, name)
+    lines += repeated(plan, name)
+    lines += _users(plan, name)
+    return "\n".join(f"  {line}" if index else line for index, line in enumerate(lines))
+
+
+# -- where a value comes from --------------------------------------------------------------------
+
+
+def _input(plan: Plan, item: PlannedInput) -> list[str]:
+    where = f"    held by stage {' and '.join(map(str, item.stages))}"
+    where = where if plan.num_stages > 1 else ""
+    lines = [f"{item.kind} {item.label}{where}"]
+    if item.stored is not None:
+        what = {1: "its optimizer state", 2: "its gradient and optimizer state"}
+        kept = what.get(item.zero, "it, its gradient and optimizer state")
+        lines.append(f"zero {item.zero}: stores {kept} as {item.stored}")
+    pinned = {axis: by for axis, value, by in plan.pinned if value == item.name}
+    for axis, placement in item.spec.sharding.items():
+        if axis in pinned:
+            lines.append(f"on {axis}: {placement!r}, pinned by {pinned[axis]}")
+        elif axis == MICROBATCH_AXIS:
+            continue
+        elif isinstance(placement, Shard):
+            by = _openers(plan, axis, [item.name])
+            lines.append(
+                f"on {axis}: {placement!r}, no pin; chosen as cheapest: its uses are split, "
+                f"opened by {by}"
+            )
+        else:
+            reached = _openers(plan, axis, [item.name])
+            why = "chosen as cheapest" if reached else "no pin on the axis reaches it"
+            lines.append(f"on {axis}: {placement!r}, no pin; {why}")
+    return lines
+
+
+def _made_by(plan: Plan, step: Step, name: str) -> list[str]:
+    match step:
+        case Compute(op=op):
+            source = f"    {op.source}: {op.source_text}" if op.source else ""
+            once = "    once a step" if step.once else ""
+            made = ", ".join(result for result in step.results if result)
+            lines = [
+                f"{made} = {call_text(op.call, step.operands)}    {_at(plan, step.stage)}"
+                f"{step.phase}{once}{source}"
+            ]
+            return [*lines, *_per_axis(plan, step, name)]
+        case Convert() | Transfer():
+            return [f"{_conversion(plan, step)}: {step.why}{_from(step.source)}"]
+        case Accumulate():
+            return [f"the sum over microbatches of {step.operand}, which is for {step.of}"]
+        case Bucket():
+            move = step.moves[step.results.index(name)]
+            whose = step.of[step.results.index(name)]
+            gathers = step.kind == "all_gather"
+            noun = "parameters" if gathers else "gradients"
+            why = f"stored split over {step.axis}" if gathers else f"pending on {step.axis}"
+            return [
+                f"{step.name}: {step.kind} of {len(step.of)} {noun} on {step.axis} in one bucket",
+                f"for {whose}: {size_text(move.bytes_sent)} sent; {why}, wanted as {move.dst}",
+            ]
+        case TieSum():
+            stages = ", ".join(map(str, step.stages))
+            return [f"the sum over stages {stages} of the gradients of {step.of}, used on each"]
+        case Norm() | Update() | Regather():
+            return []
+
+
+def _per_axis(plan: Plan, step: Compute, name: str) -> list[str]:
+    labels = dict(why.split(": ", 1) for why in step.why)
+    index = step.results.index(name)
+    spec = step.result_specs[index]
+    assert spec is not None
+    return [
+        f"on {axis}: {_reason(plan, step, axis, spec.placement(axis), labels.get(axis, ''))}"
+        for axis in plan.inner.axes
+        if plan.inner.axis_size(axis) > 1
+    ]
+
+
+def _reason(plan: Plan, step: Compute, axis: str, placement: Placement, label: str) -> str:
+    op = step.op
+    num = plan.inner.axis_size(axis)
+    follows = _follows(plan, axis, op)
+    ranks = f"{num} microbatches" if axis == MICROBATCH_AXIS else f"{num} ranks"
+    match placement:
+        case Shard():
+            return f"factor {label} of {op_text(op.call)} is split over {ranks}; {follows}"
+        case Partial(kind) if label.startswith("linear"):
+            return (
+                f"a pending {kind}, passed on: {op_text(op.call)} is linear in its pending "
+                f"operands, and to reduce later is cheaper"
+            )
+        case Partial(kind):
+            return (
+                f"a pending {kind}: {op_text(op.call)} contracts factor {label}, which is split "
+                f"over {ranks}; {follows}"
+            )
+        case Replicate() if label not in ("replicate", ""):
+            return f"replicated: the result does not have factor {label}, which is split; {follows}"
+        case Replicate():
+            if axis == MICROBATCH_AXIS:
+                return "the same for every microbatch"
+            return f"replicated; {follows}"
+
+
+def _follows(plan: Plan, axis: str, op: Op) -> str:
+    if axis == MICROBATCH_AXIS:
+        return "the batch is cut into microbatches"
+    values = [*op.operands, *(name for name in op.results if name is not None)]
+    by = _openers(plan, axis, values)
+    return f"follows the pins, opened by {by}" if by else "no pin on the axis reaches it"
+
+
+def _openers(plan: Plan, axis: str, values: Sequence[str]) -> str:
+    """The pins on the axis that reach one of the values, as the user wrote them."""
+    opened: dict[str, tuple[Opened, ...]] = dict(plan.opened)
+    found = [o.by for o in opened.get(axis, ()) if not set(values).isdisjoint(o.reached)]
+    return ", ".join(dict.fromkeys(found))
+
+
+# -- where a value goes ----------------------------------------------------------------------------
+
+
+def _users(plan: Plan, name: str) -> list[str]:
+    """Who reads the value, and the conversions of it."""
+    lines: list[str] = []
+    for step in plan.steps:
+        if name not in operands_of(step):
+            continue
+        match step:
+            case Compute():
+                made = ", ".join(result for result in step.results if result)
+                text = call_text(step.op.call, step.operands)
+                lines.append(f"read by {made} = {text}{_from(step.op.source)}")
+            case Convert() | Transfer():
+                lines.append(f"{_conversion(plan, step)}: {step.why}{_from(step.source)}")
+            case Accumulate():
+                lines.append(f"summed over microbatches into {step.result}")
+            case Bucket():
+                at = step.operands.index(name)
+                what = "the parameter" if step.kind == "all_gather" else "the gradient of"
+                lines.append(
+                    f"{step.kind} on {step.axis} within {step.name}, "
+                    f"{size_text(step.moves[at].bytes_sent)} sent: {step.results[at]}, {what} "
+                    f"{step.of[at]}"
+                )
+            case TieSum():
+                lines.append(f"summed over stages {', '.join(map(str, step.stages))}: {step.of}")
+            case Norm():
+                lines.append(f"counted in {step.result}")
+            case Update():
+                lines.append(f"read by the update of {step.parameter} ({step.optimizer})")
+            case Regather():
+                lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
+    for output in plan.outputs:
+        if name in (value for _, value in output.values):
+            of = "" if output.kind == "result" else "of "
+            lines.append(f"{output.kind} {of}{output.of}")
+    return lines
+
+
+def _conversion(plan: Plan, step: Convert | Transfer) -> str:
+    match step:
+        case Transfer():
+            sent = f"{size_text(step.spec.max_local_nbytes)} sent{_times(plan, step)}"
+            where = f"{plan.stage_axis} {step.stage} -> {step.to_stage}"
+            return f"{step.result} = transfer({step.operand}, {where}), {sent}"
+        case Convert(move=move):
+            free = move.kind in FREE_KINDS
+            sent = "free" if free else f"{size_text(move.bytes_sent)} sent{_times(plan, step)}"
+            text = f"{step.result} = {move.kind}({step.operand}, {move.axis})"
+            return f"{text} from {move.src} to {move.dst}, {sent}"
+
+
+def _times(plan: Plan, step: Convert | Transfer) -> str:
+    times = plan.collectives_of(step)[0].times
+    return f" x{times}" if times > 1 else ""
+
+
+def _at(plan: Plan, stage: int) -> str:
+    return f"stage {stage} " if plan.num_stages > 1 else ""
+
+
+def _from(source: str) -> str:
+    return f"    {source}" if source else ""

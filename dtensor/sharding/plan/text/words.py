@@ -1,0 +1,143 @@
+"""The words of a printed plan: sizes with units, calls, names of repeated layers.
+
+    size_text(2097152)                        # "2.0 MiB"
+    flop_text(2_147_483_648)                  # "2.15 GFLOP"
+    collapse(["a.0.w", "b", "a.1.w"])         # ("a.{0..1}.w", "b")
+
+Invariants: `collapse` keeps the order of first appearance, and what it writes in braces stands
+for the names it was given and no others. Not here: lines and columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+
+from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.spec.spec import dtype_name
+
+_NUMBER = re.compile(r"\d+")
+# Where and how a result is laid out is decided by placements, not by the program's arguments.
+# Seed and step are given anew at each run.
+_SILENT = frozenset(
+    {"at_seed", "at_step", "device", "layout", "memory_format", "non_blocking", "pin_memory"}
+)
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes in binary units: ``512 B``, ``2.0 MiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def flop_text(flops: int) -> str:
+    """FLOP in decimal units: ``512 FLOP``, ``2.15 GFLOP``."""
+    count = float(flops)
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000:
+            return f"{flops} FLOP" if not unit else f"{count:.2f} {unit}FLOP"
+        count /= 1000
+    return f"{count:.2f} PFLOP"
+
+
+def seconds_text(seconds: float) -> str:
+    """``1.25 ms``."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds * 1e9:.1f} ns" if seconds else "0 s"
+
+
+def op_text(call: OpCall) -> str:
+    """``mm`` for aten.mm.default, ``dt.attention`` for the project's own."""
+    parts = call.name.split(".")
+    return ".".join(parts[1:2] if parts[0] == "aten" else parts[:2])
+
+
+def call_text(call: OpCall, operands: Sequence[str]) -> str:
+    """``mm(x, w1)``: the plan's values for tensors, literals as they are."""
+    shown = [_argument(value, operands) for value in call.args]
+    shown += [
+        f"{key}={_argument(value, operands)}"
+        for key, value in call.kwargs
+        if key not in _SILENT and value is not None
+    ]
+    return f"{op_text(call)}({', '.join(shown)})"
+
+
+def _argument(value: object, operands: Sequence[str]) -> str:
+    match value:
+        case Operand(index):
+            return operands[index]
+        case list() | tuple():
+            items = cast(Iterable[object], value)
+            return f"[{', '.join(_argument(item, operands) for item in items)}]"
+        case torch.dtype():
+            return dtype_name(value)
+        case str():
+            return repr(value)
+        case _:
+            return str(value)
+
+
+def collapse(names: Iterable[str], instead: str | None = None) -> tuple[str, ...]:
+    """Names that differ in integers only, as one: ``blocks.{0..11}.up.weight``.
+
+    ``instead`` replaces every integer and says less: ``blocks.*.up.weight``.
+    """
+    groups: dict[str, dict[str, None]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("#", name), {})[name] = None
+    if instead is not None:
+        return tuple(pattern.replace("#", instead) for pattern in groups)
+    found: list[str] = []
+    for pattern, members in groups.items():
+        found += _one_pattern(pattern, list(members))
+    return tuple(found)
+
+
+def _one_pattern(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names as one glob where the integers at each place vary on their own."""
+    columns = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
+    choices = [tuple(sorted(dict.fromkeys(column), key=_by_number)) for column in columns]
+    if len(names) == 1 or set(itertools.product(*choices)) != set(zip(*columns, strict=True)):
+        return list(names)
+    pieces = pattern.split("#")
+    text = pieces[0]
+    for choice, piece in zip(choices, pieces[1:], strict=True):
+        text += _braces(choice) + piece
+    return [text]
+
+
+def _by_number(text: str) -> tuple[int, str]:
+    return int(text), text
+
+
+def _braces(numbers: Sequence[str]) -> str:
+    if len(numbers) == 1:
+        return numbers[0]
+    first, last = int(numbers[0]), int(numbers[-1])
+    if [str(n) for n in range(first, last + 1)] == list(numbers):
+        return f"{{{first}..{last}}}"
+    return f"{{{','.join(numbers)}}}"
+
+
+def wrapped(text: str, start: str, width: int) -> list[str]:
+    """``text`` after ``start``, in lines of ``width`` that are indented alike."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,260 @@
+"""Transfer: which blocks go from which rank to which, between two specs on two meshes.
+
+    plan_transfer(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
+
+    transfer f32[8@tp,4] on mesh(tp=2) -> f32[8@x,4] on mesh(x=4)
+      rank 0 keeps   [0:2,:]
+    * rank 0 -> 1    [2:4,:]     32 bytes
+    * rank 1 -> 2    [4:6,:]     32 bytes
+    * rank 1 -> 3    [6:8,:]     32 bytes
+      96 bytes sent, at most 64 by one rank
+
+The meshes may differ in size, names and shape. Each axis cuts a dim into disjoint index sets, so
+the source's distinct shards are disjoint boxes that fill the tensor; a target's shard is filled by
+its intersections with them. What a rank already holds, where both meshes live on one set of ranks,
+it keeps. Of several ranks that hold a piece, the target's own number picks one (target rank modulo
+the number of holders), so that replicas share the work; the same specs give the same pieces.
+
+A pending source must be reduced first. A pending target takes the value at coordinate 0 and zeros
+elsewhere ("sum"), or the value everywhere (max, min). Nothing runs here: runtime/between_meshes.py
+makes a program of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.placements import Intervals, Partial, intersect, length
+from dtensor.sharding.spec.spec import TensorSpec
+
+Box = tuple[Intervals, ...]
+"""Per dim, the global indices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of the global tensor that ``source_rank`` has and ``target_rank`` is to hold.
+
+    Ranks are numbers in the cluster that hosts both meshes. Where they are equal the block stays
+    on its rank and no byte is sent; it is not so where the meshes' ranks are distinct.
+    """
+
+    source_rank: int
+    target_rank: int
+    ranges: Box
+    bytes_sent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferPlan:
+    """The pieces, by target rank, then source rank.
+
+    ``source_ranks[i]``: the cluster's rank that is rank i of the source's mesh; ``distinct``: the
+    two meshes live on different clusters, so that equal numbers are different ranks.
+    """
+
+    source: TensorSpec
+    target: TensorSpec
+    source_ranks: tuple[int, ...]
+    target_ranks: tuple[int, ...]
+    distinct: bool
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that go from one rank to another, all ranks together."""
+        return sum(piece.bytes_sent for piece in self.pieces)
+
+    @property
+    def bytes_by_pair(self) -> dict[tuple[int, int], int]:
+        """(source rank, target rank) to bytes, of the pairs that communicate."""
+        found: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for piece in self.pieces:
+            if piece.bytes_sent:
+                found[piece.source_rank, piece.target_rank] += piece.bytes_sent
+        return dict(sorted(found.items()))
+
+    def seconds(self, topology: Topology) -> float:
+        """The price: the busiest rank's messages and bytes, in or out, one after the other.
+
+        A transfer runs along no axis of either mesh, so the slowest axis that a topology names is
+        what counts.
+        """
+        latency, bandwidth = _slowest(topology, self.source, self.target)
+        out: defaultdict[int, float] = defaultdict(float)
+        into: defaultdict[int, float] = defaultdict(float)
+        for (source, target), sent in self.bytes_by_pair.items():
+            out[source] += latency + sent / bandwidth
+            into[target] += latency + sent / bandwidth
+        return max([*out.values(), *into.values()], default=0.0)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str, str]] = []
+        for piece in self.pieces:
+            box = _box_text(piece.ranges, self.source.shape)
+            if self._stays(piece):
+                rows.append((f"  rank {piece.source_rank} keeps", box, ""))
+            else:
+                pair = f"* rank {piece.source_rank} -> {piece.target_rank}"
+                rows.append((pair, box, f"{piece.bytes_sent} bytes"))
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
+        lines = [f"{a:<{widths[0]}}   {b:<{widths[1]}}   {c}".rstrip() for a, b, c in rows]
+        by_rank: defaultdict[int, int] = defaultdict(int)
+        for (source, _), sent in self.bytes_by_pair.items():
+            by_rank[source] += sent
+        most = max(by_rank.values(), default=0)
+        return "\n".join(
+            [
+                f"transfer {self.source} on {self.source.mesh} -> "
+                f"{self.target} on {self.target.mesh}",
+                *lines,
+                f"  {self.bytes_sent} bytes sent, at most {most} by one rank",
+            ]
+        )
+
+    def _stays(self, piece: Piece) -> bool:
+        return not self.distinct and piece.source_rank == piece.target_rank
+
+
+def plan_transfer(
+    source: TensorSpec,
+    target: TensorSpec,
+    *,
+    source_ranks: Sequence[int] | None = None,
+    target_ranks: Sequence[int] | None = None,
+    distinct: bool = False,
+) -> TransferPlan:
+    """The cheapest way from ``source`` to ``target``, two specs of one value.
+
+    Args:
+        source_ranks, target_ranks: the cluster's rank of each rank of the mesh; by default rank i
+            is rank i on both sides.
+        distinct: the meshes live on different clusters; nothing is kept.
+
+    Raises PlanningError for specs of different tensors, a pending source, and ranks that do not
+    fit their mesh.
+    """
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise PlanningError(
+            f"{source} and {target} are not two placements of one value; "
+            f"fix: state the target with the source's shape and dtype"
+        )
+    pending = [axis for axis, p in source.sharding.items() if isinstance(p, Partial)]
+    if pending:
+        fixed = ", ".join(f"{axis}=dt.Replicate()" for axis in pending)
+        raise PlanningError(
+            f"{source} is pending over {', '.join(pending)}, and a transfer moves values, not "
+            f"summands; fix: x.redistribute({fixed}) first"
+        )
+    here = _ranks(source, source_ranks)
+    there = _ranks(target, target_ranks)
+    return TransferPlan(
+        source=source,
+        target=target,
+        source_ranks=here,
+        target_ranks=there,
+        distinct=distinct,
+        pieces=tuple(_pieces(source, target, here, there, distinct)),
+    )
+
+
+def holders_of(spec: TensorSpec) -> tuple[int, ...]:
+    """The ranks of the mesh that hold the value: those on its part (``spec.on``)."""
+    mesh = spec.mesh
+    return tuple(
+        rank
+        for rank in range(mesh.size)
+        if all(mesh.coordinates(rank)[axis] == index for axis, index in spec.on)
+    )
+
+
+def box_of(spec: TensorSpec, rank: int) -> Box:
+    """What the rank holds of the global tensor."""
+    here = spec.mesh.coordinates(rank)
+    return tuple(spec.intervals(dim, here) for dim in range(len(spec.shape)))
+
+
+def is_zero(spec: TensorSpec, rank: int) -> bool:
+    """Whether the rank's summand of a pending sum is zero: away from coordinate 0."""
+    here = spec.mesh.coordinates(rank)
+    return any(
+        isinstance(p, Partial) and p.op == "sum" and here[axis] > 0
+        for axis, p in spec.sharding.items()
+    )
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(length(intervals) for intervals in box)
+
+
+# -- the pieces --------------------------------------------------------------------------------
+
+
+def _pieces(
+    source: TensorSpec,
+    target: TensorSpec,
+    here: tuple[int, ...],
+    there: tuple[int, ...],
+    distinct: bool,
+) -> list[Piece]:
+    holders: dict[Box, list[int]] = {}
+    for rank in holders_of(source):
+        holders.setdefault(box_of(source, rank), []).append(here[rank])
+    found: list[Piece] = []
+    for rank in holders_of(target):
+        if is_zero(target, rank):
+            continue
+        wanted, own = box_of(target, rank), there[rank]
+        pieces: list[Piece] = []
+        for box, owners in holders.items():
+            ranges = tuple(intersect(a, b) for a, b in zip(box, wanted, strict=True))
+            count = math.prod(box_shape(ranges))
+            if count == 0:
+                continue
+            kept = not distinct and own in owners
+            sender = own if kept else owners[rank % len(owners)]
+            nbytes = 0 if kept else count * source.dtype.itemsize
+            pieces.append(Piece(sender, own, ranges, nbytes))
+        found += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
+    return found
+
+
+def _ranks(spec: TensorSpec, stated: Sequence[int] | None) -> tuple[int, ...]:
+    ranks = tuple(range(spec.mesh.size)) if stated is None else tuple(stated)
+    if len(ranks) != spec.mesh.size or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+        raise PlanningError(
+            f"{spec.mesh} has {spec.mesh.size} ranks, the ranks stated for it are {list(ranks)}; "
+            f"fix: state {spec.mesh.size} different ranks"
+        )
+    return ranks
+
+
+def _slowest(topology: Topology, *specs: TensorSpec) -> tuple[float, float]:
+    axes = sorted({axis for spec in specs for axis in spec.mesh.axes})
+    latencies = [topology.latency_of(a) for a in axes if _known(topology.latency, a)]
+    bandwidths = [topology.bandwidth_of(a) for a in axes if _known(topology.bandwidth, a)]
+    if axes and not (latencies and bandwidths):
+        raise PlanningError(
+            f"the topology states no latency or no bandwidth for any of the axes {axes}; "
+            f"fix: name one of them, or give one number for all"
+        )
+    return max(latencies, default=0.0), min(bandwidths, default=math.inf)
+
+
+def _known(value: object, axis: str) -> bool:
+    return not isinstance(value, dict) or axis in value
+
+
+def _box_text(box: Box, shape: tuple[int, ...]) -> str:
+    parts: list[str] = []
+    for intervals, size in zip(box, shape, strict=True):
+        if intervals == ((0, size),):
+            parts.append(":")
+        else:
+            parts.append("+".join(f"{lo}:{hi}" for lo, hi in intervals))
+    return f"[{','.join(parts)}]"

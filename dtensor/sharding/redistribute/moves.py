@@ -1,0 +1,365 @@
+"""Redistribution: from one spec to another as a cheapest path of one-axis moves.
+
+    moves("f32[8@tp,16]" -> "f32[8,16@tp]")   ==  all_to_all on tp
+    moves("f32[8,16]{sum@tp}" -> "f32[8,16]") ==  all_reduce on tp
+
+A move changes the placement on one axis. Because each placement maps to an index set on the
+global dim whatever the other axes do, any axis can be changed alone:
+
+    Shard -> Replicate   all_gather         Partial -> Replicate   all_reduce
+    Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
+    Replicate -> Shard   slice (free)       Replicate -> Partial   zero_fill (rank 0 keeps; free)
+
+`bytes_sent` is what the rank that sends most sends: (n-1)/n of the value for all_gather and
+reduce_scatter, twice that for all_reduce, and what changes hands for all_to_all. The path is found
+by Dijkstra's algorithm over the shardings that mix both ends' placements. Where two axes or more
+change, or shards are very uneven, a path through further shardings may be cheaper: a value pending
+over a and b is scattered over a, reduced over b and gathered over a; `12@a,5@b` becomes `12@b,5@a`
+by way of `12@(b,a),5`. As it has more collectives, it must save `WORTH` of the price; as the
+shardings are many, the search ends after `MAX_EXPANDED`, which on three axes may miss one. Axes on
+which both ends agree are left alone. tests/sharding/redistribution_search.py compares with a
+search over all shardings of many families. Nothing runs here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import (
+    REPLICATE,
+    Intervals,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    counted,
+    intersect,
+    length,
+    pieces,
+    same,
+)
+from dtensor.sharding.spec.spec import TensorSpec
+
+MoveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "zero_fill", "relabel"
+]
+_SUFFIXES: dict[MoveKind, str] = {
+    "all_reduce": "reduced",
+    "all_gather": "gathered",
+    "reduce_scatter": "scattered",
+    "all_to_all": "exchanged",
+    "slice": "sliced",
+    "zero_fill": "pending",
+    "relabel": "same",
+}
+FREE_KINDS: tuple[MoveKind, ...] = ("slice", "zero_fill", "relabel")
+WORTH = 0.01
+"""What part of the price a path through further shardings must save."""
+MAX_EXPANDED = 100
+"""How many shardings a search for such a path looks at: on two axes this is nearly all."""
+_TIE = 1e-13
+"""Seconds a move: of paths that cost the same, the one with fewer moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; what a reduction
+    adds up may come out in a wider dtype (plan/passes/precision.py)."""
+
+    kind: MoveKind
+    axis: str
+    src: TensorSpec
+    dst: TensorSpec
+
+    @property
+    def suffix(self) -> str:
+        """What the result's name says of the move: ``h_reduced``."""
+        return _SUFFIXES[self.kind]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that the rank which sends most sends."""
+        return _bytes_sent(self)
+
+    def seconds(self, topology: Topology) -> float:
+        num = self.src.mesh.axis_size(self.axis)
+        if self.kind in FREE_KINDS:
+            # not communication, but the copy is not nothing: it decides ties
+            moved = 0 if self.kind == "relabel" else self.dst.max_local_nbytes
+            return topology.compute_seconds(flops=0, bytes_moved=moved)
+        return topology.collective_seconds(
+            self.kind, self.axis, num=num, bytes_sent=self.bytes_sent
+        )
+
+
+def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
+    """The kind of the one-axis move, or None where there is no such move."""
+    match src, dst:
+        case Shard(), Replicate():
+            return "all_gather"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Replicate(), Shard():
+            return "slice"
+        case Replicate(), Partial("sum"):
+            return "zero_fill"
+        case _:
+            return None
+
+
+def moves(
+    src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False
+) -> tuple[Move, ...]:
+    """The cheapest path of moves; () where nothing changes. PlanningError where there is none.
+
+    ``whole``: through placements of both ends and Replicate alone, so that an all_reduce stays one
+    move, as where several values share it in a bucket. It takes a hundredth of the time.
+    """
+    path = _path(src, dst, topology, whole)
+    if path is None:
+        raise PlanningError(f"{src} cannot be redistributed to {dst}")
+    return path
+
+
+def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False) -> float:
+    """The price of the cheapest path, as in `moves`; infinity where there is none."""
+    path = _path(src, dst, topology, whole)
+    return math.inf if path is None else _price(path, topology)
+
+
+@lru_cache(maxsize=65536)
+def _path(
+    src: TensorSpec, dst: TensorSpec, topology: Topology, whole: bool
+) -> tuple[Move, ...] | None:
+    if src.shape != dst.shape or src.dtype != dst.dtype or src.mesh != dst.mesh:
+        raise PlanningError(f"{src} and {dst} are not two shardings of one value")
+    plain = _search(src, dst, topology)
+    changing = sum(p != q for p, q in zip(src.placements, dst.placements, strict=True))
+    if plain is None or whole or (changing < 2 and _unevenness(src) < 1.5):
+        return plain
+    price = _price(plain, topology)
+    if price - _least_latency(src, dst, topology) < WORTH * price:
+        return plain
+    return _search(src, dst, topology, below=(1 - WORTH) * price) or plain
+
+
+def _price(path: Sequence[Move], topology: Topology) -> float:
+    return sum(move.seconds(topology) for move in path)
+
+
+def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
+    """The latency that every path pays: of the collectives that each axis needs by itself."""
+    total = 0.0
+    for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
+        num = src.mesh.axis_size(axis)
+        match before, after:
+            case Replicate(), _:
+                kind = None
+            case Partial(), Partial():
+                kind = None if before == after else "all_reduce"
+            case Partial(), Replicate():
+                kind = "all_reduce"
+            case Partial(), Shard():
+                kind = "reduce_scatter"
+            case Shard(), _:
+                kind = None if same(before, after, src.shape, num) else "all_gather"
+        if kind is not None:
+            total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
+    return total
+
+
+def _search(
+    src: TensorSpec, dst: TensorSpec, topology: Topology, *, below: float | None = None
+) -> tuple[Move, ...] | None:
+    """Dijkstra's algorithm over the placements of both ends and Replicate.
+
+    ``below``: over further shardings too, for a path that is cheaper than this.
+    """
+    choices = [_choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes]
+    tie = itertools.count()
+    queue: list[tuple[float, int, TensorSpec, tuple[Move, ...]]] = [(0.0, next(tie), src, ())]
+    done: set[tuple[Placement, ...]] = set()
+    while queue:
+        cost, _, here, path = heapq.heappop(queue)
+        if here.placements == dst.placements:
+            return path
+        if here.placements in done:
+            continue
+        if below is not None and len(done) == MAX_EXPANDED:
+            return None
+        done.add(here.placements)
+        for axis, options in zip(src.mesh.axes, choices, strict=True):
+            if below is not None and len(options) > 1:
+                options = tuple(dict.fromkeys((*options, *_further(here, (src, dst), axis))))
+            for option in options:
+                move = _one_move(here, axis, option)
+                if move is not None and move.dst.placements not in done:
+                    price = cost + move.seconds(topology) + _TIE
+                    rest = 0.0 if below is None else _least_latency(move.dst, dst, topology)
+                    if below is None or price + rest < below:
+                        heapq.heappush(queue, (price, next(tie), move.dst, (*path, move)))
+    return None
+
+
+def _further(
+    here: TensorSpec, ends: tuple[TensorSpec, TensorSpec], axis: str
+) -> tuple[Placement, ...]:
+    """What an axis may be cut to on the way: each dim, within the pieces that other axes cut.
+
+    Those pieces are of ``here`` or of one of the ends, so that a move on another axis leaves this
+    one's pieces where they are. The virtual axis of microbatches runs in time: nothing is
+    scattered over it.
+    """
+    if axis == MICROBATCH_AXIS or ends[0].mesh.axis_size(axis) == 1:
+        return ()
+    found: dict[Placement, None] = {}
+    for dim, size in enumerate(here.shape):
+        if size == 0:
+            continue
+        cuts = [_cuts(spec, dim, axis) for spec in (here, *ends)]
+        for majors in (*cuts, cuts[1] + cuts[2]):
+            found[counted(Shard(dim, pieces(majors, size)), size)] = None
+    return tuple(found)
+
+
+def _cuts(spec: TensorSpec, dim: int, axis: str) -> list[tuple[Shard, int]]:
+    """What the axes other than ``axis`` do to a dim."""
+    return [
+        (p, spec.mesh.axis_size(other))
+        for other, p in spec.sharding.items()
+        if isinstance(p, Shard) and p.dim == dim and other != axis
+    ]
+
+
+def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:
+    return tuple(dict.fromkeys((src, dst, REPLICATE))) if src != dst else (src,)
+
+
+def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
+    current = here.placement(axis)
+    if option == current:
+        return None
+    num = here.mesh.axis_size(axis)
+    kind: MoveKind | None = move_kind(current, option)
+    if isinstance(current, Shard) and same(current, option, here.shape, num):
+        kind = "relabel"
+    if kind is None:
+        return None
+    if isinstance(option, Partial) and any(
+        isinstance(p, Partial) and p.op != option.op for p in here.placements
+    ):
+        return None  # a value is not pending in two ways at once
+    return Move(kind, axis, here, here.with_placements(**{axis: option}))
+
+
+def _bytes_sent(move: Move) -> int:
+    origin = dict.fromkeys(move.src.mesh.axes, 0)
+    if move.kind in FREE_KINDS:
+        return 0
+    if _alike_on_all_ranks(move):
+        return _bytes_sent_at(move, origin)
+    return max(_bytes_sent_at(move, at) for at in _ranks_that_differ(move))
+
+
+def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
+    """Bytes that the rank at these coordinates sends."""
+    num = move.src.mesh.axis_size(move.axis)
+    held = [move.src.intervals(dim, here) for dim in range(len(move.src.shape))]
+    local = math.prod(length(i) for i in held) * move.src.dtype.itemsize
+    match move.kind:
+        case "all_gather":
+            return local * (num - 1)
+        case "all_reduce":
+            made = local // move.src.dtype.itemsize * move.dst.dtype.itemsize
+            return -(-(local + made) * (num - 1) // num)
+        case "reduce_scatter" | "all_to_all":
+            kept = move.src.dtype.itemsize
+            for dim, intervals in enumerate(held):
+                kept *= length(intersect(intervals, move.dst.intervals(dim, here)))
+            return local - kept
+        case _:
+            return 0
+
+
+def _alike_on_all_ranks(move: Move) -> bool:
+    """Whether all ranks send the same: even shards, and no exchange within one dim."""
+    src, dst = move.src.placement(move.axis), move.dst.placement(move.axis)
+    if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
+        return False
+    return _unevenness(move.src) == 1 and _unevenness(move.dst) == 1
+
+
+@lru_cache(maxsize=65536)
+def _unevenness(spec: TensorSpec) -> float:
+    """The bytes of the largest shard over those of an even one; 1 where all are the same."""
+    parts = math.prod(
+        spec.mesh.axis_size(axis)
+        for axis, placement in spec.sharding.items()
+        if isinstance(placement, Shard)
+    )
+    return spec.max_local_nbytes * parts / spec.nbytes if spec.nbytes else 1.0
+
+
+def _ranks_that_differ(move: Move) -> Iterator[dict[str, int]]:
+    """Coordinates on the axes that cut a dim which the move's axis cuts, before or after it.
+
+    Along the other axes coordinate 0 has the largest shard, and so sends the most.
+    """
+    mesh = move.src.mesh
+    dims = {
+        p.dim
+        for p in (move.src.placement(move.axis), move.dst.placement(move.axis))
+        if isinstance(p, Shard)
+    }
+    axes = [
+        axis
+        for axis, placement in move.src.sharding.items()
+        if axis == move.axis or (isinstance(placement, Shard) and placement.dim in dims)
+    ]
+    origin = dict.fromkeys(mesh.axes, 0)
+    for at in itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)):
+        yield {**origin, **dict(zip(axes, at, strict=True))}
+
+
+def overlap(
+    src: TensorSpec,
+    dst: TensorSpec,
+    sender: Mapping[str, int],
+    receiver: Mapping[str, int],
+) -> tuple[Intervals, ...]:
+    """Per dim, the global indices that ``sender`` holds under src and ``receiver`` under dst."""
+    return tuple(
+        intersect(src.intervals(dim, sender), dst.intervals(dim, receiver))
+        for dim in range(len(src.shape))
+    )
+
+
+def positions(held: Sequence[Intervals], wanted: Sequence[Intervals]) -> tuple[Intervals, ...]:
+    """Per dim, where the ``wanted`` global indices stand within a shard that holds ``held``."""
+    result: list[Intervals] = []
+    for have, want in zip(held, wanted, strict=True):
+        found: list[tuple[int, int]] = []
+        offset = 0
+        for lo, hi in have:
+            for a, b in intersect(((lo, hi),), want):
+                start = offset + a - lo
+                if found and found[-1][1] == start:
+                    found[-1] = (found[-1][0], start + b - a)
+                else:
+                    found.append((start, start + b - a))
+            offset += hi - lo
+        result.append(tuple(found))
+    return tuple(result)

@@ -1,0 +1,326 @@
+"""Rules: what an op does to the dims of its tensors, in einops' notation.
+
+    mm       "m k, k n -> m n"        k is contracted: sharding it gives Partial("sum")
+    add      "..., ... -> ..."        built per call: broadcast dims get no factor
+    view     "b (h d) -> b h d"       a product of factors, major first
+    split    "b (q + k + v) -> b q, b k, b v"     a sum of factors: all parts shard together
+    softmax  "b k! -> b k!"           k must be whole on each rank
+    sum      "b k -> b 1"             1 is a dim of size 1
+
+From a rule alone follow all choices on one axis (`strategies`), and axis by axis all choices on
+any mesh. A *factor sharding* is a choice for one factor, (blocks, unit), as in Shard; it maps to
+a Shard of every dim that contains the factor (`Rule.apply`) and back (`Rule.match`).
+
+Invariants: each factor has one size; a factor occurs at most once in a dim; a contracted factor
+occurs in operands only. A rule names no mesh and no axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.ops.call import Localizer
+from dtensor.sharding.spec.placements import (
+    REPLICATE,
+    Partial,
+    Placement,
+    ReduceOp,
+    Shard,
+    block_sizes,
+    index_sets,
+    simplest,
+)
+
+Product = tuple[str, ...]
+Dim = tuple[Product, ...]  # a sum of products of factors; ((),) is a dim of size 1
+Dims = tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FactorSharding:
+    """How one factor is cut over an axis: ``blocks`` and ``unit`` as in Shard."""
+
+    blocks: tuple[int, ...]  # sizes, adding up to the factor's
+    unit: int = 1
+
+
+Assignment = Mapping[str, FactorSharding]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run an op on one axis: a placement for each operand and each result."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    label: str
+
+    @property
+    def shards_work(self) -> bool:
+        """Whether each rank does only its part of the work."""
+        return any(isinstance(p, Shard) for p in (*self.operands, *self.results))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """``operands`` and ``results`` list each tensor's dims; see the module docstring.
+
+    linear: the sets of operands in which the op is jointly linear (all of a set may be pending
+        sums together, the others replicated, and the results are pending sums).
+    addends: operands that are added to what a contraction gives (the bias of addmm): where a
+        contracted factor is split they must be pending sums, so that they are added once.
+    same: pairs (result, factor): that result is the same whatever part of the factor a rank holds,
+        so that splitting the factor does not make it pending. A result without elements never is.
+    whole: factors that may not be split.
+    reduce: how the parts of a contracted factor combine.
+    localize: rewrites the call for one rank where the local form differs from the global one.
+    flops: floating-point operations of the global call, 0 where memory traffic dominates.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[tuple[str, int], ...]
+    linear: tuple[frozenset[int], ...] = ()
+    addends: frozenset[int] = frozenset()
+    same: frozenset[tuple[int, str]] = frozenset()
+    whole: frozenset[str] = frozenset()
+    reduce: ReduceOp = "sum"
+    localize: Localizer | None = None
+    flops: int = 0
+
+    @cached_property
+    def size(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.operands, self.results, self.sizes, self.linear, self.whole, self.flops))
+
+    def __hash__(self) -> int:  # counted once: rules are keys of what is found out from them
+        return self._hash
+
+    def __str__(self) -> str:
+        def dims_text(dims: Dims) -> str:
+            return " ".join(self._dim_text(dim) for dim in dims)
+
+        left = ", ".join(map(dims_text, self.operands))
+        right = [dims_text(dims) for dims in self.results]
+        for result, factor in sorted(self.same):
+            right[result] += f" ~{factor}"
+        return f"{left} -> {', '.join(right)}"
+
+    def _dim_text(self, dim: Dim) -> str:
+        parts = [" ".join(f + "!" * (f in self.whole) for f in product) for product in dim]
+        if len(dim) != 1:
+            return f"({' + '.join(parts)})"
+        return (f"({parts[0]})" if len(dim[0]) > 1 else parts[0]) or "1"
+
+    # -- between factor shardings and placements --------------------------------------------
+
+    def apply(self, assignment: Assignment, num: int) -> Strategy | None:
+        """The strategy that shards the assigned factors over an axis of ``num`` ranks.
+
+        None where the factors cannot be sharded together: one is whole, only some parts of a sum
+        are assigned, or two factors of one dim are.
+        """
+        if any(f in self.whole for f in assignment):
+            return None
+        placed: list[Placement] = []
+        for dims in self.operands:
+            found = self._place(dims, assignment, num)
+            if found is None:
+                return None
+            placed.append(found)
+        results: list[Placement] = []
+        for dims in self.results:
+            found = self._place(dims, assignment, num)
+            if found is None:
+                return None
+            results.append(found)
+        if all(p == REPLICATE for p in placed):
+            if all(p == REPLICATE for p in results):
+                return None
+        elif any(p == REPLICATE for p in results):
+            results = [
+                Partial(self.reduce) if p == REPLICATE and self._combines(i, assignment) else p
+                for i, p in enumerate(results)
+            ]
+            if any(placed[i] != REPLICATE for i in self.addends):
+                return None
+            placed = [
+                Partial(self.reduce) if i in self.addends else p for i, p in enumerate(placed)
+            ]
+        return Strategy(tuple(placed), tuple(results), "+".join(sorted(assignment)))
+
+    def _combines(self, result: int, assignment: Assignment) -> bool:
+        """Whether a result without the assigned factors is made of parts that the ranks have."""
+        if any(self.dim_size(dim) == 0 for dim in self.results[result]):
+            return False
+        return any((result, factor) not in self.same for factor in assignment)
+
+    def _place(self, dims: Dims, assignment: Assignment, num: int) -> Placement | None:
+        """The placement of a tensor of these dims, or None where it has no Shard form."""
+        found: Placement = REPLICATE
+        for index, dim in enumerate(dims):
+            shard = self._place_dim(index, dim, assignment)
+            if shard == REPLICATE:
+                continue
+            if shard is None or found != REPLICATE:
+                return None
+            found = simplest(shard, tuple(self.dim_size(d) for d in dims), num)
+        return found
+
+    def _place_dim(self, index: int, dim: Dim, assignment: Assignment) -> Placement | None:
+        touched = [[f for f in product if f in assignment] for product in dim]
+        if not any(touched):
+            return REPLICATE
+        blocks: list[int] = []
+        units: set[int] = set()
+        for product, factors in zip(dim, touched, strict=True):
+            if len(factors) != 1:
+                return None
+            position = product.index(factors[0])
+            before = math.prod(self.size[f] for f in product[:position])
+            after = math.prod(self.size[f] for f in product[position + 1 :])
+            sharding = assignment[factors[0]]
+            blocks.extend([size * after for size in sharding.blocks] * before)
+            units.add(sharding.unit * after)
+        unit = math.gcd(*units)
+        if len(units) > 1 and any(u != unit for u in units):
+            return None
+        if min(blocks, default=0) < 1:
+            return None
+        return Shard(index, tuple(blocks), unit)
+
+    def dim_size(self, dim: Dim) -> int:
+        return sum(math.prod(self.size[f] for f in product) for product in dim)
+
+    def match(self, dims: Dims, shard: Shard, num: int) -> Assignment | None:
+        """The factor shardings of which ``shard`` of a tensor with these dims is the image.
+
+        None where the placement does not line up with the factors of its dim.
+        """
+        dim = dims[shard.dim]
+        total = self.dim_size(dim)
+        wanted = index_sets(shard, total, num)
+        blocks = list(block_sizes(shard.blocks, total))
+        parts = self._group(dim, blocks)
+        if parts is None:
+            return None
+        assignment: dict[str, FactorSharding] = {}
+        for product, part in zip(dim, parts, strict=True):
+            choices = list(self._factor_shardings(product, part, shard.unit))
+            if len(dim) == 1:
+                for factor, sharding in choices:
+                    if self._image(dims, shard.dim, {factor: sharding}, num) == wanted:
+                        return {factor: sharding}
+                return None
+            if not choices:
+                return None
+            factor, sharding = choices[0]
+            assignment[factor] = sharding
+        return assignment if self._image(dims, shard.dim, assignment, num) == wanted else None
+
+    def _image(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
+        placed = self._place_dim(index, dims[index], assignment)
+        if not isinstance(placed, Shard):
+            return None
+        try:
+            return index_sets(placed, self.dim_size(dims[index]), num)
+        except PlanningError:
+            return None
+
+    def _group(self, dim: Dim, blocks: list[int]) -> list[list[int]] | None:
+        """The blocks that fall on each part of a sum, or None where one crosses a boundary."""
+        if len(dim) == 1:
+            return [blocks]
+        parts: list[list[int]] = []
+        rest = list(blocks)
+        for product in dim:
+            room = math.prod(self.size[f] for f in product)
+            part: list[int] = []
+            while room > 0 and rest:
+                part.append(rest.pop(0))
+                room -= part[-1]
+            if room:
+                return None
+            parts.append(part)
+        return None if rest else parts
+
+    def _factor_shardings(
+        self, product: Product, blocks: list[int], unit: int
+    ) -> Iterator[tuple[str, FactorSharding]]:
+        """Candidates, major factor first: those whose image may be these blocks and unit."""
+        for position, factor in enumerate(product):
+            size = self.size[factor]
+            before = math.prod(self.size[f] for f in product[:position])
+            after = math.prod(self.size[f] for f in product[position + 1 :])
+            if size == 1 or len(blocks) % before:
+                continue
+            pattern = blocks[: len(blocks) // before]
+            if pattern * before != blocks or any(b % after for b in pattern):
+                continue
+            unit_here = unit // after if unit % after == 0 else 1
+            if any(b // after % unit_here for b in pattern):
+                continue
+            yield factor, FactorSharding(tuple(b // after for b in pattern), unit_here)
+
+    # -- the choices on one axis ---------------------------------------------------------------
+
+    @cached_property
+    def fixed_strategies(self) -> tuple[Strategy, ...]:
+        """Replicate, and a pending sum through each jointly linear set of operands."""
+        everything = Strategy(
+            (REPLICATE,) * len(self.operands), (REPLICATE,) * len(self.results), "replicate"
+        )
+        pending = tuple(
+            Strategy(
+                tuple(
+                    Partial("sum") if i in group else REPLICATE for i in range(len(self.operands))
+                ),
+                (Partial("sum"),) * len(self.results),
+                f"linear{sorted(group)}",
+            )
+            for group in self.linear
+        )
+        return (everything, *pending)
+
+    def factors(self) -> tuple[str, ...]:
+        """The factors that may be split, in order of first appearance."""
+        seen: dict[str, None] = {}
+        for dims in (*self.operands, *self.results):
+            for dim in dims:
+                for product in dim:
+                    seen.update(dict.fromkeys(product))
+        return tuple(f for f in seen if f not in self.whole and self.size[f] > 1)
+
+    def strategies(self, num: int) -> tuple[Strategy, ...]:
+        """All choices with each factor cut in one block: what brute force compares against."""
+        found: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
+        partners = self.partners()
+        for factor in self.factors():
+            group = partners.get(factor, frozenset({factor}))
+            assignment = {f: FactorSharding((self.size[f],)) for f in group}
+            strategy = self.apply(assignment, num)
+            if strategy is not None:
+                found[strategy] = None
+        return tuple(found)
+
+    def partners(self) -> dict[str, frozenset[str]]:
+        """Factors that stand in one sum and can only be split together (majors of each part)."""
+        result: dict[str, frozenset[str]] = {}
+        for dims in (*self.operands, *self.results):
+            for dim in dims:
+                if len(dim) > 1:
+                    group = frozenset(
+                        next((f for f in product if self.size[f] > 1), product[0])
+                        for product in dim
+                        if product
+                    )
+                    for factor in group:
+                        result[factor] = result.get(factor, frozenset()) | group
+        return result

@@ -1,0 +1,61 @@
+"""The tables of rules, one module per family, each with its RULES. Importing it registers them."""
+
+from __future__ import annotations
+
+from dtensor.sharding.rules.registry import register
+from dtensor.sharding.rules.tables import (
+    activations,
+    batchnorm,
+    checked,
+    conv,
+    create,
+    diagonals,
+    fft,
+    indexing,
+    linalg,
+    losses,
+    matmul,
+    nnmisc,
+    norm,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    scattering,
+    slice_and_cat,
+    sorting,
+    special,
+    tokens,
+    views,
+)
+
+# One module per family, each with its RULES.
+TABLES = (
+    activations,
+    batchnorm,
+    checked,
+    conv,
+    create,
+    diagonals,
+    fft,
+    indexing,
+    linalg,
+    losses,
+    matmul,
+    nnmisc,
+    norm,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    scattering,
+    slice_and_cat,
+    sorting,
+    special,
+    tokens,
+    views,
+)
+
+for _table in TABLES:
+    for _name, _builder in _table.RULES.items():
+        register(_name, _builder)

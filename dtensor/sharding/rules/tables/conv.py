@@ -1,0 +1,136 @@
+"""Rules of convolutions: images n, groups g, input channels i and output channels o of a group.
+
+    convolution    "n (g i) x0! x1!, (g o) i k0! k1!, (g o) -> n (g o) y0! y1!"
+    transposed     "n (g i) x0! x1!, (g i) o k0! k1!, (g o) -> n (g o) y0! y1!"
+
+i is contracted; the bias is an addend, pending where i is split. The planes are whole, except in a
+dim where the kernel is one point wide. Invariants: `groups` is the rank's own number; the gradient
+of the bias does not depend on i ("~i").
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtensor.sharding.local import layers
+from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.rules.build import make, retarget
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.planes import positional
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """The tensors' dims as text."""
+
+    x: str
+    weight: str
+    y: str
+    channels: str  # of the result: the bias
+
+
+def _terms(
+    call: OpCall, x: tuple[int, ...], weight: tuple[int, ...], arguments: list[Any]
+) -> _Terms:
+    """``arguments``: stride, padding, dilation, transposed, output_padding, groups."""
+    stride, padding, _, transposed, output_padding, groups = arguments
+    if len(x) != len(weight):
+        raise no_rule(call, "it has no batch dim")
+    i, o = ("i", "o") if groups == 1 else ("(g i)", "(g o)")
+    source: list[str] = []
+    kernel: list[str] = []
+    result: list[str] = []
+    for d, width in enumerate(weight[2:]):
+        point = width == 1 and _at(stride, d) == 1 and _at(padding, d) == 0
+        if point and _at(output_padding, d) == 0:
+            source, kernel, result = [*source, f"s{d}"], [*kernel, "1"], [*result, f"s{d}"]
+        else:
+            source, kernel = [*source, f"x{d}!"], [*kernel, f"k{d}!"]
+            result.append(f"y{d}!")
+    first, second = (i, "o") if transposed else (o, "i")
+    return _Terms(
+        f"n {i} {' '.join(source)}",
+        f"{first} {second} {' '.join(kernel)}",
+        f"n {o} {' '.join(result)}",
+        o,
+    )
+
+
+def _at(values: Any, dim: int) -> int:
+    """Of a setting for each dim, or for all."""
+    return values[dim] if len(values) > 1 else values[0]
+
+
+def _flops(
+    x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], transposed: bool
+) -> int:
+    return 2 * math.prod(x if transposed else y) * math.prod(weight[1:])
+
+
+def _convolution(call: OpCall) -> Rule:
+    args = positional(call)
+    x, weight = call.operands[0].shape, call.operands[1].shape
+    terms = _terms(call, x, weight, args[3:])
+    biased = args[2] is not None
+    left = [terms.x, terms.weight, *([terms.channels] if biased else [])]
+    found = make(
+        call,
+        f"{', '.join(left)} -> {terms.y}",
+        linear=((0, 2), (1, 2)) if biased else ((0,), (1,)),
+        addends=(2,) if biased else (),
+        localize=_local_groups,
+        sizes={"g": args[8]},
+    )
+    result = call.results[0]
+    assert result is not None
+    return replace(found, flops=_flops(x, weight, result.shape, args[6]))
+
+
+def _local_groups(call: OpCall, local: Local) -> OpCall:
+    args = positional(call)
+    x, weight, y = local.operand_shape(0), local.operand_shape(1), local.result_shape()
+    if not math.prod(x) * math.prod(weight):
+        return retarget(call, layers.empty_convolution, args[0], args[2], list(y))
+    args[8] = _groups(x, weight, y, args[6])
+    return retarget(call, call.target, *args)
+
+
+def _groups(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], swapped: bool) -> int:
+    """How many groups a rank has, from its shards: channels over those of a group."""
+    return (y if swapped else x)[1] // weight[1]
+
+
+def _convolution_backward(call: OpCall) -> Rule:
+    args = positional(call)
+    x, weight = call.operands[1].shape, call.operands[2].shape
+    terms = _terms(call, x, weight, args[4:10])
+    found = make(
+        call,
+        f"{terms.y}, {terms.x}, {terms.weight} -> {terms.x}, {terms.weight}, {terms.channels} ~i",
+        linear=((0,),),
+        localize=_local_backward,
+        sizes={"g": args[9]},
+    )
+    num = sum(meta is not None for meta in call.results[:2])
+    return replace(found, flops=num * _flops(x, weight, call.operands[0].shape, args[7]))
+
+
+def _local_backward(call: OpCall, local: Local) -> OpCall:
+    args = positional(call)
+    y, x, weight = (local.operand_shape(i) for i in range(3))
+    if not math.prod(y) * math.prod(x) * math.prod(weight):
+        shapes = [None if m is None else local.result_shape(i) for i, m in enumerate(call.results)]
+        return retarget(call, layers.empty_convolution_backward, args[0], shapes)
+    if args[3] is not None:
+        args[3] = [y[1]]
+    args[9] = _groups(x, weight, y, args[7])
+    return retarget(call, call.target, *args)
+
+
+RULES: dict[str, Builder] = {
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+}

@@ -1,0 +1,163 @@
+"""Rules of ops that walk through dims in another way: diagonals, windows, rolls, strides.
+
+    diagonal(0, 1)     "d0! d1! d2 -> d2 k!"
+    unfold(1, 3, 1)    "d0 w! d2 -> d0 v! d2 u!"
+    roll(2, 0)         "d0! d1 -> d0! d1"
+
+The dims that they walk through are whole, the others free. All are linear. Invariants: strides are
+those of a contiguous tensor, which ranks make before they use them; what the program read through
+other strides is refused when it is captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dtensor.sharding.local import values
+from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.rules.build import Groups, make, names, pattern, resolve_dims, retarget
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+
+_LINEAR: Groups = ((0,),)
+
+
+def _local_sizes(call: OpCall, local: Local) -> OpCall:
+    return call.with_arg(1, list(local.result_shape()))
+
+
+# -- diagonals --------------------------------------------------------------------------------
+
+
+def _diagonal_texts(call: OpCall, rank: int, at: int) -> tuple[str, str]:
+    """A tensor of this rank, and its diagonal; ``at``: where the op takes offset, dim1, dim2."""
+    one: int = call.arg(at + 1, "dim1", 0) % rank
+    two: int = call.arg(at + 2, "dim2", 1) % rank
+    dims = names(rank, (one, two))
+    kept = [f for d, f in enumerate(dims) if d not in (one, two)]
+    return " ".join(dims), " ".join([*kept, "k!"])
+
+
+def _diagonal(call: OpCall) -> Rule:
+    x, diagonal = _diagonal_texts(call, len(call.operands[0].shape), 1)
+    return make(call, f"{x} -> {diagonal}", linear=_LINEAR)
+
+
+def _diagonal_backward(call: OpCall) -> Rule:
+    x, diagonal = _diagonal_texts(call, len(call.args[1]), 2)
+    return make(call, f"{diagonal} -> {x}", linear=_LINEAR, localize=_local_sizes)
+
+
+def _diagonal_scatter(call: OpCall) -> Rule:
+    x, diagonal = _diagonal_texts(call, len(call.operands[0].shape), 2)
+    return make(call, f"{x}, {diagonal} -> {x}", linear=((0, 1),))
+
+
+def _diag_embed(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape) + 1
+    one: int = call.arg(2, "dim1", -2) % rank
+    two: int = call.arg(3, "dim2", -1) % rank
+    dims = names(rank, (one, two))
+    kept = [f for d, f in enumerate(dims) if d not in (one, two)]
+    return make(call, f"{' '.join([*kept, 'k!'])} -> {' '.join(dims)}", linear=_LINEAR)
+
+
+# -- windows, rolls ------------------------------------------------------------------------------
+
+
+def _window_texts(rank: int, dim: int) -> tuple[str, str]:
+    if rank == 0:
+        return "", "u!"
+    dims = names(rank, (dim % rank,))
+    seen = [f.replace("!", "") if d != dim % rank else "v!" for d, f in enumerate(dims)]
+    return " ".join(dims), " ".join([*seen, "u!"])
+
+
+def _unfold(call: OpCall) -> Rule:
+    x, windows = _window_texts(len(call.operands[0].shape), call.args[1])
+    return make(call, f"{x} -> {windows}", linear=_LINEAR)
+
+
+def _unfold_backward(call: OpCall) -> Rule:
+    x, windows = _window_texts(len(call.args[1]), call.args[2])
+    return make(call, f"{windows} -> {x}", linear=_LINEAR, localize=_local_sizes)
+
+
+def _roll(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape)
+    given: int | Sequence[int] = call.arg(2, "dims", ())
+    dims = " ".join(names(rank, resolve_dims(given, rank)))
+    return make(call, f"{dims} -> {dims}", linear=_LINEAR)
+
+
+# -- strides --------------------------------------------------------------------------------------
+
+
+def _strided(call: OpCall) -> Rule:
+    _check_strides(call, 1)
+    result = call.results[0]
+    assert result is not None
+    x = " ".join(f"x{d}!" for d in range(len(call.operands[0].shape)))
+    out = " ".join(f"y{d}!" for d in range(len(result.shape)))
+    return make(call, f"{x} -> {out}", linear=_LINEAR, localize=_local_strided)
+
+
+def _local_strided(call: OpCall, local: Local) -> OpCall:
+    size, stride, offset = call.args[1], call.args[2], call.arg(3, "storage_offset") or 0
+    return retarget(call, values.strided, call.args[0], size, stride, offset)
+
+
+def _strided_scatter(call: OpCall) -> Rule:
+    _check_strides(call, 2)
+    x = " ".join(f"x{d}!" for d in range(len(call.operands[0].shape)))
+    src = " ".join(f"y{d}!" for d in range(len(call.operands[1].shape)))
+    return make(call, f"{x}, {src} -> {x}", linear=((0, 1),), localize=_local_strided_scatter)
+
+
+def _local_strided_scatter(call: OpCall, local: Local) -> OpCall:
+    size, stride, offset = call.args[2], call.args[3], call.arg(4, "storage_offset") or 0
+    return retarget(call, values.strided_scatter, *call.args[:2], size, stride, offset)
+
+
+def _resize(call: OpCall) -> Rule:
+    """The first elements in memory; more than there are would have no value."""
+    result = call.results[0]
+    assert result is not None
+    if math.prod(result.shape) > math.prod(call.operands[0].shape):
+        raise no_rule(call, "the elements beyond the tensor's own have no value")
+    x = " ".join(f"x{d}!" for d in range(len(call.operands[0].shape)))
+    out = " ".join(f"y{d}!" for d in range(len(result.shape)))
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        strides = [math.prod(result.shape[d + 1 :]) for d in range(len(result.shape))]
+        return retarget(call, values.strided, call.args[0], result.shape, strides, 0)
+
+    return make(call, f"{x} -> {out}", linear=_LINEAR, localize=localize)
+
+
+def _check_strides(call: OpCall, at: int) -> None:
+    """Refuses memory that is not the tensor's own: on a rank it is not there."""
+    size, stride = call.args[at], call.args[at + 1]
+    offset: int = call.arg(at + 2, "storage_offset") or 0
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if 0 not in size and last >= math.prod(call.operands[0].shape):
+        raise no_rule(call, "its strides reach memory that is not the tensor's own")
+
+
+RULES: dict[str, Builder] = {
+    "aten.diagonal.default": _diagonal,
+    "aten.diagonal_copy.default": _diagonal,
+    "aten.diagonal_backward.default": _diagonal_backward,
+    "aten.diagonal_scatter.default": _diagonal_scatter,
+    "aten.diag_embed.default": _diag_embed,
+    "aten.trace.default": pattern("a! b! -> ", linear=_LINEAR),
+    "aten.unfold.default": _unfold,
+    "aten.unfold_copy.default": _unfold,
+    "aten.unfold_backward.default": _unfold_backward,
+    "aten.roll.default": _roll,
+    "aten.as_strided.default": _strided,
+    "aten.as_strided_copy.default": _strided,
+    "aten.as_strided_scatter.default": _strided_scatter,
+    "aten.resize.default": _resize,
+}

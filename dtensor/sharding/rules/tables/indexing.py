@@ -1,0 +1,265 @@
+"""Rules of reading and writing at indices: index, index_add, take and their kin.
+
+    index         x[:, i]              "d0 w, i0 i1 -> d0 i0 i1"      w split: the results add up
+    index_add     x at i, plus y       "d0 w, i, d0 i -> d0 w"        i split: x must be pending
+    index         x[i, j]              "d0! d1!, i0, i0 -> i0"
+    take          flat                 "w0! w1!, ... -> ..."
+
+One dim that is indexed may be split: localised, a rank reads zeros for the rows that are elsewhere,
+and drops what is written to them. Several such dims are whole. Places that are read split freely;
+places that are *added to* split with the tensor that they are added to as a pending sum
+(`addends`); places that are overwritten are whole, for which of two values stands is a matter of
+order. Gather and scatter are in scattering.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from dtensor.sharding.local import indexing
+from dtensor.sharding.local.indexing import Write
+from dtensor.sharding.ops.call import Local, Localizer, OpCall, Operand
+from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.whole import whole
+
+_LINEAR: Groups = ((0,),)
+
+
+def cut(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
+    """Makes the op local where x, operand 0, is split along ``at``, which operand 1 indexes."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        size = call.operands[0].shape[at]
+        if local.operand_shape(0)[at] == size:
+            return call
+        pieces = local.operand_intervals(0, at)
+        x, index = Operand(0), Operand(1)
+        if kind == "index":
+            return retarget(call, indexing.index_shard, x, index, at, pieces, size)
+        if kind == "gather":
+            return retarget(call, indexing.gather_shard, x, at, index, pieces, size)
+        source = Operand(2) if len(call.operands) > 2 else call.arg(3, "value")
+        alpha = dict(call.kwargs).get("alpha", 1)
+        args = (kind, x, at, index, source, pieces, size, alpha)
+        return retarget(call, indexing.write_shard, *args)
+
+    return localize
+
+
+# -- x[i, :, j] -------------------------------------------------------------------------------
+
+
+def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[str]]:
+    """The dims of x, of each index tensor, and of x at these indices; places are i0, i1, ...
+
+    ``position``: which argument lists the indices.
+    """
+    shape = call.operands[0].shape
+    given: Sequence[object] = call.args[position]
+    found = {d: item.index for d, item in enumerate(given) if isinstance(item, Operand)}
+    at = list(found)
+    metas = [call.operands[index] for index in found.values()]
+    for meta in metas:
+        if meta.dtype in (torch.bool, torch.uint8):
+            raise no_rule(call, "how many places a mask names depends on its values")
+    rank = max(len(m.shape) for m in metas)
+    padded = [(1,) * (rank - len(m.shape)) + m.shape for m in metas]
+    wide = [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
+    places = [f"i{d}" for d in range(rank)]
+    terms: list[str] = []
+    for meta in metas:
+        own = places[rank - len(meta.shape) :]
+        sizes = wide[rank - len(meta.shape) :]
+        terms.append(
+            " ".join(
+                "1" if size == 1 and w != 1 else f
+                for f, size, w in zip(own, meta.shape, sizes, strict=True)
+            )
+        )
+    dims = names(len(shape))
+    kept = [f for d, f in enumerate(dims) if d not in at]
+    together = at == list(range(at[0], at[0] + len(at)))
+    front = at[0] if together else 0
+    result = [*kept[:front], *places, *kept[front:]]
+    x = " ".join(f"{f}!" if d in at else f for d, f in enumerate(dims))
+    return x, terms, result
+
+
+def _index(call: OpCall) -> Rule:
+    if not any(isinstance(item, Operand) for item in call.args[1]):
+        dims = " ".join(names(len(call.operands[0].shape)))
+        return make(call, f"{dims} -> {dims}", linear=_LINEAR)
+    x, terms, result = _index_terms(call)
+    localize: Localizer | None = None
+    if len(terms) == 1 and call.operands[0].dtype != torch.bool:
+        x, localize = x.replace("!", ""), cut(_only(call), "index")
+    text = f"{', '.join([x, *terms])} -> {' '.join(result)}"
+    return make(call, text, linear=_LINEAR, localize=localize)
+
+
+def _only(call: OpCall) -> int:
+    """The one dim that is indexed."""
+    return next(d for d, item in enumerate(call.args[1]) if isinstance(item, Operand))
+
+
+def _index_put(call: OpCall) -> Rule:
+    if not any(isinstance(item, Operand) for item in call.args[1]):
+        raise no_rule(call, "it names no index tensor")
+    x, terms, result = _index_terms(call)
+    last = len(call.operands) - 1
+    adds = bool(call.arg(3, "accumulate", False)) and call.operands[0].dtype != torch.bool
+    values = _broadcast(result, call, last)
+    if not adds:
+        terms, values = [_kept(t) for t in terms], _kept(values)
+    localize: Localizer | None = None
+    if len(terms) == 1:
+        kind: Write = "index_put_add" if call.arg(3, "accumulate", False) else "index_put"
+        x, localize = x.replace("!", ""), cut(_only(call), kind)
+    text = f"{', '.join([x, *terms, values])} -> {x}"
+    return make(call, text, linear=((0, last),), addends=(0,), localize=localize)
+
+
+def _masked_index(call: OpCall) -> Rule:
+    """x at the indices where the mask is true, elsewhere a number."""
+    x, terms, result = _index_terms(call, 2)
+    mask = _broadcast(result, call, 1)
+    linear = _LINEAR if call.args[3] == 0 else ()
+    return make(call, f"{', '.join([x, mask, *terms])} -> {' '.join(result)}", linear=linear)
+
+
+def _masked_index_put(call: OpCall) -> Rule:
+    """Adds values at the indices where the mask is true."""
+    x, terms, result = _index_terms(call, 2)
+    last = len(call.operands) - 1
+    mask, values = _broadcast(result, call, 1), _broadcast(result, call, last)
+    text = f"{', '.join([x, mask, *terms, values])} -> {x}"
+    return make(call, text, linear=((0, last),), addends=(0,))
+
+
+def _broadcast(dims: list[str], call: OpCall, operand: int) -> str:
+    """``dims`` as the operand has them: 1 where it has size 1, right-aligned."""
+    shape = call.operands[operand].shape
+    if len(shape) > len(dims):
+        raise no_rule(call, "its values have more dims than the places")
+    sizes = [1] * (len(dims) - len(shape)) + list(shape)
+    # Only a size that is known to be broadcast is 1; a factor of size 1 is never split anyway.
+    kept = ["1" if size == 1 else f for f, size in zip(dims, sizes, strict=True)]
+    return " ".join(kept[len(dims) - len(shape) :])
+
+
+def _kept(text: str) -> str:
+    """``i0 i1 d2`` with the places whole."""
+    return " ".join(f"{f}!" if f.startswith("i") else f for f in text.split())
+
+
+# -- one index along a dim ----------------------------------------------------------------------
+
+
+def _along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
+    """``x, i[, y]`` with x's dim named ``row`` and y's places named as the index's."""
+    shapes = [meta.shape for meta in call.operands]
+    rank = len(shapes[0])
+    if rank == 0:
+        terms = ["", *(index if shape else "" for shape in shapes[1 : 2 + source])]
+        return ", ".join(terms)
+    dims = names(rank)
+    dim: int = call.args[1] % rank
+    places = index if shapes[1] else ""
+    terms = [replaced(dims, dim, row if places else "w!"), places]
+    if source:
+        terms.append(replaced(dims, dim, places or "1") if shapes[2] else "")
+    return ", ".join(terms)
+
+
+def _cut_along(call: OpCall, kind: Write | Literal["index"]) -> Localizer | None:
+    rank = len(call.operands[0].shape)
+    return cut(call.args[1] % rank, kind) if rank and call.operands[1].shape else None
+
+
+def _index_select(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape)
+    row = "w!" if call.operands[0].dtype == torch.bool else "w"
+    left = _along(call, "i", source=False, row=row)
+    if rank == 0:
+        return make(call, f"{left} -> ", linear=_LINEAR)
+    places = "i" if call.operands[1].shape else "1"
+    right = replaced(names(rank), call.args[1] % rank, places)
+    return make(call, f"{left} -> {right}", linear=_LINEAR, localize=_cut_along(call, "index"))
+
+
+def _index_add(call: OpCall) -> Rule:
+    index = "i!" if call.operands[0].dtype == torch.bool else "i"
+    left = _along(call, index, source=True)
+    text = f"{left} -> {left.split(',')[0]}"
+    localize = _cut_along(call, "index_add")
+    return make(call, text, linear=((0, 2),), addends=(0,), localize=localize)
+
+
+def _index_copy(call: OpCall) -> Rule:
+    left = _along(call, "i!", source=True)
+    text = f"{left} -> {left.split(',')[0]}"
+    return make(call, text, linear=((0, 2),), localize=_cut_along(call, "index_copy"))
+
+
+def _index_reduce(call: OpCall) -> Rule:
+    left = _along(call, "i!", source=True, row="w!")
+    linear: Groups = ((0, 2),) if call.arg(4, "reduce") == "mean" else ()
+    return make(call, f"{left} -> {left.split(',')[0]}", linear=linear)
+
+
+def _index_fill(call: OpCall) -> Rule:
+    left = _along(call, "i!", source=False)
+    groups: Groups = ((0,),) if call.arg(3, "value") == 0 else ()
+    if isinstance(call.arg(3, "value"), Operand):
+        left, groups = f"{left}, ", ((0, 2),)
+    text = f"{left} -> {left.split(',')[0]}"
+    return make(call, text, linear=groups, localize=_cut_along(call, "index_fill"))
+
+
+# -- flat places -----------------------------------------------------------------------------
+
+
+def whole_dims(prefix: str, shape: tuple[int, ...]) -> str:
+    return " ".join(f"{prefix}d{i}!" for i in range(len(shape)))
+
+
+def _take(call: OpCall) -> Rule:
+    return make(call, f"{whole_dims('w', call.operands[0].shape)}, ... -> ...", linear=_LINEAR)
+
+
+def _put(call: OpCall) -> Rule:
+    x, index, source = (meta.shape for meta in call.operands)
+    adds = bool(call.arg(3, "accumulate", False)) and call.operands[0].dtype != torch.bool
+    kept = whole_dims("w", x)
+    if index != source or not adds:
+        text = f"{kept}, {whole_dims('i', index)}, {whole_dims('s', source)} -> {kept}"
+        return make(call, text, linear=((0, 2),))
+    return make(call, f"{kept}, ..., ... -> {kept}", linear=((0, 2),), addends=(0,))
+
+
+_ORDER = "the n-th place of the mask takes the n-th value: all of both are needed"
+
+RULES: dict[str, Builder] = {
+    "aten.index.Tensor": _index,
+    "aten._unsafe_index.Tensor": _index,
+    "aten.index_put.default": _index_put,
+    "aten._unsafe_index_put.default": _index_put,
+    "aten._unsafe_masked_index.default": _masked_index,
+    "aten._unsafe_masked_index_put_accumulate.default": _masked_index_put,
+    "aten.index_select.default": _index_select,
+    "aten.index_add.default": _index_add,
+    "aten.index_copy.default": _index_copy,
+    "aten.index_reduce.default": _index_reduce,
+    "aten.index_fill.int_Scalar": _index_fill,
+    "aten.index_fill.int_Tensor": _index_fill,
+    "aten.take.default": _take,
+    "aten.put.default": _put,
+    "aten.repeat_interleave.Tensor": whole("where a row goes depends on all counts before it"),
+    "aten.masked_scatter.default": whole(_ORDER, linear=((0, 2),)),
+    "aten.masked_scatter_backward.default": whole(_ORDER, linear=((0,),)),
+}

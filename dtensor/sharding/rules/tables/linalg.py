@@ -1,0 +1,140 @@
+"""Rules of linear algebra: matrices are whole, what they are batched over is free.
+
+    cores("2 -> 2 1 2")        "... m! n! -> ... a! b!, ... c!, ... d! e!"     svd
+    solve_triangular           "... n! n!, ... n! k -> ... n! k"               linear in {b}
+
+A factorization mixes all of its matrix. The table says how many trailing dims of each operand and
+result are the matrix's; columns of a right-hand side are solved for one by one, so they split.
+
+Invariants: results that an op leaves out (empty tensors) are whole. Not here: ops whose result
+has a size that depends on values (lstsq's residuals).
+"""
+
+from __future__ import annotations
+
+import math
+
+from dtensor.sharding.ops.call import Meta, OpCall
+from dtensor.sharding.rules.build import Groups, make, names, pattern
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.planes import contiguous
+
+
+def cores(text: str, *, linear: Groups = ()) -> Builder:
+    """``"2 1 -> 2 0"``: how many trailing dims of each operand and each result are whole.
+
+    Operands that a call leaves out are left out at the end of the list.
+    """
+    left, right = ([int(n) for n in side.split()] for side in text.split("->"))
+
+    def build(call: OpCall) -> Rule:
+        operands = zip(call.operands, left, strict=False)
+        inputs = [_core(f"a{i}", meta, count) for i, (meta, count) in enumerate(operands)]
+        batch = max(
+            (len(meta.shape) - n for meta, n in zip(call.operands, left, strict=False)), default=0
+        )
+        results = zip(call.results, right, strict=True)
+        outputs = [_core(f"r{i}", meta, count, batch) for i, (meta, count) in enumerate(results)]
+        text = f"{', '.join(inputs)} -> {', '.join(outputs)}"
+        # A factorisation in place of its transpose has other factors; some kernels refuse strides.
+        return make(call, text, linear=linear, localize=contiguous())
+
+    return build
+
+
+def _core(prefix: str, meta: Meta | None, count: int, batch: int | None = None) -> str:
+    if meta is None:
+        return ""
+    rank = len(meta.shape)
+    if batch is not None and rank != batch + count:  # not asked for: an empty tensor
+        assert math.prod(meta.shape) == 0 or rank == 0, "a result of another rank"
+        return " ".join(f"{prefix}d{i}!" for i in range(rank))
+    return " ".join(["...", *(f"{prefix}d{i}!" for i in range(count))])
+
+
+def _left(call: OpCall) -> bool:
+    """A X = B, of which the columns are solved for one by one; else X A = B, and its rows."""
+    return bool(dict(call.kwargs).get("left", True))
+
+
+def _solve_triangular(call: OpCall) -> Rule:
+    rhs = "... n! k" if _left(call) else "... k n!"
+    return make(call, f"... n! n!, {rhs} -> {rhs}", linear=((1,),))
+
+
+def _lu_solve(call: OpCall) -> Rule:
+    rhs = "... n! k" if _left(call) else "... k n!"
+    return make(call, f"... n! n!, ... n!, {rhs} -> {rhs}", linear=((2,),))
+
+
+def _solve(call: OpCall) -> Rule:
+    """X, LU, pivots, info: the columns are whole, for LU is the same for all of them."""
+    a, b = (meta.shape for meta in call.operands)
+    vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
+    rhs = "... b0!" if vector else "... b0! b1!"
+    out = "... x0!" if vector else "... x0! x1!"
+    return make(call, f"... n! n!, {rhs} -> {out}, ... n! n!, ... n!, ...")
+
+
+def _multiply_q(call: OpCall) -> Rule:
+    """ormqr(a, tau, c): Q c, column by column; or c Q, row by row."""
+    c = "... x! k" if call.arg(3, "left", True) else "... k x!"
+    return make(call, f"... a! b!, ... t!, {c} -> {c}", linear=((2,),))
+
+
+def _pinv(call: OpCall) -> Rule:
+    limits = ", ".join("..." for _ in call.operands[1:])
+    return make(call, f"... m! n!{', ' * bool(limits)}{limits} -> ... n! m!")
+
+
+def _cross(call: OpCall) -> Rule:
+    """The dim of the three components is whole; the others broadcast."""
+    result = call.results[0]
+    assert result is not None
+    rank = len(result.shape)
+    if any(len(meta.shape) != rank for meta in call.operands):
+        raise no_rule(call, "its tensors differ in their number of dims")
+    dims = names(rank, (call.arg(2, "dim", -1) % rank,))
+    terms = [
+        " ".join(
+            "1" if size == 1 and wide != 1 else f
+            for f, size, wide in zip(dims, meta.shape, result.shape, strict=True)
+        )
+        for meta in call.operands
+    ]
+    return make(call, f"{', '.join(terms)} -> {' '.join(dims)}", linear=((0,), (1,)))
+
+
+RULES: dict[str, Builder] = {
+    "aten.cholesky.default": cores("2 -> 2"),
+    "aten.cholesky_inverse.default": cores("2 -> 2"),
+    "aten.cholesky_solve.default": pattern("... n! k, ... n! n! -> ... n! k", linear=((0,),)),
+    "aten.geqrf.default": cores("2 -> 2 1"),
+    "aten.linalg_cholesky_ex.default": cores("2 -> 2 0"),
+    "aten.linalg_cross.default": _cross,
+    "aten._linalg_det.default": cores("2 -> 0 2 1"),
+    "aten._linalg_eigh.default": cores("2 -> 1 2"),
+    "aten._linalg_slogdet.default": cores("2 -> 0 0 2 1"),
+    "aten._linalg_solve_ex.default": _solve,
+    "aten._linalg_svd.default": cores("2 -> 2 1 2"),
+    "aten.linalg_eig.default": cores("2 -> 1 2"),
+    "aten.linalg_eigvals.default": cores("2 -> 1"),
+    "aten._linalg_eigvals.default": cores("2 -> 1"),
+    "aten.linalg_householder_product.default": cores("2 1 -> 2"),
+    "aten.linalg_inv_ex.default": cores("2 -> 2 0"),
+    "aten.linalg_ldl_factor_ex.default": cores("2 -> 2 1 0"),
+    "aten.linalg_ldl_solve.default": pattern(
+        "... n! n!, ... n!, ... n! k -> ... n! k", linear=((2,),)
+    ),
+    "aten.linalg_solve_triangular.default": _solve_triangular,
+    "aten.triangular_solve.default": cores("2 2 -> 2 2"),
+    "aten.linalg_lu.default": cores("2 -> 2 2 2"),
+    "aten.linalg_lu_factor_ex.default": cores("2 -> 2 1 0"),
+    "aten.linalg_lu_solve.default": _lu_solve,
+    "aten.linalg_matrix_exp.default": cores("2 -> 2"),
+    "aten.linalg_pinv.atol_rtol_tensor": _pinv,
+    "aten.linalg_qr.default": cores("2 -> 2 2"),
+    "aten.lu_unpack.default": cores("2 1 -> 2 2 2"),
+    "aten.ormqr.default": _multiply_q,
+}

@@ -1,0 +1,180 @@
+"""Rules of losses that are one op: what is reduced splits; a mean divides by the global count.
+
+    huber_loss(x, y, mean)              "..., ... -> "            localised: the sum over the count
+    huber_loss_backward(g, x, y, mean)  ", ..., ... -> ..."       the same count
+    nll_loss_forward(x, t, w, sum)      "n c!, n, c! -> , "
+
+Invariants: no local count divides, forward or backward. Not here: nll_loss's mean, which divides by
+a sum over the targets that are not ignored: it has no rule and is decomposed; nor losses that
+torch itself writes with other ops (l1, kl_div, triplet and others).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dtensor.sharding.local import layers
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
+from dtensor.sharding.rules.build import Groups, make, retarget
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.planes import contiguous, is_split, positional, unless_empty
+
+_NONE, _MEAN, _SUM = 0, 1, 2
+_BACKWARD: Groups = ((0,),)
+
+
+def _count(call: OpCall, start: int) -> int:
+    """The number of elements of two operands broadcast against each other."""
+    shapes = [meta.shape for meta in call.operands[start : start + 2]]
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return math.prod(b if a == 1 else a for a, b in zip(*padded, strict=True))
+
+
+def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
+    """The op asked for the sum, over ``count``; as it is where nothing is split."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        if not is_split(call, local):
+            return call
+        args = positional(call)
+        args[reduction_at] = _SUM
+        return retarget(call, function, call.target, count, *args)
+
+    return localize
+
+
+def _elementwise(reduction_at: int) -> Builder:
+    """Of tensors that broadcast against each other."""
+
+    def build(call: OpCall) -> Rule:
+        left = ", ".join("..." for _ in call.operands)
+        reduction = positional(call)[reduction_at]
+        if reduction == _NONE:
+            return make(call, f"{left} -> ...")
+        localize = _divided(reduction_at, _count(call, 0), layers.loss_over)
+        return make(call, f"{left} -> ", localize=localize if reduction == _MEAN else None)
+
+    return build
+
+
+def _elementwise_backward(reduction_at: int) -> Builder:
+    """The gradient's own gradient comes first."""
+
+    def build(call: OpCall) -> Rule:
+        rest = ", ".join("..." for _ in call.operands[1:])
+        reduction = positional(call)[reduction_at]
+        if reduction == _NONE:
+            return make(call, f"..., {rest} -> ...", linear=_BACKWARD)
+        localize = _divided(reduction_at, _count(call, 1), layers.loss_backward_over)
+        text = f", {rest} -> ..."
+        return make(call, text, linear=_BACKWARD, localize=localize if reduction == _MEAN else None)
+
+    return build
+
+
+def _rows(shape: tuple[int, ...]) -> str:
+    """Rows n of classes c, or one row."""
+    return "n c!" if len(shape) > 1 else "c!"
+
+
+def _target(shape: tuple[int, ...], target: tuple[int, ...]) -> str:
+    """A class for each row, or a number for each class; of one row also a class as ``[1]``."""
+    if len(target) == len(shape):
+        return "1" if target == (1,) else _rows(shape)
+    return "n" if target else ""
+
+
+def _row_loss(reduction_at: int, more: str = "") -> Builder:
+    """(x[n c], target[n] or [n c], weight[c]?) -> loss, and ``more`` results' dims."""
+
+    def build(call: OpCall) -> Rule:
+        x = _rows(call.operands[0].shape)
+        n = "n" if "n" in x else ""
+        left = [x, _target(call.operands[0].shape, call.operands[1].shape)]
+        left += ["c!" for _ in call.operands[2:]]
+        right = [x] if more else []
+        reduction = positional(call)[reduction_at]
+        if reduction == _NONE:
+            return make(call, f"{', '.join(left)} -> {', '.join([n, *right])}")
+        count = call.operands[0].shape[0] if n else 1
+        over = layers.first_over if more else layers.loss_over
+        localize = _divided(reduction_at, count, over) if reduction == _MEAN else None
+        text = f"{', '.join(left)} -> {', '.join(['', *right])}"
+        return make(call, text, localize=unless_empty(localize))
+
+    return build
+
+
+def _row_loss_backward(reduction_at: int) -> Builder:
+    """(grad, x[n c], target, weight[c]? or is_target[n c]) -> [n c]."""
+
+    def build(call: OpCall) -> Rule:
+        x = _rows(call.operands[1].shape)
+        n = "n" if "n" in x else ""
+        left = [n if call.operands[0].shape else "", x]
+        left.append(_target(call.operands[1].shape, call.operands[2].shape))
+        rank = len(x.split())
+        left += [x if rank == len(m.shape) and rank > 1 else "c!" for m in call.operands[3:]]
+        reduction = positional(call)[reduction_at]
+        count = call.operands[1].shape[0] if n else 1
+        over = _divided(reduction_at, count, layers.loss_backward_over)
+        localize = unless_empty(over if reduction == _MEAN else None)
+        return make(call, f"{', '.join(left)} -> {x}", linear=_BACKWARD, localize=localize)
+
+    return build
+
+
+def _points(shape: tuple[int, ...]) -> tuple[str, str]:
+    """Dims of the logits, and of the targets: without the classes."""
+    if len(shape) == 1:
+        return "c!", ""
+    rest = [f"d{i}" for i in range(len(shape) - 2)]
+    return " ".join(["n", "c!", *rest]), " ".join(["n", *rest])
+
+
+def _nll(call: OpCall) -> Rule:
+    reduction = call.arg(3, "reduction", _MEAN)
+    x, target = _points(call.operands[0].shape)
+    if reduction == _MEAN and target:
+        raise no_rule(call, "its mean divides by a sum over the targets; torch decomposes it")
+    weight = ["c!"] if len(call.operands) > 2 else []
+    left = ", ".join([x, target, *weight])
+    if reduction == _NONE:  # then the total weight is 0
+        text = f"{left} -> {target}, {' '.join(f'~{f}' for f in target.split())}"
+    else:
+        text = f"{left} -> , "
+    return make(call, text, localize=unless_empty())
+
+
+def _nll_backward(call: OpCall) -> Rule:
+    x, target = _points(call.operands[1].shape)
+    grad = target if call.operands[0].shape else ""
+    weight = ["c!"] if len(call.operands) > 4 else []
+    left = ", ".join([grad, x, target, *weight, ""])
+    localize = unless_empty(contiguous())
+    return make(call, f"{left} -> {x}", linear=_BACKWARD, localize=localize)
+
+
+RULES: dict[str, Builder] = {
+    "aten.smooth_l1_loss.default": _elementwise(2),
+    "aten.smooth_l1_loss_backward.default": _elementwise_backward(3),
+    "aten.huber_loss.default": _elementwise(2),
+    "aten.huber_loss_backward.default": _elementwise_backward(3),
+    "aten.soft_margin_loss.default": _elementwise(2),
+    "aten.soft_margin_loss_backward.default": _elementwise_backward(3),
+    "aten.binary_cross_entropy.default": _elementwise(3),
+    "aten.binary_cross_entropy_backward.default": _elementwise_backward(4),
+    "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
+    "aten.multi_margin_loss.default": _row_loss(5),
+    "aten.multi_margin_loss_backward.default": _row_loss_backward(6),
+    "aten.multilabel_margin_loss_forward.default": _row_loss(2, "is_target"),
+    "aten.multilabel_margin_loss_backward.default": _row_loss_backward(3),
+    "aten.nll_loss_forward.default": _nll,
+    "aten.nll_loss2d_forward.default": _nll,
+    "aten.nll_loss_backward.default": _nll_backward,
+    "aten.nll_loss2d_backward.default": _nll_backward,
+}

@@ -1,0 +1,115 @@
+"""Rules of ops that work element by element, with broadcasting: "..., ... -> ...".
+
+    relu     "... -> ..."              add      "..., ... -> ..."     linear in {a, b}
+    mul      "..., ... -> ..."         linear in {a}, {b}
+
+They differ only in the operands in which they are linear. Invariants: none has a localizer; an
+op that draws random numbers is not here (dropout has no rule: its numbers must not depend on the
+placement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dtensor.sharding.ops.call import OpCall
+from dtensor.sharding.rules.build import Groups, joint, make
+from dtensor.sharding.rules.registry import Builder
+from dtensor.sharding.rules.rule import Rule
+
+Linearity = Callable[[OpCall], Groups]
+
+
+def pointwise(linearity: Linearity) -> Builder:
+    """A builder: all tensors broadcast against each other, linear as the function says."""
+
+    def build(call: OpCall) -> Rule:
+        left = ", ".join("..." for _ in call.operands)
+        return make(call, f"{left} -> ...", linear=linearity(call))
+
+    return build
+
+
+def nowhere(call: OpCall) -> Groups:
+    return ()
+
+
+def each(call: OpCall) -> Groups:
+    """In every tensor operand on its own: products."""
+    return tuple((i,) for i in range(len(call.operands)))
+
+
+def first(call: OpCall) -> Groups:
+    """In the first argument: copies, quotients, backwards (of which it is the gradient)."""
+    return joint(call, (0, "self"))
+
+
+def first_two(call: OpCall) -> Groups:
+    """Jointly in the first two arguments; a non-zero literal makes it affine, which is not it."""
+    return joint(call, (0, "self"), (1, "other"))
+
+
+def branches(call: OpCall) -> Groups:
+    return joint(call, (1, "self"), (2, "other"))
+
+
+def filled(call: OpCall) -> Groups:
+    return joint(call, (0, "self"), (2, "value"))
+
+
+def source(call: OpCall) -> Groups:
+    return joint(call, (1, "src"))
+
+
+def addend_and_quotient(call: OpCall) -> Groups:
+    """addcdiv: self + value * a / b."""
+    return joint(call, (0, "self"), (1, "tensor1"))
+
+
+def addend_and_either(call: OpCall) -> Groups:
+    """addcmul: self + value * a * b."""
+    return ((0, 1), (0, 2))
+
+
+_LINEARITY: dict[Linearity, str] = {
+    first_two: """
+        add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar""",
+    each: "mul.Tensor mul.Scalar",
+    first: """
+        div.Tensor div.Scalar neg.default clone.default detach.default alias.default
+        lift_fresh.default lift_fresh_copy.default _to_copy.default positive.default
+        contiguous.default zeros_like.default gelu_backward.default silu_backward.default
+        threshold_backward.default tanh_backward.default sigmoid_backward.default
+        leaky_relu_backward.default hardtanh_backward.default elu_backward.default
+        softplus_backward.default""",
+    branches: "where.self where.ScalarSelf where.ScalarOther where.Scalar",
+    filled: "masked_fill.Scalar masked_fill.Tensor",
+    source: "copy.default",
+    addend_and_quotient: "addcdiv.default",
+    addend_and_either: "addcmul.default",
+    nowhere: """
+        pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar sqrt.default rsqrt.default
+        exp.default exp2.default expm1.default log.default log2.default log10.default
+        log1p.default sin.default cos.default tan.default tanh.default sigmoid.default
+        relu.default gelu.default silu.default leaky_relu.default hardtanh.default elu.default
+        softplus.default abs.default sign.default sgn.default reciprocal.default square.default
+        erf.default floor.default ceil.default round.default trunc.default isnan.default
+        isinf.default nan_to_num.default atan2.default
+        clamp.default clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default
+        clamp_max.Tensor maximum.default minimum.default
+        div.Tensor_mode div.Scalar_mode floor_divide.default floor_divide.Scalar
+        remainder.Tensor remainder.Scalar fmod.Tensor fmod.Scalar
+        eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar
+        gt.Tensor gt.Scalar ge.Tensor ge.Scalar
+        logical_and.default logical_or.default logical_xor.default logical_not.default
+        bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar
+        bitwise_xor.Tensor bitwise_xor.Scalar bitwise_not.default
+        ones_like.default full_like.default empty_like.default""",
+}
+
+RULES: dict[str, Builder] = {
+    f"aten.{name}": pointwise(linearity)
+    for linearity, ops in _LINEARITY.items()
+    for name in ops.split()
+}
+RULES["dt.annotate.default"] = RULES["dt.annotate_backward.default"] = pointwise(first)

@@ -1,0 +1,259 @@
+"""Rules of reductions, and of ops that need a dim whole.
+
+    sum(1)       "d0 d1 -> d0"             linear; d1 split: the results are summed
+    amax(1)      "d0 d1 -> d0"             d1 split: their maximum is taken
+    softmax(1)   "d0 d1! -> d0 d1!"        d1 whole
+    mean(1)      "d0 d1 -> d0"             localised: the local sum over the global count
+
+Invariants: a rank that holds nothing of a reduced dim gives the reduction's identity.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dtensor.sharding.local import values
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
+from dtensor.sharding.rules.build import Groups, make, names, resolve_dims, retarget
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.pointwise import nowhere
+from dtensor.sharding.spec.placements import ReduceOp
+
+_SUM: Groups = ((0,),)
+
+
+def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
+    """``d0 d1 -> d0``: ``dims`` reduced, and whole where the reduction cannot be split."""
+    factors = names(len(call.operands[0].shape), dims if whole else ())
+    kept = [f for i, f in enumerate(factors) if i not in dims]
+    if keepdim:
+        kept = ["1" if i in dims else f for i, f in enumerate(factors)]
+    outputs = ", ".join(" ".join(kept) for _ in call.results)
+    return f"{' '.join(factors)} -> {outputs}"
+
+
+def reduction(
+    reduce: ReduceOp | None,
+    *,
+    dim_at: int = 1,
+    keepdim_at: int = 2,
+    default: int | None = None,
+    linear: Groups = _SUM,
+) -> Builder:
+    """``op(x, dim?, keepdim?)``; ``reduce=None``: the reduced dims must be whole.
+
+    ``keepdim_at=0``: the op takes no dims and reduces all. ``default``: the dim where none is
+    given, None for all. ``linear`` is of sums.
+    """
+
+    def build(call: OpCall) -> Rule:
+        rank = len(call.operands[0].shape)
+        dims = resolve_dims(call.arg(dim_at, "dim", default) if keepdim_at else None, rank)
+        keepdim = bool(keepdim_at > 0 and call.arg(keepdim_at, "keepdim", False))
+        text = _terms(call, dims, keepdim, whole=reduce is None)
+        match reduce:
+            case "sum":
+                return make(call, text, linear=linear)
+            case "max" | "min":
+                return make(call, text, reduce=reduce, localize=_identity(reduce))
+            case None:
+                return make(call, text)
+
+    return build
+
+
+def _identity(reduce: ReduceOp) -> Localizer:
+    def localize(call: OpCall, local: Local) -> OpCall:
+        shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
+        if not any(here == 0 < size for here, size in shapes):
+            return call
+        result = call.results[0]
+        assert result is not None
+        value = _lowest(result.dtype) if reduce == "max" else _highest(result.dtype)
+        args = (call.args[0], local.result_shape(), value, result.dtype)
+        return retarget(call, values.filled, *args)
+
+    return localize
+
+
+def _lowest(dtype: torch.dtype) -> float | bool:
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _highest(dtype: torch.dtype) -> float | bool:
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _vector_norm(call: OpCall) -> Rule:
+    """Of order 0 and 1 a sum over the elements, infinite a maximum; others need their dims whole
+    (or are written with pow and sum)."""
+    order: float = call.arg(1, "ord", 2)
+    parts: dict[float, ReduceOp] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
+    return reduction(parts.get(order), dim_at=2, keepdim_at=3, linear=())(call)
+
+
+def _mean(call: OpCall) -> Rule:
+    shape = call.operands[0].shape
+    of_all = call.name == "aten.mean.default"
+    dims = tuple(range(len(shape))) if of_all else resolve_dims(call.arg(1, "dim"), len(shape))
+    keepdim = False if of_all else bool(call.arg(2, "keepdim", False))
+    count = math.prod(shape[d] for d in dims)
+    dtype: torch.dtype | None = dict(call.kwargs).get("dtype")
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        return retarget(call, values.mean_over, call.args[0], dims, keepdim, count, dtype)
+
+    text = _terms(call, dims, keepdim, whole=False)
+    return make(call, text, linear=_SUM, localize=localize)
+
+
+def along(position: int, *, linear: Groups = (), default: int | None = None) -> Builder:
+    """Ops on tensors of one rank that need the dim at ``position`` whole in each of them.
+
+    Other dims are shared where all tensors have one size there, and whole where not.
+    """
+
+    def build(call: OpCall) -> Rule:
+        metas = [*call.operands, *(m for m in call.results if m is not None)]
+        rank = max(len(m.shape) for m in metas)
+        if any(len(m.shape) != rank for m in metas):
+            raise no_rule(call, "its tensors differ in their number of dims")
+        dim = call.arg(position, "dim", default)
+        whole = set(resolve_dims(dim, rank))
+        terms: list[str] = []
+        for number, meta in enumerate(metas):
+            dims: list[str] = []
+            for d, size in enumerate(meta.shape):
+                alike = all(m.shape[d] == size for m in metas)
+                own = f"t{number}d{d}!" if not alike else f"d{d}!"
+                dims.append(f"d{d}" if alike and d not in whole else own)
+            terms.append(" ".join(dims))
+        inputs, outputs = terms[: len(call.operands)], terms[len(call.operands) :]
+        return make(call, f"{', '.join(inputs)} -> {', '.join(outputs)}", linear=linear)
+
+    return build
+
+
+def _segments(call: OpCall) -> Rule:
+    """x, then the lengths of the segments of one dim, for each of what comes before it."""
+    _refuse_offsets(call)
+    x, lengths = (meta.shape for meta in call.operands)
+    before, rows, after = _around(len(lengths) - 1, len(x))
+    text = f"{before} {rows} {after}, {before} s! -> {before} o! {after}"
+    return make(call, text, linear=_SUM if _sums(call, 1) else (), localize=_unsafe)
+
+
+def _unsafe(call: OpCall, local: Local) -> OpCall:
+    """torch's check of the lengths fails where there are none."""
+    if math.prod(local.operand_shape(1)):
+        return call
+    return retarget(call, call.target, *call.args, **{**dict(call.kwargs), "unsafe": True})
+
+
+def _segments_backward(call: OpCall) -> Rule:
+    _refuse_offsets(call)
+    x, lengths = call.operands[2].shape, call.operands[3].shape
+    before, rows, after = _around(len(lengths) - 1, len(x))
+    out, whole = f"{before} o! {after}", f"{before} {rows} {after}"
+    return make(call, f"{out}, {out}, {whole}, {before} s! -> {whole}", linear=_SUM)
+
+
+def _refuse_offsets(call: OpCall) -> None:
+    if dict(call.kwargs).get("offsets") is not None:
+        raise no_rule(call, "torch reads outside the tensor where offsets do; give lengths")
+
+
+def _around(at: int, rank: int) -> tuple[str, str, str]:
+    dims = names(rank, (at,))
+    return " ".join(dims[:at]), dims[at], " ".join(dims[at + 1 :])
+
+
+def _sums(call: OpCall, position: int) -> bool:
+    return call.args[position] == "sum" and not dict(call.kwargs).get("initial")
+
+
+def _mse_loss(call: OpCall) -> Rule:
+    reduction = call.arg(2, "reduction", 1)
+    if reduction == 0:
+        return make(call, "..., ... -> ...", linear=nowhere(call))
+    return make(call, "..., ... -> ", localize=_mse_localizer if reduction == 1 else None)
+
+
+def _mse_localizer(call: OpCall, local: Local) -> OpCall:
+    return retarget(call, values.mse_loss_over, *call.args[:2], _count(call, 0))
+
+
+def _mse_loss_backward(call: OpCall) -> Rule:
+    reduction = call.arg(3, "reduction", 1)
+    if reduction == 0:
+        return make(call, "..., ..., ... -> ...", linear=((0,), (1, 2)))
+    localize = _mse_backward_localizer if reduction == 1 else None
+    return make(call, ", ..., ... -> ...", linear=((0,), (1, 2)), localize=localize)
+
+
+def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
+    return retarget(call, values.mse_loss_backward_over, *call.args[:3], _count(call, 1))
+
+
+def _count(call: OpCall, start: int) -> int:
+    """The number of elements of two operands broadcast against each other."""
+    shapes = [meta.shape for meta in call.operands[start : start + 2]]
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return math.prod(b if a == 1 else a for a, b in zip(*padded, strict=True))
+
+
+_BACKWARD: Groups = ((0,),)
+
+RULES: dict[str, Builder] = {
+    "aten.sum.default": reduction("sum", keepdim_at=0),
+    "aten.sum.dim_IntList": reduction("sum"),
+    "aten.mean.default": _mean,
+    "aten.mean.dim": _mean,
+    "aten.amax.default": reduction("max"),
+    "aten.amin.default": reduction("min"),
+    "aten.max.default": reduction("max", keepdim_at=0),
+    "aten.min.default": reduction("min", keepdim_at=0),
+    "aten.any.default": reduction("max", keepdim_at=0),
+    "aten.any.dim": reduction("max"),
+    "aten.any.dims": reduction("max"),
+    "aten.all.default": reduction("min", keepdim_at=0),
+    "aten.all.dim": reduction("min"),
+    "aten.all.dims": reduction("min"),
+    "aten.argmax.default": reduction(None),
+    "aten.argmin.default": reduction(None),
+    "aten.max.dim": reduction(None),
+    "aten.min.dim": reduction(None),
+    "aten.logsumexp.default": reduction(None),
+    "aten.prod.dim_int": reduction(None),
+    "aten.var.correction": reduction(None, keepdim_at=3),
+    "aten.var_mean.correction": reduction(None, keepdim_at=3),
+    "aten.std.correction": reduction(None, keepdim_at=3),
+    "aten.std_mean.correction": reduction(None, keepdim_at=3),
+    "aten.linalg_vector_norm.default": _vector_norm,
+    "aten.count_nonzero.default": reduction("sum", linear=()),
+    "aten.count_nonzero.dim_IntList": reduction("sum", linear=()),
+    "aten.nansum.default": reduction("sum", linear=()),
+    "aten.prod.default": reduction(None, keepdim_at=0),
+    "aten.softmax.int": along(1),
+    "aten._softmax.default": along(1),
+    "aten._safe_softmax.default": along(1),
+    "aten.log_softmax.int": along(1),
+    "aten._log_softmax.default": along(1),
+    "aten._softmax_backward_data.default": along(2, linear=_BACKWARD),
+    "aten._log_softmax_backward_data.default": along(2, linear=_BACKWARD),
+    "aten.cumsum.default": along(1, linear=_SUM),
+    "aten.cumprod.default": along(1),
+    "aten.flip.default": along(1, linear=_SUM),
+    "aten.segment_reduce.default": _segments,
+    "aten._segment_reduce_backward.default": _segments_backward,
+    "aten.mse_loss.default": _mse_loss,
+    "aten.mse_loss_backward.default": _mse_loss_backward,
+}

@@ -1,0 +1,264 @@
+"""Rules of ops that cut dims apart and put them together: slices, splits, cat, padding.
+
+    split     [8,30] -> 10, 20     "d0 (s0 + s1) -> d0 s0, d0 s1"
+    slice     [8,30][:, 10:]       "d0 (a + s) -> d0 s"
+    cat       [8,10], [8,20]       "d0 s0, d0 s1 -> d0 (s0 + s1)"
+
+A dim that is a sum of factors splits only all parts together: each rank gets its part of each.
+Invariants: linear (pieces of a sum are sums of pieces); offsets are made local from the intervals
+that the rank holds. A step other than 1 and an index keep their dim whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget, share
+from dtensor.sharding.rules.registry import Builder
+from dtensor.sharding.rules.rule import Rule
+
+aten = torch.ops.aten
+_LINEAR: Groups = ((0,),)
+
+
+def _sum_text(parts: Sequence[tuple[str, int]]) -> str:
+    """``(a + s + c)`` of the parts that are not empty."""
+    kept = [name for name, size in parts if size]
+    return f"({' + '.join(kept)})" if len(kept) > 1 else (kept or ["z!"])[0]
+
+
+# -- slices ------------------------------------------------------------------------------------
+
+
+def _bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
+    """``start:stop`` of a dim, resolved as Python resolves it."""
+    lo, hi, _ = slice(start, stop).indices(size)
+    return lo, max(lo, hi)
+
+
+def _slice_arguments(call: OpCall, offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(dim, start, stop, step) of slice (offset 0) and slice_backward (offset 1)."""
+    dim: int = call.arg(1 + offset, "dim", 0) % len(shape)
+    lo, hi = _bounds(shape[dim], call.arg(2 + offset, "start"), call.arg(3 + offset, "end"))
+    return dim, lo, hi, call.arg(4 + offset, "step", 1)
+
+
+def _slice_texts(shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int) -> tuple[str, str]:
+    """The whole tensor's dims and the slice's."""
+    dims = names(len(shape))
+    if step != 1:
+        return replaced(dims, dim, "w!"), replaced(dims, dim, "v!")
+    parts = [("a", lo), ("s", hi - lo), ("c", shape[dim] - hi)]
+    piece = "s" if hi > lo else "y!"
+    return replaced(dims, dim, _sum_text(parts)), replaced(dims, dim, piece)
+
+
+def _slice_sizes(shape: tuple[int, ...], dim: int, lo: int, hi: int) -> dict[str, int]:
+    return {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
+
+
+def _slice(call: OpCall) -> Rule:
+    shape = call.operands[0].shape
+    dim, lo, hi, step = _slice_arguments(call, 0, shape)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        if step != 1:
+            return call
+        held = local.operand_intervals(0, dim)
+        start = share(held, 0, lo)
+        args = (call.args[0], dim, start, start + share(held, lo, hi))
+        return retarget(call, aten.slice.Tensor, *args)
+
+    whole, piece = _slice_texts(shape, dim, lo, hi, step)
+    sizes = _slice_sizes(shape, dim, lo, hi)
+    return make(call, f"{whole} -> {piece}", linear=_LINEAR, localize=localize, sizes=sizes)
+
+
+def _slice_backward(call: OpCall) -> Rule:
+    shape: tuple[int, ...] = tuple(call.args[1])
+    dim, lo, hi, step = _slice_arguments(call, 1, shape)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        start, stop = lo, hi
+        if step == 1:
+            held = local.result_intervals(0, dim)
+            start = share(held, 0, lo)
+            stop = start + share(held, lo, hi)
+        args = (call.args[0], list(local.result_shape()), dim, start, stop, step)
+        return retarget(call, aten.slice_backward.default, *args)
+
+    whole, piece = _slice_texts(shape, dim, lo, hi, step)
+    sizes = _slice_sizes(shape, dim, lo, hi)
+    return make(call, f"{piece} -> {whole}", linear=_LINEAR, localize=localize, sizes=sizes)
+
+
+def _narrow(call: OpCall) -> Rule:
+    """narrow_copy(x, dim, start, length): a slice that says its length."""
+    x: object = call.args[0]
+    dim: int = call.args[1]
+    start: int = call.args[2]
+    count: int = call.args[3]
+    first = start % call.operands[0].shape[dim] if start < 0 else start
+    return _slice(replace(call, args=(x, dim, first, first + count)))
+
+
+def _slice_scatter(call: OpCall) -> Rule:
+    shape = call.operands[0].shape
+    dim, lo, hi, step = _slice_arguments(call, 1, shape)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        start, stop = lo, hi
+        if step == 1:
+            held = local.operand_intervals(0, dim)
+            start = share(held, 0, lo)
+            stop = start + share(held, lo, hi)
+        return retarget(call, aten.slice_scatter.default, *call.args[:2], dim, start, stop, step)
+
+    whole, piece = _slice_texts(shape, dim, lo, hi, step)
+    sizes = _slice_sizes(shape, dim, lo, hi)
+    text = f"{whole}, {piece} -> {whole}"
+    return make(call, text, linear=((0, 1),), localize=localize, sizes=sizes)
+
+
+def _select_scatter(call: OpCall) -> Rule:
+    dims = names(len(call.operands[0].shape))
+    dim: int = call.args[2] % len(dims)
+    kept = replaced(dims, dim, "w!")
+    return make(call, f"{kept}, {replaced(dims, dim)} -> {kept}", linear=((0, 1),))
+
+
+def _select(call: OpCall) -> Rule:
+    dims = names(len(call.operands[0].shape))
+    dim: int = call.args[1] % len(dims)
+    return make(call, f"{replaced(dims, dim, 'w!')} -> {replaced(dims, dim)}", linear=_LINEAR)
+
+
+def _select_backward(call: OpCall) -> Rule:
+    dims = names(len(call.args[1]))
+    dim: int = call.args[2] % len(dims)
+    text = f"{replaced(dims, dim)} -> {replaced(dims, dim, 'w!')}"
+    return make(call, text, linear=_LINEAR, localize=_local_sizes)
+
+
+def _local_sizes(call: OpCall, local: Local) -> OpCall:
+    return call.with_arg(1, list(local.result_shape()))
+
+
+# -- apart and together -------------------------------------------------------------------------
+
+
+def _split(call: OpCall) -> Rule:
+    dims = names(len(call.operands[0].shape))
+    dim: int = call.arg(2, "dim", 0) % len(dims)
+    parts = [(f"s{i}", m.shape[dim]) for i, m in enumerate(call.results) if m is not None]
+    results = ", ".join(replaced(dims, dim, name if size else "y!") for name, size in parts)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        sizes = [local.result_shape(i)[dim] for i in range(len(call.results))]
+        return retarget(call, aten.split_with_sizes.default, call.args[0], sizes, dim)
+
+    text = f"{replaced(dims, dim, _sum_text(parts))} -> {results}"
+    return make(call, text, linear=_LINEAR, localize=localize, sizes=dict(parts))
+
+
+def _unbind(call: OpCall) -> Rule:
+    dims = names(len(call.operands[0].shape))
+    dim: int = call.arg(1, "dim", 0) % len(dims)
+    results = ", ".join(replaced(dims, dim) for _ in call.results)
+    return make(call, f"{replaced(dims, dim, 'w!')} -> {results}", linear=_LINEAR)
+
+
+def _cat(call: OpCall) -> Rule:
+    result = call.results[0]
+    assert result is not None
+    rank = len(result.shape)
+    dims = names(rank)
+    dim: int = call.arg(1, "dim", 0) % rank
+    # torch lets a one-dimensional empty tensor stand among tensors of any number of dims.
+    stray = [len(meta.shape) != rank for meta in call.operands]
+    shapes = [meta.shape for meta in call.operands]
+    parts = [(f"s{i}", 0 if stray[i] else shape[dim]) for i, shape in enumerate(shapes)]
+    sources = ", ".join(
+        "y!" if odd else replaced(dims, dim, name if size else "y!")
+        for odd, (name, size) in zip(stray, parts, strict=True)
+    )
+    text = f"{sources} -> {replaced(dims, dim, _sum_text(parts))}"
+    return make(call, text, linear=_all(call), sizes=dict(parts))
+
+
+def _stack(call: OpCall) -> Rule:
+    dims = names(len(call.operands[0].shape))
+    at = call.arg(1, "dim", 0) % (len(dims) + 1)
+    sources = ", ".join(" ".join(dims) for _ in call.operands)
+    text = f"{sources} -> {' '.join([*dims[:at], 'w!', *dims[at:]])}"
+    return make(call, text, linear=_all(call))
+
+
+def _all(call: OpCall) -> Groups:
+    return (tuple(range(len(call.operands))),)
+
+
+def _pad(call: OpCall) -> Rule:
+    shape = call.operands[0].shape
+    pad: list[int] = list(call.args[1])
+    value: Any = call.arg(2, "value", 0)
+    sizes: dict[str, int] = {}
+    source, result = names(len(shape)), names(len(shape))
+    edges: dict[int, tuple[int, int]] = {}
+    for i, (before, after) in _pairs(pad):
+        dim = len(shape) - 1 - i
+        if min(before, after) < 0:
+            source[dim], result[dim] = f"d{dim}!", f"n{dim}!"
+            continue
+        edges[dim] = (before, before + shape[dim])
+        parts = [(f"a{dim}", before), (f"d{dim}", shape[dim]), (f"c{dim}", after)]
+        sizes.update(parts)
+        result[dim] = _sum_text(parts)
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        widths = list(pad)
+        for dim, (lo, hi) in edges.items():
+            held = local.result_intervals(0, dim)
+            at = 2 * (len(shape) - 1 - dim)
+            total = local.result_shape()[dim]
+            widths[at] = share(held, 0, lo)
+            widths[at + 1] = total - widths[at] - share(held, lo, hi)
+        return call.with_arg(1, widths)
+
+    text = f"{' '.join(source)} -> {' '.join(result)}"
+    linear = _LINEAR if value == 0 else ()
+    return make(call, text, linear=linear, localize=localize, sizes=sizes)
+
+
+def _pairs(pad: list[int]) -> list[tuple[int, tuple[int, int]]]:
+    return [(i // 2, (pad[i], pad[i + 1])) for i in range(0, len(pad), 2)]
+
+
+RULES: dict[str, Builder] = {
+    "aten.slice_scatter.default": _slice_scatter,
+    "aten.select_scatter.default": _select_scatter,
+    "aten.slice_copy.Tensor": _slice,
+    "aten.narrow_copy.default": _narrow,
+    "aten.select_copy.int": _select,
+    "aten.split_copy.Tensor": _split,
+    "aten.split_with_sizes_copy.default": _split,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split,
+    "aten.unbind_copy.int": _unbind,
+    "aten.slice.Tensor": _slice,
+    "aten.slice_backward.default": _slice_backward,
+    "aten.select.int": _select,
+    "aten.select_backward.default": _select_backward,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.chunk.default": _split,
+    "aten.unbind.int": _unbind,
+    "aten.cat.default": _cat,
+    "aten.stack.default": _stack,
+    "aten.constant_pad_nd.default": _pad,
+}

@@ -1,0 +1,77 @@
+"""Rules of order: sort, topk, medians, running extrema, searches and histograms.
+
+    sort(1)              "d0 d1! -> d0 d1!, d0 d1!"
+    kthvalue(k, 1)       "d0 d1! -> d0, d0"
+    searchsorted         "... s, ... v -> ... v"     s split: how many are smaller adds up
+    histc(min, max)      "n -> b!"                   n split: the counts add up
+
+An order mixes all of its dim, which is whole; but how many of a sorted sequence are smaller than a
+value is a sum over the pieces of the sequence, for a piece of a sorted sequence is sorted.
+"""
+
+from __future__ import annotations
+
+from dtensor.sharding.ops.call import OpCall
+from dtensor.sharding.rules.build import make, operand_index
+from dtensor.sharding.rules.registry import Builder
+from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.reduce import along, reduction
+from dtensor.sharding.rules.tables.whole import whole
+
+
+def _bucketize(call: OpCall) -> Rule:
+    return make(call, "..., b -> ...") if len(call.operands) == 2 else make(call, "b -> ")
+
+
+def _searchsorted(call: OpCall) -> Rule:
+    sorter = operand_index(call, 6, "sorter")
+    found = "s" if sorter is None else "s!"
+    shared = len(call.operands[0].shape) == 1
+    sequence = found if shared else f"... {found}"
+    terms = [sequence]
+    result = ""
+    if operand_index(call, 1, "self") is not None:
+        result = "..." if shared else "... v"
+        terms.append(result)
+    terms += [sequence] * (sorter is not None)
+    return make(call, f"{', '.join(terms)} -> {result}")
+
+
+def _histc(call: OpCall) -> Rule:
+    ranged = call.arg(2, "min", 0) != call.arg(3, "max", 0)
+    dims = " ".join(f"d{i}" if ranged else f"d{i}!" for i in range(len(call.operands[0].shape)))
+    return make(call, f"{dims} -> b!")
+
+
+_EDGES = "the edges of the bins, or their density, depend on all values"
+_HASH = "a hash of all bytes"
+
+RULES: dict[str, Builder] = {
+    "aten.sort.default": along(1, default=-1),
+    "aten.sort.stable": along(2, default=-1),
+    "aten.argsort.default": along(1, default=-1),
+    "aten.argsort.stable": along(2, default=-1),
+    "aten.msort.default": along(9, default=0),
+    "aten.topk.default": along(2, default=-1),
+    "aten.kthvalue.default": reduction(None, dim_at=2, keepdim_at=3, default=-1),
+    "aten.mode.default": reduction(None, default=-1),
+    "aten.median.dim": reduction(None),
+    "aten.nanmedian.dim": reduction(None),
+    "aten.median.default": reduction(None, keepdim_at=0),
+    "aten.nanmedian.default": reduction(None, keepdim_at=0),
+    "aten.cummax.default": along(1),
+    "aten.cummin.default": along(1),
+    "aten.logcumsumexp.default": along(1),
+    "aten.bucketize.Tensor": _bucketize,
+    "aten.bucketize.Scalar": _bucketize,
+    "aten.searchsorted.Tensor": _searchsorted,
+    "aten.searchsorted.Scalar": _searchsorted,
+    "aten.histc.default": _histc,
+    "aten.histogram.bin_ct": whole(_EDGES),
+    "aten.histogram.bins_tensor": whole(_EDGES),
+    "aten._histogramdd_bin_edges.default": whole(_EDGES),
+    "aten._histogramdd_from_bin_cts.default": whole(_EDGES),
+    "aten._histogramdd_from_bin_tensors.default": whole(_EDGES),
+    "aten.hash_tensor.default": whole(_HASH),
+    "aten.nonzero_static.default": whole("which places are not zero depends on all values"),
+}

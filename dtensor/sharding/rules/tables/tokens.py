@@ -1,0 +1,80 @@
+"""Rules of token embedding and of cross entropy: what splits a vocabulary.
+
+    embedding     "v d, ... -> ... d"            v split: rows that are elsewhere give zeros, summed
+    ce_max        "n v -> n"                     contracted with max
+    ce_sumexp     "n v, n -> n"                  contracted with sum
+    ce_backward   "n, n v, n, n, n -> n v"       nothing contracted
+
+Invariants: where the vocabulary is split, localizers tell the op which global rows or columns the
+rank holds. The ops themselves are defined in ops/attention.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtensor.sharding.ops import attention as attention  # registers torch.ops.dt
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
+from dtensor.sharding.rules.build import flat, make, pattern, retarget
+from dtensor.sharding.rules.registry import Builder, no_rule
+from dtensor.sharding.rules.rule import Rule
+
+
+def _embedding(call: OpCall) -> Rule:
+    return make(call, "v d, ... -> ... d", linear=((0,),), localize=_embedding_localizer)
+
+
+def _embedding_localizer(call: OpCall, local: Local) -> OpCall:
+    if local.operand_shape(0)[0] == call.operands[0].shape[0]:
+        return call
+    rows = flat(local.operand_intervals(0, 0))
+    return retarget(call, torch.ops.dt.embedding_shard.default, *call.args[:2], rows)
+
+
+def _embedding_backward(call: OpCall) -> Rule:
+    if call.arg(4, "scale_grad_by_freq", False):
+        raise no_rule(call, "scale_grad_by_freq counts the ids of the whole batch")
+    localize = _embedding_backward_localizer
+    return make(call, "... d, ... -> v d", linear=((0,),), localize=localize)
+
+
+def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
+    grad, ids, num_rows, padding = call.args[:4]
+    held = local.result_shape()[0]
+    if held == num_rows:
+        return call
+    rows = flat(local.result_intervals(0, 0))
+    target = torch.ops.dt.embedding_shard_backward.default
+    return retarget(call, target, grad, ids, held, rows, padding)
+
+
+def _vocab(operand: int, position: int) -> Localizer:
+    """Passes the columns that the rank holds of the logits at ``operand``."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        if local.operand_shape(operand)[1] == call.operands[operand].shape[1]:
+            return call
+        vocab = flat(local.operand_intervals(operand, 1))
+        return retarget(call, call.target, *call.args[:position], vocab)
+
+    return localize
+
+
+def _ce_loss(call: OpCall) -> Rule:
+    # The bound on targets is checked against the global number of classes: no localizer.
+    return make(call, "n, n, n, n -> n")
+
+
+RULES: dict[str, Builder] = {
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "dt.ce_max.default": pattern("n v -> n", reduce="max"),
+    "dt.ce_sumexp.default": pattern("n v, n -> n"),
+    "dt.ce_target.default": pattern("n v, n -> n", linear=((0,),), localize=_vocab(0, 3)),
+    "dt.ce_loss.default": _ce_loss,
+    "dt.ce_count.default": pattern("n -> "),
+    "dt.ce_backward.default": pattern(
+        "n, n v, n, n, n -> n v", linear=((0,),), localize=_vocab(1, 6)
+    ),
+    "dt.cross_entropy_rows.default": pattern("n v!, n -> n, n, n"),
+}

@@ -1,0 +1,241 @@
+"""Rules of ops that only rearrange dims: view, permute, expand, squeeze and their kin.
+
+    view      [8,64] -> [8,4,16]     "p0 (p1 p2) -> p0 p1 p2"
+    expand    [8,1] -> [8,5]         "d0 1 -> d0 d1"
+
+A view maps factors: both shapes are read from the left, and each pair of dims gives its greatest
+common divisor as the next factor; where that is 1 but the dims go on, they have no common
+boundary and are whole up to the next one.
+
+Invariants: linear in the one operand; sizes in arguments are made local from the result's shard.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.rules.build import linear_groups, make, resolve_dims, retarget
+from dtensor.sharding.rules.registry import Builder
+from dtensor.sharding.rules.rule import Dim, Dims, Rule
+
+aten = torch.ops.aten
+
+
+def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
+    """The common factors of two shapes with the same number of elements."""
+    found = _Matching([[] for _ in before], [[] for _ in after])
+    if math.prod(before) == 0:
+        found.separate(0, 0, before, after)
+        return found
+    i = j = 0
+    left, right = 1, 1  # what is left of the current dims; 1 asks for the next
+    while True:
+        while left == 1 and i < len(before):
+            left, i = before[i], i + 1
+        while right == 1 and j < len(after):
+            right, j = after[j], j + 1
+        common = math.gcd(left, right)
+        if common > 1:
+            name = found.new(common)
+            found.left[i - 1].append(name)
+            found.right[j - 1].append(name)
+            left, right = left // common, right // common
+        elif left == right == 1:
+            return found
+        else:
+            i, j = found.skip(i, j, left, right, before, after)
+            left = right = 1
+
+
+@dataclass(slots=True)
+class _Matching:
+    """Factor names of each dim on both sides, being built."""
+
+    left: list[list[str]]
+    right: list[list[str]]
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    whole: set[str] = field(default_factory=set[str])
+
+    def new(self, size: int, *, whole: bool = False) -> str:
+        name = f"{'w' if whole else 'p'}{len(self.sizes)}"
+        self.sizes[name] = size
+        if whole:
+            self.whole.add(name)
+        return name
+
+    def skip(
+        self,
+        i: int,
+        j: int,
+        left: int,
+        right: int,
+        before: tuple[int, ...],
+        after: tuple[int, ...],
+    ) -> tuple[int, int]:
+        """Whole factors up to the next boundary that both sides have; the dims after it."""
+        self.left[i - 1].append(self.new(left, whole=True))
+        self.right[j - 1].append(self.new(right, whole=True))
+        while left != right:
+            if left < right:
+                self.left[i].append(self.new(before[i], whole=True))
+                left, i = left * before[i], i + 1
+            else:
+                self.right[j].append(self.new(after[j], whole=True))
+                right, j = right * after[j], j + 1
+        return i, j
+
+    def separate(self, i: int, j: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        """No factor in common: tensors without elements."""
+        for d in range(i, len(before)):
+            self.left[d].append(self.new(before[d], whole=True))
+        for d in range(j, len(after)):
+            self.right[d].append(self.new(after[d], whole=True))
+
+
+def _dims(factors: list[list[str]]) -> Dims:
+    return tuple(_dim(item) for item in factors)
+
+
+def _dim(factors: list[str]) -> Dim:
+    return (tuple(factors),)
+
+
+def _view(call: OpCall) -> Rule:
+    result = call.results[0]
+    assert result is not None
+    found = factorize(call.operands[0].shape, result.shape)
+    return Rule(
+        operands=(_dims(found.left),),
+        results=(_dims(found.right),),
+        sizes=tuple(found.sizes.items()),
+        whole=frozenset(found.whole),
+        linear=tuple(frozenset(group) for group in linear_groups(call, ((0,),))),
+        localize=_reshape,
+    )
+
+
+def _reshape(call: OpCall, local: Local) -> OpCall:
+    # reshape, not view: a shard may be a strided piece of what was contiguous as a whole.
+    return retarget(call, aten.reshape.default, call.args[0], list(local.result_shape()))
+
+
+def _expand(call: OpCall) -> Rule:
+    before, after = call.operands[0].shape, _result(call)
+    factors = [f"d{i}" for i in range(len(after))]
+    own = factors[len(after) - len(before) :]
+    sizes = after[len(after) - len(before) :]
+    kept = [
+        "1" if size == 1 and wide != 1 else factor
+        for factor, size, wide in zip(own, before, sizes, strict=True)
+    ]
+    return make(
+        call, f"{' '.join(kept)} -> {' '.join(factors)}", linear=((0,),), localize=_local_sizes
+    )
+
+
+def _local_sizes(call: OpCall, local: Local) -> OpCall:
+    return call.with_arg(1, list(local.result_shape()))
+
+
+def _repeat(call: OpCall) -> Rule:
+    before, repeats = call.operands[0].shape, tuple(call.args[1])
+    new = len(repeats) - len(before)
+    source = [f"d{i}" for i in range(len(before))]
+    result = [f"r{i}" if i < new else f"(r{i} d{i - new})" for i in range(len(repeats))]
+    return make(
+        call,
+        f"{' '.join(source)} -> {' '.join(result)}",
+        linear=((0,),),
+        localize=_local_repeats,
+        sizes={f"r{i}": count for i, count in enumerate(repeats)},
+    )
+
+
+def _local_repeats(call: OpCall, local: Local) -> OpCall:
+    repeats = list(call.args[1])
+    after, before = local.result_shape(), local.operand_shape(0)
+    new = len(after) - len(before)
+    for i, size in enumerate(after):
+        held = 1 if i < new else before[i - new]
+        if held:
+            repeats[i] = size // held
+    return call.with_arg(1, repeats)
+
+
+def _permuted(order: list[int], call: OpCall) -> Rule:
+    source = " ".join(f"d{i}" for i in range(len(order)))
+    return make(call, f"{source} -> {' '.join(f'd{i}' for i in order)}", linear=((0,),))
+
+
+def _permute(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape)
+    return _permuted([d % rank for d in call.args[1]], call)
+
+
+def _t(call: OpCall) -> Rule:
+    return _permuted(list(range(len(call.operands[0].shape)))[::-1], call)
+
+
+def _transpose(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape)
+    order = list(range(rank))
+    if rank:
+        a, b = call.args[1] % rank, call.args[2] % rank
+        order[a], order[b] = b, a
+    return _permuted(order, call)
+
+
+def _unsqueeze(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape)
+    source = [f"d{i}" for i in range(rank)]
+    at = call.args[1] % (rank + 1)
+    result = [*source[:at], "1", *source[at:]]
+    return make(call, f"{' '.join(source)} -> {' '.join(result)}", linear=((0,),))
+
+
+def _squeeze(call: OpCall) -> Rule:
+    shape = call.operands[0].shape
+    dim: Any = call.arg(1, "dim")
+    gone = [d for d in resolve_dims(dim, len(shape)) if shape[d] == 1]
+    source = ["1" if i in gone else f"d{i}" for i in range(len(shape))]
+    kept = [f for i, f in enumerate(source) if i not in gone]
+
+    # A dim that is 1 on this rank alone must stay: the sizes are stated.
+    return make(call, f"{' '.join(source)} -> {' '.join(kept)}", linear=((0,),), localize=_reshape)
+
+
+def _result(call: OpCall) -> tuple[int, ...]:
+    meta = call.results[0]
+    assert meta is not None
+    return meta.shape
+
+
+RULES: dict[str, Builder] = {
+    "aten.view.default": _view,
+    "aten._unsafe_view.default": _view,
+    "aten.reshape.default": _view,
+    "aten.expand.default": _expand,
+    "aten.repeat.default": _repeat,
+    "aten.permute.default": _permute,
+    "aten.t.default": _t,
+    "aten.transpose.int": _transpose,
+    "aten.unsqueeze.default": _unsqueeze,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten._reshape_alias.default": _view,
+    "aten.view_copy.default": _view,
+    "aten.expand_copy.default": _expand,
+    "aten.permute_copy.default": _permute,
+    "aten.t_copy.default": _t,
+    "aten.transpose_copy.int": _transpose,
+    "aten.unsqueeze_copy.default": _unsqueeze,
+    "aten.squeeze_copy.default": _squeeze,
+    "aten.squeeze_copy.dim": _squeeze,
+    "aten.squeeze_copy.dims": _squeeze,
+}

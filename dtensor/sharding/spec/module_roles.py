@@ -1,0 +1,34 @@
+"""Placements by what a weight does, for modules: resolved to Shards when a program is planned.
+
+    dt.ColumnParallel(blocks=3)     the output dim of the product that the weight feeds, in 3 blocks
+    dt.RowParallel(unit=16)         the dim that the product sums over, cut at multiples of 16
+
+Values alone, as placements are; what they mean in a program is api/stating/roles_of_weights.py's to
+say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Blocks = int | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnParallel:
+    """Splits what a module's weight gives out; ``blocks`` (fused projections) and ``unit`` (whole
+    heads) as in `Shard`."""
+
+    blocks: Blocks = 1
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParallel:
+    """Splits what a module's weight sums over; its products are pending until reduced."""
+
+    blocks: Blocks = 1
+    unit: int = 1
+
+
+Role = ColumnParallel | RowParallel

@@ -1,0 +1,267 @@
+"""A TensorSpec: global shape, dtype and sharding of one tensor, with a text form.
+
+    f32[8@tp,16]             dim 0 is split over axis tp
+    f32[8,16]{sum@tp}        a pending sum over tp
+    f32[8@(tp,dp),16]        dim 0 split over tp, each piece split again over dp
+    f32[3*1024@tp,16]        3 blocks of 1024, each split over tp
+    f32[(64+32+32)@tp,16]    blocks of these sizes
+    f32[4@tp*16,16]          64 rows, cut at multiples of 16 only
+    f32[12@tp&3*4@dp]        two axes, each splitting the whole dim its own way
+    f32[8,16] on pp=1        held by the part of the mesh where pp is 1
+
+`parse(str(spec), mesh) == spec`. The grammar, with `|` for choice and `?` for optional:
+
+    spec   := dtype "[" (dim ("," dim)*)? "]" ("{" op "@" axis ("," op "@" axis)* "}")? (" on " at)?
+    at     := axis "=" int ("," axis "=" int)*
+    dim    := int | split ("&" split)*
+    split  := ((int "*")? int | "(" int ("+" int)* ")") "@" axes ("*" int)?
+    axes   := axis | "(" axis ("," axis)+ ")"
+
+Invariants: one placement for each axis of the mesh; dims are not negative; an axis of size 1 is
+Replicate; blocks fill the dim. A spec knows no device and no values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import (
+    REPLICATE,
+    Intervals,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    block_sizes,
+    counted,
+    index_sets,
+    intersect,
+    length,
+    refine,
+    same,
+)
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex32: "c32",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Global ``shape`` and ``dtype``, and one placement for each axis of ``mesh``.
+
+    ``on`` says which part of the mesh holds the value, as (axis, index) pairs.
+    ``requires_grad`` marks an input whose gradient is wanted; it is not compared.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    on: tuple[tuple[str, int], ...] = ()
+    requires_grad: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if len(self.placements) != len(self.mesh.axes):
+            raise PlanningError(f"{self.mesh} needs {len(self.mesh.axes)} placements")
+        normal = tuple(
+            normalize(p, self.shape, self.mesh.axis_size(axis))
+            for p, axis in zip(self.placements, self.mesh.axes, strict=True)
+        )
+        object.__setattr__(self, "placements", normal)
+        kinds = {p.op for p in normal if isinstance(p, Partial)}
+        if len(kinds) > 1:
+            raise PlanningError(f"a value cannot be pending under {sorted(kinds)} at once")
+
+    @property
+    def sharding(self) -> dict[str, Placement]:
+        """Axis name to placement."""
+        return dict(zip(self.mesh.axes, self.placements, strict=True))
+
+    def placement(self, axis: str) -> Placement:
+        return self.placements[self.mesh.index(axis)]
+
+    def with_placements(self, **placements: Placement) -> TensorSpec:
+        """The spec with the placements of the named axes replaced."""
+        merged = {**self.sharding, **placements}
+        for axis in placements:
+            self.mesh.axis_size(axis)
+        return replace(self, placements=tuple(merged[a] for a in self.mesh.axes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def intervals(self, dim: int, coordinates: Mapping[str, int]) -> Intervals:
+        """The global indices of ``dim`` that the rank at ``coordinates`` holds."""
+        size = self.shape[dim]
+        held: Intervals = ((0, size),) if size else ()
+        for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
+            if isinstance(placement, Shard) and placement.dim == dim:
+                sets = index_sets(placement, size, self.mesh.axis_size(axis))
+                held = intersect(held, sets[coordinates[axis]])
+        return held
+
+    def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the shard of the rank at ``coordinates``."""
+        sharded = {p.dim for p in self.placements if isinstance(p, Shard)}
+        return tuple(
+            length(self.intervals(dim, coordinates)) if dim in sharded else size
+            for dim, size in enumerate(self.shape)
+        )
+
+    def local_nbytes(self, coordinates: Mapping[str, int]) -> int:
+        return math.prod(self.local_shape(coordinates)) * self.dtype.itemsize
+
+    @property
+    def max_local_nbytes(self) -> int:
+        """Bytes of the largest shard, which coordinate 0 of every axis holds."""
+        return self.local_nbytes(dict.fromkeys(self.mesh.axes, 0))
+
+    def __str__(self) -> str:
+        dims = ",".join(self._dim_text(dim) for dim in range(len(self.shape)))
+        pending = ",".join(
+            f"{p.op}@{axis}" for axis, p in self.sharding.items() if isinstance(p, Partial)
+        )
+        on = ",".join(f"{axis}={i}" for axis, i in self.on)
+        return (
+            f"{dtype_name(self.dtype)}[{dims}]"
+            + (f"{{{pending}}}" if pending else "")
+            + (f" on {on}" if on else "")
+        )
+
+    def _dim_text(self, dim: int) -> str:
+        size = self.shape[dim]
+        splits = [
+            (axis, p) for axis, p in self.sharding.items() if isinstance(p, Shard) and p.dim == dim
+        ]
+        if not splits:
+            return str(size)
+        chain = self._chain(splits, size, dim)
+        if chain is not None:
+            return _split_text(chain[0][1], size, [axis for axis, _ in chain])
+        return "&".join(_split_text(p, size, [axis]) for axis, p in splits)
+
+    def _chain(
+        self, splits: list[tuple[str, Shard]], size: int, dim: int
+    ) -> tuple[tuple[str, Shard], ...] | None:
+        """An order of the axes in which each one's blocks are the pieces of those before."""
+        for order in itertools.permutations(splits):
+            majors: list[tuple[Shard, int]] = []
+            for axis, shard in order:
+                like_major = Shard(dim, 1, order[0][1].unit)
+                if majors and refine(like_major, majors, size) != shard:
+                    break
+                majors.append((shard, self.mesh.axis_size(axis)))
+            else:
+                return order
+        return None
+
+    def __repr__(self) -> str:
+        return f"spec({str(self)!r}, {self.mesh!r})"
+
+
+def alike(a: TensorSpec, b: TensorSpec) -> bool:
+    """Whether two specs of one value hold the same indices on every rank."""
+    return all(
+        same(p, q, a.shape, a.mesh.axis_size(axis))
+        for axis, p, q in zip(a.mesh.axes, a.placements, b.placements, strict=True)
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``f32`` for torch.float32; torch's own name for rare dtypes."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _split_text(shard: Shard, size: int, axes: Sequence[str]) -> str:
+    names = axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+    unit = shard.unit
+    tail = f"*{unit}" if unit > 1 else ""
+    match shard.blocks:
+        case tuple() as sizes:
+            return f"({'+'.join(str(s // unit) for s in sizes)})@{names}{tail}"
+        case 1:
+            return f"{size // unit}@{names}{tail}"
+        case count:
+            return f"{count}*{size // count // unit}@{names}{tail}"
+
+
+def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
+    """The normal form of a placement of a tensor of ``shape`` on an axis of ``num`` ranks."""
+    match placement:
+        case Shard(dim):
+            if not -len(shape) <= dim < len(shape):
+                raise PlanningError(
+                    f"{placement!r} names dim {dim} of a tensor of shape {list(shape)}, "
+                    f"which has {len(shape)} dims; use a dim in 0..{len(shape) - 1}"
+                    if shape
+                    else f"{placement!r} cannot split a scalar; use Replicate()"
+                )
+            placement = counted(replace(placement, dim=dim % len(shape)), shape[dim % len(shape)])
+            for block in block_sizes(placement.blocks, shape[placement.dim]):
+                if block % placement.unit:
+                    raise PlanningError(
+                        f"{placement!r}: a block of size {block} is not a multiple of "
+                        f"unit={placement.unit}"
+                    )
+            return REPLICATE if num == 1 else placement
+        case Partial():
+            return REPLICATE if num == 1 else placement
+        case Replicate():
+            return placement
+
+
+def make_spec(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    mesh: Mesh,
+    placements: Mapping[str, Placement] | None = None,
+    *,
+    requires_grad: bool = False,
+) -> TensorSpec:
+    """A spec from placements by axis name, in the order stated.
+
+    Axes that are not named are Replicate. Where two axes split one dim the first named is major
+    and the second's blocks become the pieces of the first.
+    """
+    shape = tuple(shape)
+    done: dict[str, Placement] = {}
+    for axis, stated in (placements or {}).items():
+        placement = normalize(stated, shape, max(2, mesh.axis_size(axis)))
+        if isinstance(placement, Shard):
+            majors = [
+                (p, mesh.axis_size(a))
+                for a, p in done.items()
+                if isinstance(p, Shard) and p.dim == placement.dim and mesh.axis_size(a) > 1
+            ]
+            placement = refine(placement, majors, shape[placement.dim])
+        done[axis] = placement
+    return TensorSpec(
+        shape,
+        dtype,
+        mesh,
+        tuple(done.get(axis, REPLICATE) for axis in mesh.axes),
+        requires_grad=requires_grad,
+    )
