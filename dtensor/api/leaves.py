@@ -20,7 +20,8 @@ import torch
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule
 from dtensor.errors import PlanningError
-from dtensor.sharding.spec.spec import TensorSpec, dtype_name
+from dtensor.numerics import dtype_name
+from dtensor.sharding.spec.spec import TensorSpec
 
 _PLAIN = frozenset({bool, int, float, str})
 _DEEPEST = 4  # how far into an unknown object tensors are looked for

@@ -23,12 +23,12 @@ from torch._ops import OpOverload
 
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make
 from dtensor.sharding.rules.notation import pattern_terms
 from dtensor.sharding.rules.registry import register
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.placements import ReduceOp
 
 Group = tuple[str | int, ...]
 Linear = str | int | Sequence[str | int | Sequence[str | int]]

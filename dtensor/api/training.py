@@ -32,13 +32,13 @@ from dtensor.api.session import Session, session_for
 from dtensor.api.stating.recompute_globs import recompute_of
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
+from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.program import holders
 from dtensor.runtime.lower.rank import Roles
 from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule, in_flight
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
-from dtensor.sharding.plan.passes.precision import is_narrow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import Training
 from dtensor.sharding.redistribute.topology import Topology

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.sharding.spec.spec import dtype_name
+from dtensor.numerics import dtype_name
 
 
 def type_text(value: Any) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.passes.precision import is_narrow
+from dtensor.numerics import is_narrow
 
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""

@@ -7,8 +7,8 @@ import torch
 
 from dtensor import daft
 from dtensor.daft.errors import Failure
-from dtensor.daft.ir.instructions import DTYPES
 from dtensor.daft.tasks.values import decode, encode, encode_failure, failure_of, has_tensors
+from dtensor.numerics import DTYPES
 from tests.daft.actor_classes import Batch, Model, Unborn, same
 
 X = torch.arange(8.0).reshape(2, 4)

@@ -22,7 +22,7 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
-from dtensor.daft.run.transport import fold
+from dtensor.numerics import fold
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
 MODES: list[Mode] = ["compiled", "interpreted"]

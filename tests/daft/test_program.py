@@ -22,8 +22,8 @@ from dtensor.daft import (
     Wait,
     parse_instructions,
 )
-from dtensor.daft.ir.instructions import DTYPES
 from dtensor.daft.ir.program import format_instruction
+from dtensor.numerics import DTYPES
 from tests.daft.programs import Collectives, function, pipeline
 
 names = st.one_of(

@@ -20,33 +20,13 @@ from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 
+from dtensor.numerics import DTYPE_NAMES, DTYPES, ReduceOp
+
 Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-Op: TypeAlias = Literal["sum", "max", "min"]
+Op: TypeAlias = ReduceOp
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OPS: tuple[Op, ...] = get_args(Op)
-
-DTYPES: dict[str, torch.dtype] = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f8e4m3fn": torch.float8_e4m3fn,
-    "f8e5m2": torch.float8_e5m2,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i16": torch.int16,
-    "i8": torch.int8,
-    "u64": torch.uint64,
-    "u32": torch.uint32,
-    "u16": torch.uint16,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-    "c32": torch.complex32,
-    "c64": torch.complex64,
-    "c128": torch.complex128,
-}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 from dtensor.daft.ir.instructions import (
-    DTYPES,
     KINDS,
     OPS,
     Buffer,
@@ -36,6 +35,7 @@ from dtensor.daft.ir.instructions import (
     Send,
     Wait,
 )
+from dtensor.numerics import DTYPES
 
 _PLAIN = re.compile(r"[\w.:/%-]*[\w/%-]")
 _TOKEN = re.compile(

@@ -29,7 +29,8 @@ from torch import Tensor
 from dtensor.daft.ir.instructions import Buffer, Collective, Recv, Send
 from dtensor.daft.ray.routes import Key, key_of
 from dtensor.daft.run.in_process_transport import LocalTransport
-from dtensor.daft.run.transport import Pending, Transport, fold
+from dtensor.daft.run.transport import Pending, Transport
+from dtensor.numerics import fold
 
 SMALL_BYTES = 1 << 16
 FRAME_BYTES = 1 << 12  # the first message of a value of unknown length

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.ir.instructions import Collective, Recv, Send
-from dtensor.daft.run.transport import Pending, Transport, fold
+from dtensor.daft.run.transport import Pending, Transport
+from dtensor.numerics import fold
 
 _Key = tuple[object, ...]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dtensor.daft.ir.instructions import Op
-from dtensor.daft.run.transport import fold as fold_tensors
+from dtensor.numerics import fold as fold_tensors
 
 
 def value(given: object) -> object:

@@ -14,10 +14,11 @@ import torch
 
 from dtensor.daft import Buffer as WireBuffer
 from dtensor.daft import Collective, Recv, Send, Wait
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.plan.steps import Convert, Transfer, runs_once
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, overlap, positions
 from dtensor.sharding.spec.blocks import block, join
-from dtensor.sharding.spec.placements import Partial, ReduceOp
+from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:

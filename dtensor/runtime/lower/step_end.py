@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtensor.daft import Buffer, Collective, Wait
+from dtensor.numerics import is_narrow
 from dtensor.runtime.lower import buckets
 from dtensor.runtime.shard_optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
-from dtensor.sharding.plan.passes.precision import is_narrow
 from dtensor.sharding.plan.plan import PlannedInput
 from dtensor.sharding.plan.steps import Norm, Regather, TieSum, Update
 from dtensor.sharding.redistribute.moves import positions

@@ -35,12 +35,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.local.layers import flash_attention, flash_attention_backward
 from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
 )
 from dtensor.sharding.ops import random as random  # registers the random ops
-from dtensor.sharding.ops.library import LIBRARY, accumulation_dtype, define, local_index
+from dtensor.sharding.ops.library import LIBRARY, define, local_index
 
 # -- attention ---------------------------------------------------------------------------------
 

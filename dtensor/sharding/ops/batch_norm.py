@@ -25,7 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor.sharding.ops.library import accumulation_dtype, define
+from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.ops.library import define
 
 
 def _over(x: Tensor) -> list[int]:

@@ -21,8 +21,9 @@ from typing import Any, cast
 import torch
 from torch._ops import OpOverload
 
+from dtensor.numerics import dtype_name
 from dtensor.sharding.spec.placements import Intervals
-from dtensor.sharding.spec.spec import TensorSpec, dtype_name
+from dtensor.sharding.spec.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor.sharding.ops.library import LIBRARY, accumulation_dtype, define, local_index
+from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.ops.library import LIBRARY, define, local_index
 
 
 def _rows(logits: Tensor) -> Tensor:

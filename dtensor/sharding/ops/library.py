@@ -30,10 +30,6 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     torch.library.register_fake(f"dt::{name}", fake, lib=LIBRARY)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
     """Global indices -> (whether here, position here or 0), for a dim of local `length`."""
     if not intervals:

@@ -11,9 +11,10 @@ import re
 from typing import cast
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Partial, Placement, ReduceOp, Replicate, Shard
+from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
 from dtensor.sharding.spec.spec import make_spec
 
 _WORD = re.compile(r"\w+(?:@(\w+|\(\w+(?:,\w+)*\)))?")

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, Meta, OpCall, Operand
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.placements import Intervals, ReduceOp, intersect, length
+from dtensor.sharding.spec.placements import Intervals, intersect, length
 
 Groups = Sequence[Sequence[int]]
 

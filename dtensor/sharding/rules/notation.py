@@ -19,9 +19,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, Meta
 from dtensor.sharding.rules.rule import Dim, Dims, Rule
-from dtensor.sharding.spec.placements import ReduceOp
 
 _TOKEN = re.compile(r"\(([^()]*)\)|(~?[A-Za-z_]\w*!?|1|\.\.\.)")
 

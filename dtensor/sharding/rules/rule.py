@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
     Placement,
-    ReduceOp,
     Shard,
     block_sizes,
     index_sets,

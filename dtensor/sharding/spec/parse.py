@@ -9,16 +9,10 @@ import re
 from typing import cast
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import DTYPES, ReduceOp
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import (
-    REPLICATE,
-    Partial,
-    Placement,
-    ReduceOp,
-    Shard,
-    refine,
-)
-from dtensor.sharding.spec.spec import DTYPE_NAMES, TensorSpec
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard, refine
+from dtensor.sharding.spec.spec import TensorSpec
 
 _SPEC = re.compile(r"\s*(\w+)\[([^\]]*)\]\s*(?:\{([^}]*)\})?\s*(?:on\s+(.+?))?\s*")
 _SPLIT = re.compile(
@@ -33,10 +27,9 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
     if found is None:
         raise PlanningError(f'{text!r} is not a spec; write for example "f32[8@tp,16]"')
     dtype_text, dims_text, pending, on_text = found.groups()
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    if dtype_text not in dtypes:
+    if dtype_text not in DTYPES:
         raise PlanningError(
-            f"{text!r}: {dtype_text!r} is not a dtype; the dtypes are {', '.join(dtypes)}"
+            f"{text!r}: {dtype_text!r} is not a dtype; the dtypes are {', '.join(DTYPES)}"
         )
     shape: list[int] = []
     placements: dict[str, Placement] = {}
@@ -53,7 +46,7 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
         on.append((axis, int(index)))
     return TensorSpec(
         tuple(shape),
-        dtypes[dtype_text],
+        DTYPES[dtype_text],
         mesh,
         tuple(placements.get(axis, REPLICATE) for axis in mesh.axes),
         tuple(on),

@@ -21,11 +21,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import ReduceOp
 
-ReduceOp = Literal["sum", "max", "min"]
 Intervals = tuple[tuple[int, int], ...]
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import torch
 
+from dtensor.numerics import fold
 from dtensor.sharding.ops.call import Local, Meta, OpCall
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.blocks import block, write
@@ -60,22 +61,6 @@ def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.T
             where = tuple(current.intervals(dim, here) for dim in range(len(current.shape)))
             write(result, pieces[rank], where)
     return result
-
-
-def fold(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """A left fold in order: the one order of reduction that every backend uses.
-
-    Sums of 16-bit floats accumulate in float32 and are rounded once.
-    """
-    total = values[0]
-    wide = op == "sum" and total.dtype in (torch.float16, torch.bfloat16)
-    total = total.float() if wide else total
-    for value in values[1:]:
-        if op == "sum":
-            total = total + value
-        else:
-            total = torch.maximum(total, value) if op == "max" else torch.minimum(total, value)
-    return total.to(values[0].dtype) if wide else total
 
 
 def local_call(rule: Rule, call: OpCall, local: Local) -> OpCall:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import dtype_name
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -47,22 +48,6 @@ from dtensor.sharding.spec.placements import (
     refine,
     same,
 )
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex32: "c32",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +173,6 @@ def alike(a: TensorSpec, b: TensorSpec) -> bool:
         same(p, q, a.shape, a.mesh.axis_size(axis))
         for axis, p, q in zip(a.mesh.axes, a.placements, b.placements, strict=True)
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``f32`` for torch.float32; torch's own name for rare dtypes."""
-    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _split_text(shard: Shard, size: int, axes: Sequence[str]) -> str:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from dtensor.numerics import fold
 from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial
-from dtensor.sharding.spec.shards import fold, local_call, shard_of
+from dtensor.sharding.spec.shards import local_call, shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.dataflow import Output
 from dtensor.sharding.plan.emit.stored import filled, regather, scatter_early
-from dtensor.sharding.plan.passes.precision import accumulated, is_narrow, widened
+from dtensor.sharding.plan.passes.precision import accumulated, widened
 from dtensor.sharding.plan.plan import PlannedInput, PlannedOutput
 from dtensor.sharding.plan.steps import Accumulate, Bucket, Convert, Norm, StepPhase, TieSum, Update
 from dtensor.sharding.redistribute.moves import Move, moves

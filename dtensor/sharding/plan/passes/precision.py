@@ -25,15 +25,11 @@ from dataclasses import replace
 
 import torch
 
+from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.spec import TensorSpec
-
-
-def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether sums of it are kept in float32."""
-    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def accumulated(spec: TensorSpec) -> TensorSpec:

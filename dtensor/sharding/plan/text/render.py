@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
+from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -51,7 +52,6 @@ from dtensor.sharding.plan.text.totals import totals
 from dtensor.sharding.plan.text.words import call_text, collapse, flop_text, size_text, wrapped
 from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.spec import dtype_name
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -38,7 +39,7 @@ from dtensor.sharding.plan.steps import (
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import Partial
-from dtensor.sharding.spec.spec import TensorSpec, dtype_name
+from dtensor.sharding.spec.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import cast
 
 import torch
 
+from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import OpCall, Operand
-from dtensor.sharding.spec.spec import dtype_name
 
 _NUMBER = re.compile(r"\d+")
 # Where and how a result is laid out is decided by placements, not by the program's arguments.

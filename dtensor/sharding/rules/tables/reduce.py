@@ -14,13 +14,13 @@ import math
 
 import torch
 
+from dtensor.numerics import ReduceOp
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import Groups, make, names, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.pointwise import nowhere
-from dtensor.sharding.spec.placements import ReduceOp
 
 _SUM: Groups = ((0,),)
 
