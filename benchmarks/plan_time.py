@@ -28,10 +28,12 @@ from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.lower.program import lower
 from dtensor.runtime.lower.rank import Roles
+from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan import planner
 from dtensor.sharding.plan.choose import choose_axis
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
+from dtensor.sharding.plan.request import Request, Training
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, loss_fn
@@ -81,13 +83,14 @@ def measure(
         resolve(model, mesh, MEGATRON, stage_axis=held.axis),
         input_pins(arguments, dict(dp=Shard(0)), mesh, stage_axis=held.axis),
     )
-    training = planner.Training(
+    training = Training(
         optimizer="AdamW",
         trained=frozenset(i.label for i in flow.inputs if i.kind == "parameter"),
         state_tensors=2,
         clip_grad_norm=1.0,
     )
-    request = planner.Request(
+    grid = OneFOneB(microbatches).grid(2, 2)
+    request = Request(
         name="gpt",
         flow=flow,
         mesh=mesh,
@@ -96,6 +99,7 @@ def measure(
         batch=named.batch,
         stage_axis=held.axis,
         num_microbatches=microbatches,
+        timetable=GridTimetable(grid),
         training=training,
     )
     del rules
@@ -118,7 +122,6 @@ def measure(
         plan = timed("plan, all of it", lambda: planner.plan(request))
     finally:
         choose_axis.solve, planner.emit = solve, emitted
-    grid = OneFOneB(microbatches).grid(2, 2)
     roles = Roles(optimizer="opt")
     lowered = timed("lower", lambda: lower(plan, grid, roles=roles))
     ranks = (tuple(range(mesh.size)),)

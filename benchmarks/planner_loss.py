@@ -25,16 +25,13 @@ import torch
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan import planner
 from dtensor.sharding.plan.choose import choose_axis
-from dtensor.sharding.plan.choose.prices import is_view
 from dtensor.sharding.plan.choose.solve import Node, Option, Price, Solution, evaluate, solve
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.planner import Request
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.redistribute.moves import seconds
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
-
-_ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,7 @@ class _Model:
         return Option(reads, writes, a.seconds + b.seconds)
 
     def work(self, op: Op, placed: Sequence[tuple[str, Placement]]) -> float:
-        if is_view(op) or op.call.name in _ANNOTATIONS:
+        if self.rules[op.name].kind in ("view", "mark"):
             return 0.0
         sizes = [self.request.mesh.axis_size(axis) for axis in self.axes]
         pairs = [p if isinstance(p, Pair) else Pair(REPLICATE, REPLICATE) for _, p in placed]
@@ -206,7 +203,7 @@ def random_loss(seed: int) -> Loss:
     pins = random_pins(rng, flow, mesh, often=0.2)
     topology = random_topology(rng)
     return loss(
-        Request(name="random", flow=flow, mesh=mesh, pins=pins, free=True, topology=topology)
+        Request(name="random", flow=flow, mesh=mesh, pins=pins, search="free", topology=topology)
     )
 
 

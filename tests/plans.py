@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtensor.api.scheduled import scheduled
 from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.api.stating.stages import stage_of
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.schedule import OneFOneB
-from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request, Training, plan
+from dtensor.sharding.plan.planner import Plan, plan
+from dtensor.sharding.plan.request import Request, Training
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard
 
@@ -83,6 +83,10 @@ def plan_model(
         training = Training(
             optimizer="AdamW", trained=trained, state_tensors=2, clip_grad_norm=clip_grad_norm
         )
+    timetable = None
+    if held.axis is not None:
+        grid = OneFOneB(microbatches).grid(held.num_stages, mesh.axis_size(held.axis))
+        timetable = GridTimetable(grid)
     request = Request(
         name=name,
         flow=flow,
@@ -92,15 +96,10 @@ def plan_model(
         batch=named.batch,
         stage_axis=held.axis,
         num_microbatches=microbatches,
+        timetable=timetable,
         training=training,
     )
-    found = plan(request)
-    if held.axis is not None:
-        ranks = mesh.axis_size(held.axis)
-        grid = OneFOneB(microbatches).grid(held.num_stages, ranks)
-        found = scheduled(found, grid)
-    found.verify()
-    return found
+    return plan(request)
 
 
 def kinds(found: Plan, phase: str | None = None, stage: int | None = None) -> Counter[str]:

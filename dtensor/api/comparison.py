@@ -27,14 +27,15 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule, parallelize
-from dtensor.api.plan_call import Call
+from dtensor.api.plan_call import BoundCall
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.shard_optimizer import check_optimizer
-from dtensor.sharding.plan.cost.collectives import Collective
-from dtensor.sharding.plan.plan import Memory, Plan
+from dtensor.sharding.plan.cost.collectives import PlannedCollective
+from dtensor.sharding.plan.cost.memory import Memory
+from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
@@ -117,7 +118,7 @@ class Compared:
         """The fraction of the step in which the ranks of a pipeline wait."""
         return self.plan.cost.bubble
 
-    def _by_rank(self) -> list[list[Collective]]:
+    def _by_rank(self) -> list[list[PlannedCollective]]:
         """What each rank of the stage axis communicates."""
         all_of = self.plan.collectives
         return [[c for c in all_of if c.stage in held] for held in self.plan.hosted]
@@ -187,7 +188,7 @@ def compare(
         over = over(model.parameters())
     check_optimizer(over)
     args, named = pytree.tree_map(_argument, (batch, kwargs))
-    graph = Call.of(loss_fn, (model, *args), named).graph("loss")
+    graph = BoundCall.of(loss_fn, (model, *args), named).graph("loss")
     return Comparison(
         name=getattr(loss_fn, "__name__", "step").strip("<>"),
         optimizer=type(over).__name__,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dtensor.api.eager.tensor import DTensor, fresh_name
-from dtensor.api.plan_call import Call, Options, Planned, plan_call
+from dtensor.api.plan_call import BoundCall, Options, PlanCache, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for
 from dtensor.api.stating.outputs import Out, pinned_results
@@ -25,8 +25,9 @@ from dtensor.daft import Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
 from dtensor.runtime.lower.rank import Roles
-from dtensor.sharding.plan.passes.gather_stored import gather_stored
+from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.request import checked_search
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import shard_of
@@ -36,30 +37,22 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 class CompiledFunction:
     """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        out: Out,
-        topology: Topology | None,
-        search: str,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], mesh: Mesh, out: Out, options: Options) -> None:
         self.fn = fn
         self.mesh = mesh
         self.out = out
-        self.topology = topology
-        self.search = search
-        self.planned: dict[object, Planned] = {}
+        self.plans = PlanCache()
         self.calls = Counter()
-        self.latest: Planned | None = None
-        """What `plan` or a call planned last."""
+        self._options = replace(
+            options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
-        return self._planned(Call.of(self.fn, args, kwargs)).plan
+        return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = Call.of(self.fn, args, kwargs)
+        call = BoundCall.of(self.fn, args, kwargs)
         planned = self._planned(call)
         session = session_for(self.mesh)
         program = load(session, planned, Roles())
@@ -77,27 +70,15 @@ class CompiledFunction:
             results.append(DTensor(spec, session, names[f"result {index}"]))
         return planned.graph.unflatten(results)
 
-    def _planned(self, call: Call) -> Planned:
-        key = call.key()
-        if key not in self.planned:
-            planned = plan_call(call, self.mesh, "none", self._options(), self._name)
-            self.planned[key] = replace(planned, plan=gather_stored(planned.plan))
-            # capture ran fn, which may count its calls in an attribute of a module
-            self.planned[call.key()] = self.planned[key]
-        self.latest = self.planned[key]
-        return self.latest
+    def _planned(self, call: BoundCall) -> Planned:
+        return self.plans.get(
+            call.key, lambda: plan_call(call, self.mesh, "none", self._options, self._name)
+        )
 
     @property
     def _name(self) -> str:
         name = self.fn.__name__ if hasattr(self.fn, "__name__") else type(self.fn).__name__
         return "lambda" if name == "<lambda>" else name
-
-    def _options(self) -> Options:
-        return Options(
-            results=lambda graph, flow: pinned_results(self.out, graph, flow, self.mesh),
-            topology=self.topology,
-            free=self.search == "free",
-        )
 
 
 def compile(
@@ -118,9 +99,9 @@ def compile(
 
     Raises PlanningError at the first call, or at `plan`.
     """
-    if search not in ("predictable", "free"):
-        raise PlanningError(f'search={search!r}: it is "predictable" or "free"')
-    return CompiledFunction(fn, mesh, out, topology, search)
+    return CompiledFunction(
+        fn, mesh, out, Options(topology=topology, search=checked_search(search))
+    )
 
 
 # -- programs on a session ---------------------------------------------------------------------
@@ -140,7 +121,7 @@ class LoadedProgram:
 
     def feed(
         self,
-        call: Call,
+        call: BoundCall,
         numbers: Mapping[str, object],
         extra: Mapping[str, object] | None = None,
     ) -> list[dict[str, object]]:
@@ -189,7 +170,9 @@ class LoadedProgram:
         return cut[key]
 
 
-def load(session: Session, planned: Planned, roles: Roles, grid: Any = None) -> LoadedProgram:
+def load(
+    session: Session, planned: Planned, roles: Roles, grid: Grid | None = None
+) -> LoadedProgram:
     """Lower, verify and ship a plan once per session; put the state it needs."""
     key = (id(planned), roles.gradients, roles.optimizer)
     if key not in session.loaded:
@@ -204,7 +187,7 @@ def load(session: Session, planned: Planned, roles: Roles, grid: Any = None) -> 
         session.loaded[key] = (planned, LoadedProgram(session, planned, lowered))
     program: LoadedProgram = session.loaded[key][1]
     if planned.model is not None:
-        session.place(planned.model, planned.plan)
+        session.place(planned.model, planned.plan, planned.stages)
     return program
 
 

@@ -22,9 +22,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.choose.contractions import Contraction, batch_values, contractions_of
-from dtensor.sharding.plan.choose.repeated_layers import without_numbers
 from dtensor.sharding.plan.choose.trace_split import Blocked, Followed, Program, follow
-from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.dataflow import Dataflow, without_numbers
 from dtensor.sharding.plan.planner import rules_of
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets, simplest

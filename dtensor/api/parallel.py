@@ -18,22 +18,24 @@ from torch import nn
 
 from dtensor.api.initial import Init, Initial
 from dtensor.api.randomness import Counter
-from dtensor.api.stating.placing import ParameterPlacement, resolve
+from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
 from dtensor.api.stating.recompute_globs import recompute_of
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of
 from dtensor.api.stating.zero_axis import zero_of
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.planner import dealt
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.request import dealt
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
 class ParallelModule:
     """A module, the mesh it lives on, and what was stated of its parameters.
 
     ``placements``: one entry per parameter and buffer; ``stage_plan``: which stage holds which;
-    ``settled``: what the first plan chose for parameters that nothing was stated of;
+    ``settled``: what programs that ran chose for parameters that nothing was stated of, and
+    ``settlement`` how often that grew;
     ``version``: raised when the controller's values change under `load_state_dict`;
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
@@ -59,29 +61,55 @@ class ParallelModule:
         self.placements = placements
         self.stage_plan = stages
         self.settled: dict[str, dict[str, Placement]] = {}
+        self.settlement = 0
         self.version = 0
         self.steps = Counter()
 
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:
         """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages,
-        those that "auto" chose once a program was planned."""
+        those that "auto" chose once a program has run; `plan.stages` says what a plan chooses."""
         return self.stage_plan.stated()
 
-    def settle_stages(self, ranks: tuple[int, ...]) -> None:
-        """The rank of each stage, as a schedule has it. Raises where values lie otherwise."""
-        stages = self.stage_plan
-        num = self.mesh.axis_size(stages.axis) if stages.axis else 1
-        before = stages.ranks or dealt(stages.num_stages, num)
+    def claim_homes(self, ranks: tuple[int, ...]) -> None:
+        """The rank of each stage, as the schedule of a training step has it, for all programs of
+        the model. Raises where one that ran has put values elsewhere."""
+        before = self._homes()
         if ranks == before:
             return
         if self.settled:
             raise PlanningError(
-                f"the schedule has the stages on ranks {list(ranks)} of {stages.axis}, and "
-                f"programs of this model were planned with them on {list(before)}.\n"
+                f"the schedule has the stages on ranks {list(ranks)} of {self.stage_plan.axis}, "
+                f"and programs of this model have run with them on {list(before)}.\n"
                 f"fix: make the train_step first, or parallelize the module again"
             )
-        self.stage_plan = replace(stages, ranks=ranks)
+        self.stage_plan = replace(self.stage_plan, ranks=ranks)
+
+    def settle(self, plan: Plan, stages: StagePlan) -> None:
+        """What the first program that runs chose holds for all later ones: its stages, and the
+        placements of parameters that nothing was stated of."""
+        if self.stage_plan.waiting:
+            self.stage_plan = stages
+        self.stage_plan = replace(self.stage_plan, ranks=plan.stage_ranks)
+        for label, placements in _chosen(plan).items():
+            if label not in self.settled:
+                self.settled[label] = placements
+                self.settlement += 1
+
+    def agrees(self, plan: Plan, stages: StagePlan) -> bool:
+        """Whether a plan has all as programs that ran have settled it."""
+        if not self.settled:
+            return True
+        same_stages = self.stage_plan.patterns == stages.patterns
+        return (same_stages and self._homes() == plan.stage_ranks) and all(
+            self.settled.get(label, placements) == placements
+            for label, placements in _chosen(plan).items()
+        )
+
+    def _homes(self) -> tuple[int, ...]:
+        stages = self.stage_plan
+        num = self.mesh.axis_size(stages.axis) if stages.axis else 1
+        return stages.ranks or dealt(stages.num_stages, num)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -138,8 +166,9 @@ def parallelize(
             alternatives; the first match wins. What no glob matches, the planner places. With
             ColumnParallel or RowParallel the glob is over names of modules.
         stages: one axis and its list of stages, each a list of globs: pipeline stages. Or "auto"
-            for the axis (without an axis: pp): the first plan chooses one stage for each rank, or
-            as many as `Auto` states, so that the slowest is fast; ``model.stages`` has them then.
+            for the axis (without an axis: pp): the plan chooses one stage for each rank, or as
+            many as `Auto` states, so that the slowest is fast. ``plan.stages`` has them;
+            what the first program that runs has chosen holds, and ``model.stages`` has it then.
         init: for a module on the meta device, whose parameters each rank then makes for itself:
             "reset" (each part's own reset_parameters), a function of the model that is called
             after those, or a function without arguments that builds the model once more.
@@ -159,3 +188,14 @@ def parallelize(
     again = recompute_of(recompute, module)
     split = zero_of(zero, mesh, plan.axis)
     return ParallelModule(module, mesh, placed, plan, init, split, again)
+
+
+def _chosen(plan: Plan) -> dict[str, dict[str, Placement]]:
+    """By parameter and buffer, its placements on every axis that a stage has."""
+    found: dict[str, dict[str, Placement]] = {}
+    for item in plan.inputs:
+        if item.kind in ("parameter", "buffer"):
+            split = restated(item.spec)
+            whole = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in split]
+            found[item.label] = {**split, **dict.fromkeys(whole, REPLICATE)}
+    return found

@@ -24,7 +24,7 @@ from dtensor.api.stating.patterns import matches
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.sharding.plan.choose.repeated_layers import without_numbers
+from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.spec.placements import Placement, Shard
 
 

@@ -23,6 +23,7 @@ import torch
 
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome
+from dtensor.api.stating.stages import StagePlan
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError
@@ -153,11 +154,12 @@ class Session:
             found.changed = False
         return found
 
-    def place(self, model: ParallelModule, plan: Plan) -> None:
+    def place(self, model: ParallelModule, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
         resident = self.resident(model)
         if resident.placed is plan:
             return
+        model.settle(plan, stages)
         tensors = tensors_of(model)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]

@@ -42,6 +42,6 @@ def simulate(
                 f"simulate takes what dt.train_step or dt.compile returns, not "
                 f"{type(step).__name__}.\nfix: dt.simulate(step, *batch)"
             )
-    if step.latest is not None and not batch and not kwargs:
-        return simulated(step.latest.plan, grid, topology)
+    if step.plans.latest is not None and not batch and not kwargs:
+        return simulated(step.plans.latest.plan, grid, topology)
     return simulated(step.plan(*batch, **kwargs), grid, topology)

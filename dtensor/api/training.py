@@ -15,37 +15,133 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dtensor.api.compiled import load, on_stage
 from dtensor.api.eager.tensor import held_by
-from dtensor.api.loss import Loss
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome, agreed, place_optimizer
-from dtensor.api.plan_call import Call, Options, Planned, parameter_labels, plan_call
+from dtensor.api.plan_call import (
+    BoundCall,
+    Options,
+    PlanCache,
+    Planned,
+    parameter_labels,
+    plan_call,
+)
 from dtensor.api.randomness import numbers_fed
-from dtensor.api.scheduled import scheduled
 from dtensor.api.session import Session, session_for
 from dtensor.api.stating.recompute_globs import recompute_of
+from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
-from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.program import holders
 from dtensor.runtime.lower.rank import Roles
-from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule, in_flight
+from dtensor.runtime.lower.timetable import GridTimetable, stage_costs
+from dtensor.runtime.schedule import Costs, GPipe, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Training
+from dtensor.sharding.plan.request import Search, Training, checked_search
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 
 RUN_AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What `train_step` was given besides the model, the loss and the optimizer."""
+
+    inputs: Mapping[str, Any] | None
+    schedule: Schedule
+    clip_grad_norm: float | None
+    topology: Topology | None
+    search: Search
+    keep_gradients: bool
+    recompute: tuple[str, ...]
+    master_weights: bool
+
+
+class Loss:
+    """A step's loss, which may still be on its way. Reading it waits and raises what failed.
+
+    ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
+    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
+    """
+
+    def __init__(self, future: Future, planned: Planned, session: Session) -> None:
+        self._future = future
+        self._planned = planned
+        self._session = session
+        self.was_read = False
+
+    def _get(self) -> list[dict[str, torch.Tensor]]:
+        """What each rank returned."""
+        self.was_read = True
+        try:
+            return self._future.get()
+        except DaftError:
+            self._session.failure_was_read = True
+            raise
+
+    def _result(self, index: int) -> torch.Tensor:
+        name = f"result {index}"
+        flow = self._planned.plan.flow
+        value = next(o.value for o in flow.outputs if o.kind == "result" and o.of == index)
+        for found in self._get():
+            if name in found:  # a sum over microbatches of 16 bits comes in float32
+                return found[name].to(flow.metas[value].dtype)
+        raise AssertionError(f"no rank returned {name}")
+
+    def done(self) -> bool:
+        """Whether reading would not wait."""
+        return self._future.done()
+
+    def tensor(self) -> torch.Tensor:
+        """The loss as a scalar CPU tensor."""
+        return self._result(0)
+
+    def item(self) -> float:
+        return float(self)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
+        tensors = [self._result(i) for i in range(count)]
+        outputs = self._planned.graph.unflatten(tensors)
+        if not isinstance(outputs, tuple):
+            return {}
+        return {name: float(value) for name, value in outputs[1].items()}
+
+    @property
+    def grad_norm(self) -> float | None:
+        for found in self._get():
+            if "norm" in found:
+                return float(found["norm"])
+        return None
+
+    def backward(self) -> None:
+        """Raises: the step has done it."""
+        raise TypeError(
+            "a step has run forward, backward and the optimizer already; fix: remove the call. "
+            "To accumulate gradients, pass the batches as one, with "
+            "schedule=dt.GPipe(microbatches=...)"
+        )
+
+    def __float__(self) -> float:
+        return float(self.tensor())
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec)
+
+    def __repr__(self) -> str:
+        return f"Loss({float(self):.6g})" if self.done() else "Loss(running)"
 
 
 class TrainStep:
@@ -56,36 +152,21 @@ class TrainStep:
         model: ParallelModule,
         loss_fn: Callable[..., Any],
         optimizer: torch.optim.Optimizer,
-        inputs: Mapping[str, Any] | None,
-        schedule: Schedule,
-        clip_grad_norm: float | None,
-        topology: Topology | None,
-        search: str,
-        keep_gradients: bool,
-        recompute: tuple[str, ...] = (),
-        master_weights: bool = False,
+        options: StepOptions,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
-        self.inputs = inputs
-        self.schedule = schedule
-        self.clip_grad_norm = clip_grad_norm
-        self.topology = topology
-        self.search = search
-        self.grid = self._grid()
-        self.groups: tuple[tuple[str, ...], ...] = ()
-        self._held: tuple[tuple[int, ...], ...] = ()  # the parameters that ``groups`` names, by id
-        self._read_groups()
-        self.keep_gradients = keep_gradients
-        self.recompute = recompute
-        self.master_weights = master_weights
+        self.options = options
+        stages = model.stage_plan
+        ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
+        self.grid = options.schedule.grid(stages.num_stages, ranks)
+        self.plans = PlanCache()
+        self._groups = _GroupNames(model, optimizer)
+        self._groups()
         self._last: Planned | None = None
-        self._planned: dict[object, Planned] = {}
         self._running: deque[Loss] = deque()
         self._session: Session | None = None  # of the last step
-        self.latest: Planned | None = None
-        """What `plan` or a call planned last."""
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -109,69 +190,41 @@ class TrainStep:
         """`plan`, where ``graph`` is what such a step captures; several steps may share one."""
         return self._plan(self._call(batch, kwargs), graph).plan
 
-    def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        return Call.of(self.loss_fn, (self.model, *batch), kwargs)
+    def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
+        return BoundCall.of(self.loss_fn, (self.model, *batch), kwargs)
 
-    def _plan(self, call: Call, graph: Graph | None = None) -> Planned:
-        self._read_groups()
-        key = self._key(call)
-        if key not in self._planned:
+    def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
+        groups = self._groups()
+
+        def key() -> object:
+            trained = tuple(p.requires_grad for p in self.model.parameters())
+            return (call.key(), trained, groups)
+
+        def make() -> Planned:
             options = Options(
-                inputs=self.inputs,
-                num_microbatches=self.schedule.microbatches,
-                topology=self.topology,
-                training=self._training,
-                free=self.search == "free",
-                recompute=self.recompute,
+                inputs=self.options.inputs,
+                num_microbatches=self.options.schedule.microbatches,
+                timetable=GridTimetable(self.grid),
+                topology=self.options.topology,
+                training=lambda graph: self._training(graph, groups),
+                search=self.options.search,
+                recompute=self.options.recompute,
                 graph=graph,
-                in_flight=in_flight(self.grid),
             )
             name = getattr(self.loss_fn, "__name__", "step").strip("<>")
-            planned = plan_call(call, self.model.mesh, "loss", options, name)
-            self._planned[key] = replace(planned, plan=scheduled(planned.plan, self.grid))
-            # capture ran forward, which may count its calls in an attribute of a module
-            self._planned[self._key(call)] = self._planned[key]
-        self.latest = self._planned[key]
-        return self.latest
+            return plan_call(call, self.model.mesh, "loss", options, name)
 
-    def _key(self, call: Call) -> object:
-        trained = tuple(p.requires_grad for p in self.model.parameters())
-        return (call.key(), trained, self.groups)
+        return self.plans.get(key, make)
 
-    def _training(self, graph: Graph) -> Training:
+    def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
         known = parameter_labels(graph)
-        trained = frozenset(n for group in self.groups for n in group if n in known)
         return Training(
             optimizer=type(self.optimizer).__name__,
-            trained=trained,
+            trained=frozenset(n for group in groups for n in group if n in known),
             state_tensors=state_tensors(self.optimizer),
-            clip_grad_norm=self.clip_grad_norm,
-            master_weights=self.master_weights,
+            clip_grad_norm=self.options.clip_grad_norm,
+            master_weights=self.options.master_weights,
         )
-
-    def _read_groups(self) -> None:
-        """Names of the parameters of each of the optimizer's groups, where they changed."""
-        held = tuple(tuple(map(id, group["params"])) for group in self.optimizer.param_groups)
-        if held == self._held:
-            return
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        groups: list[tuple[str, ...]] = []
-        for group in self.optimizer.param_groups:
-            unknown = [p for p in group["params"] if id(p) not in names]
-            if unknown:
-                raise PlanningError(
-                    f"the optimizer holds a parameter of shape {list(unknown[0].shape)} that is "
-                    f"not one of the model's; fix: build it over model.parameters()"
-                )
-            groups.append(tuple(names[id(p)] for p in group["params"]))
-        self.groups, self._held = tuple(groups), held
-
-    def _grid(self) -> Grid:
-        stages = self.model.stage_plan
-        ranks = self.model.mesh.axis_size(stages.axis) if stages.axis else 1
-        grid = self.schedule.grid(stages.num_stages, ranks)
-        self.model.settle_stages(grid.home())
-        return grid
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -184,12 +237,12 @@ class TrainStep:
         planned = self._plan(call)
         session = session_for(self.model.mesh)
         home = self._place_optimizer(session, planned)
-        roles = Roles(optimizer=home.name, gradients=self.keep_gradients)
+        roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
         program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
-        options = {"options": home.options(self.groups)}
-        kept = self._kept(session, planned) if self.keep_gradients else {}
+        options = {"options": home.options(self._groups())}
+        kept = self._kept(session, planned) if self.options.keep_gradients else {}
         numbers = numbers_fed(self.model.steps.advance(), "train")
         future = session.run(program.handle, program.feed(call, numbers, options), kept)
         self._last = planned
@@ -211,17 +264,21 @@ class TrainStep:
         """
         session = session_for(self.model.mesh)
         if not batch and not kwargs:
-            if not self.keep_gradients or self._last is None or self._session is not session:
+            if (
+                not self.options.keep_gradients
+                or self._last is None
+                or self._session is not session
+            ):
                 raise PlanningError(
                     "no gradients of a last step are kept.\n"
                     "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
                     "pass a batch: step.gradients(*batch)"
                 )
-            kept = self._kept(session, self._last)
+            names = self._kept(session, self._last)
             last: dict[str, torch.Tensor] = {}
             for label, spec in _gradient_specs(self._last).items():
                 ranks = held_by(spec)
-                shards = session.fetch(kept[f"gradient {label}"], ranks)
+                shards = session.fetch(names[f"gradient {label}"], ranks)
                 last[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
             return self._shown(last, self._last)
         call = self._call(batch, kwargs)
@@ -238,7 +295,7 @@ class TrainStep:
     def _shown(
         self, gradients: Mapping[str, torch.Tensor], planned: Planned
     ) -> dict[str, torch.Tensor]:
-        if self.master_weights:
+        if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
         return {n: g.to(dtypes[n]) for n, g in gradients.items()}
@@ -253,10 +310,10 @@ class TrainStep:
         resident = session.resident(self.model)
         home = resident.optimizers.get(id(self.optimizer))
         if home is not None:
-            return agreed(home, self.master_weights)
+            return agreed(home, self.options.master_weights)
         # the parameters first: their specs say how the state is cut
-        session.place(self.model, planned.plan)
-        trained = {name for group in self.groups for name in group}
+        session.place(self.model, planned.plan, planned.stages)
+        trained = {name for group in self._groups() for name in group}
         held: list[set[str]] = [set() for _ in range(session.mesh.size)]
         for item in planned.plan.inputs:
             if item.kind == "parameter" and item.label in trained:
@@ -266,9 +323,9 @@ class TrainStep:
             session,
             self.model,
             self.optimizer,
-            self.groups,
+            self._groups(),
             held,
-            masters=self.master_weights,
+            masters=self.options.master_weights,
         )
 
     def _raise_unread(self) -> None:
@@ -315,6 +372,7 @@ def train_step(
         schedule: such as OneFOneB, with its number of microbatches; default one microbatch.
         clip_grad_norm: the global norm that gradients are scaled down to.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
+        search: "predictable" splits only what pins reach; "free" lifts that.
         recompute: globs over names of modules whose activations are not kept for the backward but
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
@@ -347,19 +405,45 @@ def train_step(
             f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
             f"fix: leave it out of one of them"
         )
-    return TrainStep(
-        model,
-        loss_fn,
-        optimizer,
-        inputs,
-        schedule or GPipe(microbatches=1),
-        clip_grad_norm,
-        topology,
-        search,
-        keep_gradients,
-        again,
-        master_weights,
+    options = StepOptions(
+        inputs=inputs,
+        schedule=schedule or GPipe(microbatches=1),
+        clip_grad_norm=clip_grad_norm,
+        topology=topology,
+        search=checked_search(search),
+        keep_gradients=keep_gradients,
+        recompute=again,
+        master_weights=master_weights,
     )
+    step = TrainStep(model, loss_fn, optimizer, options)
+    model.claim_homes(step.grid.home())
+    return step
+
+
+class _GroupNames:
+    """The names of the parameters of each of an optimizer's groups, read anew where they changed.
+
+    Raises PlanningError for a parameter that is not the model's.
+    """
+
+    def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.held: tuple[tuple[int, ...], ...] | None = None  # the parameters, by id
+        self.names: tuple[tuple[str, ...], ...] = ()
+
+    def __call__(self) -> tuple[tuple[str, ...], ...]:
+        groups = self.optimizer.param_groups
+        held = tuple(tuple(map(id, group["params"])) for group in groups)
+        if held != self.held:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            for parameter in (p for group in groups for p in group["params"]):
+                if id(parameter) not in names:
+                    raise PlanningError(
+                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that "
+                        f"is not one of the model's; fix: build it over model.parameters()"
+                    )
+            self.names, self.held = tuple(tuple(names[p] for p in ids) for ids in held), held
+        return self.names
 
 
 def _gradient_specs(planned: Planned) -> dict[str, TensorSpec]:

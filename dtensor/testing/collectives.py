@@ -35,9 +35,10 @@ from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph
 from dtensor.frontend.op_calls import meta_of
-from dtensor.sharding.plan.cost.collectives import Collective
+from dtensor.sharding.plan.cost.collectives import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
@@ -152,7 +153,7 @@ def counts(planned: Plan, phase: str) -> dict[str, int]:
 # -- what was found ----------------------------------------------------------------------------
 
 
-def _phase(collective: Collective) -> str:
+def _phase(collective: PlannedCollective) -> str:
     return "forward" if collective.phase == "forward" else "backward"
 
 
@@ -164,7 +165,7 @@ def _differences(phase: str, expected: Counts, found: Counts) -> list[str]:
     ]
 
 
-def _text(collective: Collective) -> str:
+def _text(collective: PlannedCollective) -> str:
     where = f"  {collective.source}" if collective.source else ""
     return (
         f"  {_phase(collective):<8}  {collective.key}  {collective.name}  "

@@ -37,8 +37,10 @@ from dtensor.runtime.lower.program import lower
 from dtensor.runtime.lower.rank import Roles
 from dtensor.sharding.ops.random import is_random
 from dtensor.sharding.plan.dataflow import Dataflow
-from dtensor.sharding.plan.plan import Plan, PlannedOutput
-from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.record import PlannedOutput
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement

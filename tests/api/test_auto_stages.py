@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.plan_call import Call
+from dtensor.api.plan_call import BoundCall
 from dtensor.frontend.graph import Graph
-from dtensor.sharding.plan.cost.memory import stage_seconds
+from dtensor.sharding.plan.cost.seconds import stage_seconds
 from tests.api.test_stage_graphs import Skips, square, vectors
 from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn
@@ -43,7 +43,7 @@ def step_of(module: nn.Module, pp: int, stages: Stages, **options: Any) -> dt.Tr
 @functools.cache
 def graph() -> tuple[GPT, Graph]:
     module = large_vocabulary()
-    return module, Call.of(loss_fn, (module, *data()), {}).graph("loss")
+    return module, BoundCall.of(loss_fn, (module, *data()), {}).graph("loss")
 
 
 def slowest(plan: dt.Plan) -> float:
@@ -53,7 +53,8 @@ def slowest(plan: dt.Plan) -> float:
 def gpt_plan(pp: int, stages: Stages) -> tuple[dt.Plan, dict[str, Any]]:
     module, found = graph()
     step = step_of(module, pp, stages)
-    return step.plan_of(found, *data()), step.model.stages
+    plan = step.plan_of(found, *data())
+    return plan, plan.stages or step.model.stages
 
 
 def said(plan: dt.Plan) -> str:
@@ -61,10 +62,11 @@ def said(plan: dt.Plan) -> str:
     return " ".join(str(plan).split())
 
 
-def chosen(model: dt.ParallelModule) -> tuple[tuple[str, ...], ...]:
+def chosen(model: dt.ParallelModule) -> dict[str, list[list[str]]]:
+    """The model's stages, once they are settled."""
     (stages,) = model.stages.values()
     assert isinstance(stages, list)
-    return tuple(tuple(patterns) for patterns in stages)
+    return model.stages
 
 
 @pytest.mark.parametrize("pp", [2, 3])
@@ -102,7 +104,7 @@ def test_no_cut_of_a_gpt_is_better() -> None:
 def test_no_cut_of_skips_is_better() -> None:
     """Values are sent past stages."""
     module, given = Skips(), vectors()
-    captured = Call.of(square, (module, *given), {}).graph("loss")
+    captured = BoundCall.of(square, (module, *given), {}).graph("loss")
 
     def plan_of(stages: Stages) -> dt.Plan:
         model = dt.parallelize(module, dt.Mesh(pp=3), {}, stages=stages)
@@ -115,16 +117,23 @@ def test_no_cut_of_skips_is_better() -> None:
     assert slowest(plan_of("auto")) == pytest.approx(min(map(slowest, found)), rel=1e-9)
 
 
-def test_the_first_plan_decides() -> None:
+def test_the_first_program_that_runs_decides() -> None:
     module = large_vocabulary()
     step = step_of(module, 2, {"pp": "auto"})
-    assert step.model.stages == {"pp": dt.Auto(num_stages=2)}
     plan = step.plan(*data())
-    stages = step.model.stages
-    other = step.plan(*(torch.cat([x] * 4) for x in data()))
-    assert step.model.stages == stages
-    assert [(i.label, i.stages) for i in other.inputs] == [(i.label, i.stages) for i in plan.inputs]
-    assert other.auto == plan.auto == chosen(step.model)
+    other = tuple(torch.cat([x] * 4) for x in data())
+    step.plan(*other)
+    assert step.model.stages == {"pp": dt.Auto(num_stages=2)}  # planning changes nothing
+    with dt.launch(step.model.mesh):
+        float(step(*data()))
+        assert chosen(step.model) == plan.stages
+        wider = step.plan(*other)
+        assert wider.stages == plan.stages
+        assert [(i.label, i.stages) for i in wider.inputs] == [
+            (i.label, i.stages) for i in plan.inputs
+        ]
+        float(step(*other))
+        dt.gather_state_dict(step.model)
 
 
 def test_trains_evaluates_and_saves() -> None:
@@ -153,7 +162,8 @@ def test_an_evaluation_may_come_first() -> None:
     mesh = dt.Mesh(pp=2)
     model = dt.parallelize(large_vocabulary(), mesh, {}, stages="auto")
     evaluate = dt.compile(lambda m, x: m(x), mesh, topology=TOPOLOGY)
-    assert evaluate.plan(model, data()[0]).auto == chosen(model)
+    evaluate(model, data()[0])
+    assert evaluate.plan(model, data()[0]).stages == chosen(model)
 
 
 def test_compare_takes_it() -> None:
@@ -253,10 +263,10 @@ def test_parameters_that_are_used_twice(make: Callable[[], nn.Module]) -> None:
         schedule=dt.OneFOneB(2),
         topology=TOPOLOGY,
     )
-    step.plan(x)
     if make is Functional:
-        assert all("embed.weight" in stage for stage in chosen(model))
-        assert "unused.*" in chosen(model)[1]  # where the modules around it are
+        stages = step.plan(x).stages["pp"]
+        assert all("embed.weight" in stage for stage in stages)
+        assert "unused.*" in stages[1]  # where the modules around it are
     with dt.launch(mesh):
         found = step.gradients(x)
     expected = gradients_of(module, (x,), next_token)

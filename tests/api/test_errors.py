@@ -22,7 +22,8 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.parse import parse as spec
 from dtensor.sharding.spec.placements import Row, Shard

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.schedule import bubble, timeline
-from dtensor.sharding.plan.cost.memory import stage_seconds
+from dtensor.sharding.plan.cost.seconds import stage_seconds
 from dtensor.sharding.plan.steps import Compute
 
 WIDTH, ROWS = 6, 840  # the rows divide by 1 to 8

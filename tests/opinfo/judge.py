@@ -26,7 +26,6 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo
 
 from dtensor.frontend.capture import decompose
-from dtensor.sharding.plan.choose.prices import is_view
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.rules.tables.whole import reasons
@@ -338,7 +337,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor, exact: bool = False)
 def ran_split(plan: Plan) -> bool:
     """Whether this plan's forward ran split; see the module docstring."""
     forward = [s for s in plan.steps if isinstance(s, Compute) and s.phase == "forward"]
-    steps = [s for s in forward if not is_view(s.op)] or forward
+    steps = [s for s in forward if not s.is_view] or forward
     specs: list[TensorSpec | None] = [
         spec for s in steps for spec in (*s.operand_specs, *s.result_specs)
     ]

@@ -25,7 +25,8 @@ from dtensor.runtime.lower.program import fed_spec, lower, on_mesh
 from dtensor.runtime.lower.rank import Roles
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard
@@ -330,7 +331,7 @@ def plan_program(
             flow=flow,
             mesh=mesh,
             pins=pins,
-            free=free,
+            search="free" if free else "predictable",
             batch=batch,
             num_microbatches=microbatches,
             topology=topology or Topology(),

@@ -32,7 +32,8 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Output
-from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Convert
 from dtensor.sharding.redistribute.moves import WORTH, Move, moves, seconds
 from dtensor.sharding.redistribute.topology import Topology

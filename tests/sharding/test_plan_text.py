@@ -18,7 +18,7 @@ from expecttest import assert_expected_inline
 
 from dtensor.api.stating.patterns import matches
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.cost.memory import stage_flops, stage_seconds
+from dtensor.sharding.plan.cost.seconds import stage_flops, stage_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import collapse, flop_text, seconds_text, size_text
 from dtensor.sharding.spec.mesh import Mesh

@@ -106,11 +106,11 @@ def test_the_vocabulary_ends_at_the_embedding_and_at_a_softmax() -> None:
     flow = flow_of(Vocabulary(), tokens)
     embedding = reached(flow, {"embed.weight": Shard(0)})
     assert embedding.opened[0].reached == ("embed_weight",)
-    pending = [s.label for s in embedding.strategies["embedding"]]
+    pending = [s.kind for s in embedding.strategies["embedding"]]
     assert len(pending) == 2  # replicate, and the rows split
     head = reached(flow, {"head.weight": Shard(0)})
     softmax = next(op for op in flow.ops if "softmax" in op.call.name)
-    assert [s.label for s in head.strategies[softmax.name]] == ["replicate"]
+    assert [s.kind for s in head.strategies[softmax.name]] == ["replicate"]
 
 
 def test_free_search_opens_everything() -> None:

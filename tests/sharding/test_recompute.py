@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Bucket, Compute, operands_of, phase_of, results_of
+from dtensor.sharding.plan.steps import Bucket, Compute, operands_of, results_of
 from tests.models import GPT, MLP, DropoutGPT, batch, loss_fn
 from tests.plans import MEGATRON
 
@@ -64,8 +64,8 @@ def again(plan: Plan) -> list[Compute]:
 
 def kept(plan: Plan) -> set[str]:
     """The values of the forward that the backward reads."""
-    made = {n for s in plan.steps if phase_of(s) == "forward" for n, _ in results_of(s)}
-    read = {n for s in plan.steps if phase_of(s) == "backward" for n in operands_of(s)}
+    made = {n for s in plan.steps if s.phase == "forward" for n, _ in results_of(s)}
+    read = {n for s in plan.steps if s.phase == "backward" for n in operands_of(s)}
     return made & read
 
 

@@ -13,9 +13,9 @@ import dtensor as dt
 from dtensor.daft import Call, Collective, Wait
 from dtensor.runtime.lower.program import lower
 from dtensor.runtime.lower.rank import Roles
-from dtensor.sharding.plan.passes.gather_stored import layer_of, stored_spec
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Bucket
+from dtensor.sharding.plan.storage import layer_of, stored_spec
 from dtensor.sharding.spec.spec import make_spec
 from tests.models import GPT, batch, loss_fn
 

@@ -42,7 +42,8 @@ from dtensor.frontend.op_calls import op_call
 from dtensor.sharding.ops.call import Operand, Slot
 from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request, plan
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement

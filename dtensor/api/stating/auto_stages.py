@@ -1,13 +1,13 @@
 """`stages="auto"`: the stages whose slowest is as fast as can be, by the prices of the plan.
 
     model = parallelize(GPT(config), Mesh(pp=2, tp=2), MEGATRON, stages="auto")
-    train_step(model, loss_fn, opt).plan(tokens, targets)    # the first plan cuts the model
-    model.stages                # {"pp": [["embed.*", "blocks.{0..2}.*"], ["blocks.3.*", "head.*"]]}
+    train_step(model, loss_fn, opt).plan(tokens, targets).stages
+    # {"pp": [["embed.*", "blocks.{0..2}.*"], ["blocks.3.*", "head.*"]]}
 
 The program is planned once without stages; what that says of each unit (a module that computes with
 parameters) is a chain, and the chain is cut where the dearest stage is cheapest. The result is
-patterns, read as stated ones are, so that who states them gets the same plan. It holds for the
-model from then on: parameters stay where they are, whatever else is planned.
+patterns, read as stated ones are, so that who states them gets the same plan. Once a program
+has run it holds for the model: parameters stay where they are, whatever else is planned.
 
 Not here: units (frontend/dataflow/units.py), prices (sharding/plan/cost/unit_costs.py), the search
 (sharding/plan/cost/cut_chain.py).
@@ -27,9 +27,8 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.units import Units, units_of
 from dtensor.sharding.plan.cost.cut_chain import partition
 from dtensor.sharding.plan.cost.unit_costs import chain_of
-from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
 
 
@@ -52,9 +51,7 @@ def cut(
     axis = stages.axis
     assert axis is not None
     mesh = request.mesh
-    whole = gather_stored(
-        make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
-    )
+    whole = make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
     names = names_of(module)
     aliases = {n.name: n.names for n in names if n.kind == "parameter"}
     found = units_of(whole.flow, aliases, _containers(module))

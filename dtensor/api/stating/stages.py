@@ -29,7 +29,7 @@ from dtensor.sharding.spec.mesh import Mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """Stages that the first plan chooses, ``num_stages`` of them; default one for each rank."""
+    """Stages that a plan chooses, ``num_stages`` of them; default one for each rank."""
 
     num_stages: int | None = None
 
@@ -45,7 +45,7 @@ class StagePlan:
 
     ``homes``: by each name of a parameter, the stages that its own patterns put it on.
     ``ranks``: by stage, its coordinate on the axis; empty: stages are dealt out in turn.
-    ``patterns``: by stage. ``auto``: the first plan chooses them; until then there are none.
+    ``patterns``: by stage. ``auto``: a plan chooses them; until one has run there are none.
     Without stages ``axis`` is None, ``num_stages`` 1 and ``held`` empty.
     """
 

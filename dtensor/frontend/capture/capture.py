@@ -43,7 +43,7 @@ from dtensor.frontend.capture.uncompiled import uncompiled
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.marks import capturing_marks
 from dtensor.frontend.source import source_of_callable, source_of_exception, whole_traces
-from dtensor.sharding.plan.gc_pause import collector_paused
+from dtensor.sharding.gc_pause import collector_paused
 
 # Torch's warning about tensors that forward stored in a module. nn.LSTM and its like are exempt:
 # they keep their parameters a second time in a list, which the export itself swaps.

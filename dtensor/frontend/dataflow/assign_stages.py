@@ -178,6 +178,7 @@ class _Stager:
                         results=results,
                         operands=operands,
                         stage=stage,
+                        copy_of=op.name if number else op.copy_of,
                     )
                 )
         inputs = tuple(

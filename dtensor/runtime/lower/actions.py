@@ -14,25 +14,15 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dtensor.runtime.lower.split_backward import in_weight_half, weight_half
-from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
-from dtensor.sharding.plan.cost.memory import step_seconds
-from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Step,
-    Transfer,
-    comes_last,
-    phase_of,
-    results_of,
-    runs_once,
-    stage_of,
-)
+from dtensor.runtime.schedule import Action, Event, Grid, Kind
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.steps import Accumulate, Step, Transfer, results_of
 
 
 class Actions:
     """``grid=None``: a microbatch goes through all stages and, in a plan with a backward, back."""
 
-    def __init__(self, plan: Plan, grid: Grid | None) -> None:
+    def __init__(self, plan: PlanRecord, grid: Grid | None) -> None:
         self.plan = plan
         self.all = tuple(grid.actions() if grid is not None else _one_by_one(plan))
         """(step, pipeline rank, action), by steps."""
@@ -60,10 +50,9 @@ class Actions:
             self._steps[key] = tuple(
                 s
                 for s in self.plan.steps
-                if not runs_once(s)
-                and not comes_last(s)
-                and phase_of(s) == phase
-                and (stage_of(s) == stage or (isinstance(s, Transfer) and s.to_stage == stage))
+                if not s.once
+                and s.phase == phase
+                and (s.stage == stage or (isinstance(s, Transfer) and s.to_stage == stage))
                 and (kind in ("F", "B") or (kind == "W") == in_weight_half(s, self._weights))
             )
         return self._steps[key]
@@ -85,24 +74,9 @@ class Actions:
         return weight_half(self.plan)
 
 
-def stage_costs(plan: Plan) -> Costs:
-    """Predicted seconds of each stage's F, I and W, as `Searched` takes them."""
-    actions = Actions(plan, None)
-
-    def seconds(kind: Kind) -> tuple[float, ...]:
-        return tuple(
-            sum(sum(step_seconds(plan, step, stage)) for step in actions.steps(kind, stage))
-            for stage in range(plan.num_stages)
-        )
-
-    return Costs(forward=seconds("F"), input=seconds("I"), weight=seconds("W"))
-
-
-def _one_by_one(plan: Plan) -> Iterator[tuple[int, int, Action]]:
+def _one_by_one(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
     # a backward of the identity is a conversion alone
-    has_backward = any(
-        phase_of(s) == "backward" and not runs_once(s) and not comes_last(s) for s in plan.steps
-    )
+    has_backward = any(s.phase == "backward" and not s.once for s in plan.steps)
     step = 0
     for m in range(plan.num_microbatches):
         forward = [Action("F", m, s) for s in range(plan.num_stages)]

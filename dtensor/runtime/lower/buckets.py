@@ -20,7 +20,7 @@ import torch
 
 from dtensor.daft import Buffer, Collective, Wait
 from dtensor.runtime.lower.code import CodeBuilder
-from dtensor.sharding.plan.steps import Bucket, Regather
+from dtensor.sharding.plan.steps import Bucket
 from dtensor.sharding.redistribute.moves import Move, overlap, positions
 from dtensor.sharding.spec.blocks import Where, block, join, write
 from dtensor.sharding.spec.placements import Intervals, Partial
@@ -164,33 +164,35 @@ def _finish_gather(rank: RankLowering, started: Gather) -> None:
         del rank.gathers[rank.value(name, microbatch)]
 
 
-def regather(rank: RankLowering, step: Regather) -> None:
+def regather(rank: RankLowering, step: Bucket) -> None:
     """Put updated parameters together again, in place: every rank sends its slices."""
     here = rank.at(None)
     rank.label = "regather"
     rank.close()
     segment = rank.segment(None)
-    rank.names(segment, step.inputs, None)
+    rank.names(segment, step.operands, None)
     wheres = tuple((_within(m.dst, here, _held(m.src, here)),) for m in step.moves)
-    pieces = _send_shards(rank, step, segment_operands=step.inputs, wheres=wheres, at=None)
+    pieces = _send_shards(rank, step, segment_operands=step.operands, wheres=wheres, at=None)
     label = f"{rank.label}: all_gather {step.name} over {step.axis}"
     rank.start(Wait(pieces[:1], label=label))
     segment = rank.segment(None)
     local = [f"{step.name}_from{i}" for i in range(len(pieces))]
     segment.table.update(zip(local, pieces, strict=True))
-    rank.names(segment, step.inputs, None)
+    rank.names(segment, step.operands, None)
     layout = segment.code.bind("layout", _layout(rank, step.moves, None))
     function = segment.code.bind("regathered", regathered)
-    values, given = _tuple(step.inputs), _tuple(local)
-    segment.code.line(f"{function}({values}, {given}, {layout})", [*step.inputs, *local], (), None)
-    segment.writes = tuple(segment.table[name] for name in step.inputs)
+    values, given = _tuple(step.operands), _tuple(local)
+    segment.code.line(
+        f"{function}({values}, {given}, {layout})", [*step.operands, *local], (), None
+    )
+    segment.writes = tuple(segment.table[name] for name in step.operands)
     rank.close()
     rank.label = "optimizer"
 
 
 def _send_shards(
     rank: RankLowering,
-    step: Bucket | Regather,
+    step: Bucket,
     *,
     segment_operands: Sequence[str],
     wheres: tuple[tuple[Where, ...], ...],

@@ -15,7 +15,7 @@ import torch
 from dtensor.daft import Buffer as WireBuffer
 from dtensor.daft import Collective, Recv, Send, Wait
 from dtensor.numerics import ReduceOp
-from dtensor.sharding.plan.steps import Convert, Transfer, runs_once
+from dtensor.sharding.plan.steps import Convert, Transfer
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, overlap, positions
 from dtensor.sharding.spec.blocks import block, join
 from dtensor.sharding.spec.placements import Partial
@@ -169,7 +169,7 @@ def transfer(
     here = rank.at(microbatch)
     buffer = WireBuffer(step.spec.local_shape(here), step.spec.dtype)
     channel = f"{step.phase} {step.stage}->{step.to_stage}"
-    if runs_once(step):
+    if step.once:
         channel += " once"
     sends = step.stage in rank.stages and (stage is None or stage == step.stage)
     receives = step.to_stage in rank.stages and (stage is None or stage == step.to_stage)

@@ -27,7 +27,8 @@ from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.rank import RankLowering, Roles
 from dtensor.runtime.schedule import Grid
-from dtensor.sharding.plan.plan import Plan, PlannedInput
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
 

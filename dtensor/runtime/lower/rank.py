@@ -20,7 +20,7 @@ from dtensor.runtime.lower.segment import Segment
 from dtensor.runtime.lower.sums import accumulate
 from dtensor.runtime.schedule import Action
 from dtensor.sharding.ops.call import Local, OpCall, slots_of
-from dtensor.sharding.plan.cost.memory import step_seconds
+from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -28,16 +28,12 @@ from dtensor.sharding.plan.steps import (
     Compute,
     Convert,
     Norm,
-    Regather,
     Step,
     TieSum,
     Transfer,
     Update,
-    comes_last,
     operands_of,
     results_of,
-    runs_once,
-    stage_of,
 )
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate, Shard
@@ -144,13 +140,13 @@ class RankLowering:
         for item in (*state, *arguments):
             self.record(item.name, item.held, None)
         self.label = "once"
-        self.steps([s for s in plan.steps if runs_once(s) and self._concerns(s)], None)
+        self.steps([s for s in plan.steps if s.once and self._concerns(s)], None)
         for step, action in self.actions.of(self.pipeline_rank):
             self._wait_sends(step)
             self.action(action)
         self.label = "optimizer"
         self._wait_sends(None)
-        self.steps([s for s in plan.steps if comes_last(s) and self._concerns(s)], None)
+        self.steps([s for s in plan.steps if s.phase == "optimizer" and self._concerns(s)], None)
         outputs = close_segments.outputs_of(self)
         return close_segments.finish(self, outputs, state=[self.value(i.name, None) for i in state])
 
@@ -179,13 +175,13 @@ class RankLowering:
                     conversions.convert(self, step, microbatch)
                 case Transfer():
                     conversions.transfer(self, step, microbatch, stage)
-                case Bucket():
+                case Bucket() if not step.in_place:
                     buckets.bucket(self, step, microbatch)
                 case TieSum():
                     step_end.tie_sum(self, step)
                 case Norm():
                     step_end.norm(self, step)
-                case Accumulate() | Update() | Regather():
+                case Accumulate() | Update() | Bucket():
                     continue  # accumulation follows its action; updates are one call, at the end
             self.price(self.open, step)
         if self.label == "optimizer":
@@ -203,7 +199,7 @@ class RankLowering:
             case Transfer():
                 return step.stage in self.stages or step.to_stage in self.stages
             case _:
-                return stage_of(step) in self.stages
+                return step.stage in self.stages
 
     # -- values and code -----------------------------------------------------------------------
 
@@ -222,7 +218,7 @@ class RankLowering:
         if "shared" not in self.cache:
             names = {*(i.name for i in self.plan.inputs), *close_segments.numbers_of(self.plan)}
             for step in self.plan.steps:
-                if runs_once(step) or comes_last(step):
+                if step.once or step.phase == "optimizer":
                     names.update(name for name, _ in results_of(step))
             self.cache["shared"] = frozenset(names)
         return self._names("shared")
@@ -258,7 +254,7 @@ class RankLowering:
         if self.priced and segment is not None:
             key = ("seconds", id(step))
             if key not in self.cache:
-                self.cache[key] = step_seconds(self.plan, step, stage_of(step))[0]
+                self.cache[key] = step_seconds(self.plan, step, step.stage)[0]
             found = self.cache[key]
             assert isinstance(found, float)
             segment.seconds += found

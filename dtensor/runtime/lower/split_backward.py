@@ -16,31 +16,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Bucket,
     Norm,
     Step,
     Transfer,
     Update,
-    comes_last,
     operands_of,
-    phase_of,
     results_of,
-    runs_once,
 )
 
 _OTHER = "an output that is no gradient"
 
 
-def weight_half(plan: Plan) -> frozenset[str]:
+def weight_half(plan: PlanRecord) -> frozenset[str]:
     """The values that the W of the plan's stages make."""
     reached = _modules_reached(plan)
-    steps = [
-        s
-        for s in plan.steps
-        if phase_of(s) == "backward" and not runs_once(s) and not comes_last(s)
-    ]
+    steps = [s for s in plan.steps if s.phase == "backward" and not s.once]
     needed: set[str] = set()  # by I
     for step in reversed(steps):
         names = [name for name, _ in results_of(step)]
@@ -60,7 +53,7 @@ def in_weight_half(step: Step, weights: frozenset[str]) -> bool:
     return any(name in weights for name, _ in results_of(step))
 
 
-def _modules_reached(plan: Plan) -> dict[str, set[str]]:
+def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
     """By value, the modules whose parameters' gradients it has a part in."""
     reached: dict[str, set[str]] = defaultdict(set)
     label_of = {item.name: item.label for item in plan.inputs}
@@ -77,7 +70,7 @@ def _modules_reached(plan: Plan) -> dict[str, set[str]]:
             case Norm():
                 for _, value, parameter in step.operands:
                     reached[value].add(_module(parameter))
-            case Bucket():
+            case Bucket() if not step.in_place:
                 for operand, result in zip(step.operands, step.results, strict=True):
                     reached[operand] |= reached[result]
             case _:

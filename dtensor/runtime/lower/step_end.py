@@ -17,8 +17,8 @@ from dtensor.daft import Buffer, Collective, Wait
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower import buckets
 from dtensor.runtime.shard_optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
-from dtensor.sharding.plan.plan import PlannedInput
-from dtensor.sharding.plan.steps import Norm, Regather, TieSum, Update
+from dtensor.sharding.plan.record import PlannedInput
+from dtensor.sharding.plan.steps import Bucket, Norm, TieSum, Update
 from dtensor.sharding.redistribute.moves import positions
 from dtensor.sharding.spec.blocks import Where, block, write
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -223,7 +223,7 @@ def update(rank: RankLowering) -> None:
     rank.close()
     rank.label = "optimizer"
     for step in rank.plan.steps:
-        if isinstance(step, Regather) and step.stage in rank.stages:
+        if isinstance(step, Bucket) and step.in_place and step.stage in rank.stages:
             buckets.regather(rank, step)
 
 

@@ -12,7 +12,7 @@ Invariants are checked by `Dataflow.verify`. It knows no mesh and no torch.fx.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -70,6 +70,7 @@ class Op:
     over_batch: bool = False  # a composite op that takes statistics over the batch
     # links a backward op to its forward op; counted by the process, so not compared
     seq: int | None = field(default=None, compare=False)
+    copy_of: str | None = None  # the op that this one repeats on another stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +138,33 @@ class Dataflow:
                     seen.add(name)
         for output in self.outputs:
             assert output.value in seen, f"output {output.value} is not defined"
+
+
+# -- repeated layers -------------------------------------------------------------------------------
+
+
+def layer_group(op: Op, flow: Dataflow) -> Hashable:
+    """Equal for the same op of repeated layers; the op's own name for what is not repeated.
+
+    Layers make one choice, so that a model of any depth is solved at the size of one. Two ops are
+    alike where their module paths differ in numbers alone and their calls are equal. A sum of
+    gradients stands in no module; it is told by the modules whose gradients it adds.
+    """
+    inside = (without_numbers(op.module),)
+    if inside == (op.module,):
+        adds = op.phase == "backward" and not op.module
+        inside = _operand_modules(op, flow) if adds else ()
+        if not any("*" in path for path in inside):
+            return op.name
+    call = op.call
+    return (inside, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
+
+
+def _operand_modules(op: Op, flow: Dataflow) -> tuple[str, ...]:
+    producers = (flow.producers.get(name) for name in op.operands)
+    return tuple("" if p is None else without_numbers(p.module) for p in producers)
+
+
+def without_numbers(path: str) -> str:
+    """``blocks.*.norm1`` of ``blocks.3.norm1``: a layer's number goes, a number in a name stays."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))

@@ -16,44 +16,22 @@ change. Not here: better placements of another kind (replicated, another axis).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.contractions import batch_values, contractions_of
-from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request, plan, rules_of
-from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.sharding.plan.planner import plan, rules_of, trained
+from dtensor.sharding.plan.record import Hint
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.placements import Placement, Shard
 
 _WORTH = 0.99  # of the stated plan's seconds; a smaller gain is not worth a line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hint:
-    """``by``: what the user wrote the pin for; seconds and bytes sent are per rank and step."""
-
-    by: str
-    axis: str
-    stated: Shard
-    opposite: Shard
-    seconds: float
-    opposite_seconds: float
-    bytes_sent: int
-    opposite_bytes_sent: int
-
-    def __str__(self) -> str:
-        cheap = f"{seconds_text(self.opposite_seconds)}, {size_text(self.opposite_bytes_sent)} sent"
-        dear = f"{seconds_text(self.seconds)}, {size_text(self.bytes_sent)} sent"
-        return (
-            f'hint: "{self.by}" with {self.axis}={self.opposite!r} would cost {cheap} a step; '
-            f"{self.axis}={self.stated!r} as stated costs {dear}"
-        )
-
-
 def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
     """The hints for ``planned``, which was made of ``request``, in the order of its pins."""
-    flow = request.flow
+    flow = trained(request)
     rules, batch = rules_of(flow), batch_values(flow)
     groups: dict[tuple[str, str], dict[str, Shard]] = {}
     opposite: dict[tuple[str, str], dict[str, int]] = {}
@@ -120,7 +98,7 @@ def _turned(
 def _planned(request: Request) -> Plan | None:
     """The plan, or None where these pins do not go together."""
     try:
-        return gather_stored(plan(request))
+        return plan(request)
     except PlanningError:
         return None
 

@@ -3,21 +3,23 @@
     Compute, Convert, Transfer      the program: local ops, moves of one value, ways between stages
     Accumulate                      a sum over microbatches
     Bucket                          moves of several values as one message
-    TieSum, Norm, Update, Regather  the end of a training step
+    TieSum, Norm, Update            the end of a training step
 
 Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `results_of`).
-What a step costs stands in plan.py and plan/cost/memory.py.
+Every step has a ``phase``, a ``stage`` and says whether it runs ``once`` a training step instead of
+once a microbatch; those of the phase "optimizer" run after the last microbatch.
+What a step communicates and costs is in cost/.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import ClassVar, Literal, assert_never
 
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.redistribute.moves import Move, MoveKind
-from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.spec import TensorSpec
 
 StepPhase = Literal["forward", "backward", "optimizer"]
@@ -25,7 +27,7 @@ StepPhase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """One local op on every rank of its stage."""
+    """One local op on every rank of its stage; ``strategies``: (axis, what was chosen there)."""
 
     op: Op
     rule: Rule = field(compare=False)  # follows from the op
@@ -36,8 +38,12 @@ class Compute:
     phase: StepPhase
     stage: int
     once: bool
-    why: tuple[str, ...]  # per axis: "tp: f", the strategy's label
+    strategies: tuple[tuple[str, Strategy], ...]
     flops: int  # of one rank
+
+    @property
+    def is_view(self) -> bool:
+        return self.rule.kind == "view"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,8 @@ class Accumulate:
     dst: TensorSpec
     stage: int
     of: str
+    phase: ClassVar[StepPhase] = "optimizer"
+    once: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +96,8 @@ class Bucket:
     all_reduce and reduce_scatter of gradients; with parameters stored split, reduce_scatter in
     the backward and all_gather of the parameters of a layer (``of``: their labels), both of them
     once a microbatch. A gather starts where the step stands and is waited for at the first use.
+    Without ``results`` it gathers updated parameters: the operands are inputs of the plan, of which
+    each rank has its slice, and the whole values are written there.
     """
 
     name: str
@@ -104,6 +114,10 @@ class Bucket:
     def kind(self) -> MoveKind:
         return self.moves[0].kind
 
+    @property
+    def in_place(self) -> bool:
+        return not self.results
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TieSum:
@@ -114,6 +128,12 @@ class TieSum:
     stages: tuple[int, ...]
     spec: TensorSpec
     of: str
+    phase: ClassVar[StepPhase] = "optimizer"
+    once: ClassVar[bool] = False
+
+    @property
+    def stage(self) -> int:
+        return self.stages[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +144,9 @@ class Norm:
     operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
     specs: tuple[TensorSpec, ...]
     max_norm: float
+    phase: ClassVar[StepPhase] = "optimizer"
+    once: ClassVar[bool] = False
+    stage: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,24 +160,11 @@ class Update:
     optimizer: str
     state_bytes: int  # per rank
     master_bytes: int = 0  # of the float32 copy that is updated instead, per rank
+    phase: ClassVar[StepPhase] = "optimizer"
+    once: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regather:
-    """Updated parameters, each rank its slice, put together again on every rank: one message.
-
-    ``inputs`` are the plan's inputs that it writes; ``moves`` gather slices to whole values.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
-    moves: tuple[Move, ...]
-    axis: str
-    stage: int
-    of: tuple[str, ...]  # labels
-
-
-Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update | Regather
+Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
 
 
 def unused(name: str, taken: set[str]) -> str:
@@ -182,10 +192,10 @@ def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
         case Accumulate():
             return [(step.result, step.dst)]
         case Bucket():
-            return [(name, move.dst) for name, move in zip(step.results, step.moves, strict=True)]
+            return [(name, move.dst) for name, move in zip(step.results, step.moves)]
         case TieSum():
             return [(name, step.spec) for name in step.results]
-        case Norm() | Update() | Regather():
+        case Norm() | Update():
             return []
 
 
@@ -199,13 +209,13 @@ def operands_of(step: Step) -> tuple[str, ...]:
             return tuple(value for _, value, _ in step.operands)
         case Update():
             return (step.gradient,)
-        case Regather():
-            return step.inputs
 
 
 def reading(step: Step, names: Mapping[str, str]) -> Step:
     """The step with its operands renamed."""
     match step:
+        case Bucket() if step.in_place:
+            return step
         case Compute() | Bucket() | TieSum():
             return replace(step, operands=tuple(names.get(v, v) for v in step.operands))
         case Convert() | Transfer() | Accumulate():
@@ -215,37 +225,34 @@ def reading(step: Step, names: Mapping[str, str]) -> Step:
             return replace(step, operands=renamed)
         case Update():
             return replace(step, gradient=names.get(step.gradient, step.gradient))
-        case Regather():
-            return step
         case _:
             assert_never(step)
 
 
-def stage_of(step: Step) -> int:
-    """The stage at which a step stands; of those that concern several, the first."""
+def stages_of(step: Step) -> tuple[int, ...]:
+    """The stages that a step concerns: of a transfer both, of a norm all that count something."""
     match step:
+        case Transfer():
+            return (step.stage, step.to_stage)
         case TieSum():
-            return step.stages[0]
+            return step.stages
         case Norm():
-            return 0
-        case _:
-            return step.stage
+            return tuple(dict.fromkeys(stage for stage, _, _ in step.operands))
+        case Compute() | Convert() | Accumulate() | Bucket() | Update():
+            return (step.stage,)
 
 
-def runs_once(step: Step) -> bool:
-    """Whether a step runs once a training step rather than once a microbatch."""
-    return isinstance(step, Compute | Convert | Transfer | Bucket) and step.once
+def in_microbatch(step: Step) -> bool:
+    """Whether the step belongs to a forward or a backward, not to the end of the step."""
+    return step.phase != "optimizer"
 
 
-def comes_last(step: Step) -> bool:
-    """Whether a step comes after the last microbatch."""
+def viewed_operand(step: Step) -> str | None:
+    """The operand whose storage the results of the step share, None where they have their own."""
     match step:
-        case Accumulate() | TieSum() | Norm() | Update() | Regather():
-            return True
+        case Compute() if step.is_view and step.operands:
+            return step.operands[0]
+        case Convert() if step.move.kind == "relabel":
+            return step.operand
         case _:
-            return step.phase == "optimizer"
-
-
-def phase_of(step: Step) -> str:
-    """The phase of a step."""
-    return step.phase if isinstance(step, Compute | Convert | Transfer | Bucket) else "optimizer"
+            return None

@@ -19,7 +19,7 @@ from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, Meta, OpCall, Operand
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.registry import Builder
-from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.rule import Kind, Rule
 from dtensor.sharding.spec.placements import Intervals, intersect, length
 
 Groups = Sequence[Sequence[int]]
@@ -78,6 +78,11 @@ def make(
     if not flops:
         return found
     return replace(found, flops=2 * math.prod(found.size[factor] for factor in flops.split()))
+
+
+def of_kind(kind: Kind, builder: Builder) -> Builder:
+    """The builder of such rules, for ops of another kind than "compute"."""
+    return lambda call: replace(builder(call), kind=kind)
 
 
 def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:

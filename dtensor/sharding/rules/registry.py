@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import cast
+
+from torch._ops import OpOverload
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import OpCall, Slot
@@ -70,7 +73,10 @@ class _Exact:
 
 @lru_cache(maxsize=1 << 14)
 def _built(asked: _Exact) -> Rule:
-    return asked.builder(asked.call)
+    rule = asked.builder(asked.call)
+    target = asked.call.target
+    is_view = isinstance(target, OpOverload) and target.is_view
+    return replace(rule, kind="view") if is_view else rule
 
 
 def _exact(value: object) -> object:

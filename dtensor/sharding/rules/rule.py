@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
@@ -51,13 +52,25 @@ class FactorSharding:
 Assignment = Mapping[str, FactorSharding]
 
 
+Kind = Literal["compute", "view", "cast", "attention", "mark"]
+"""What planning asks of an op beside its dims: a view moves no data, a cast changes the dtype and
+nothing else, attention has a rate of its own, a mark states placements and does nothing."""
+
+StrategyKind = Literal["replicate", "linear", "split", "stated"]
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run an op on one axis: a placement for each operand and each result."""
+    """One way to run an op on one axis: a placement for each operand and each result.
+
+    ``kind``: nothing is split, pending sums pass through, ``factors`` are split, or placements
+    that the user stated of a mark.
+    """
 
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
-    label: str
+    kind: StrategyKind
+    factors: tuple[str, ...] = ()
 
     @property
     def shards_work(self) -> bool:
@@ -79,6 +92,7 @@ class Rule:
     reduce: how the parts of a contracted factor combine.
     localize: rewrites the call for one rank where the local form differs from the global one.
     flops: floating-point operations of the global call, 0 where memory traffic dominates.
+    kind: see `Kind`.
     """
 
     operands: tuple[Dims, ...]
@@ -91,6 +105,7 @@ class Rule:
     reduce: ReduceOp = "sum"
     localize: Localizer | None = None
     flops: int = 0
+    kind: Kind = "compute"
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -154,7 +169,7 @@ class Rule:
             placed = [
                 Partial(self.reduce) if i in self.addends else p for i, p in enumerate(placed)
             ]
-        return Strategy(tuple(placed), tuple(results), "+".join(sorted(assignment)))
+        return Strategy(tuple(placed), tuple(results), "split", tuple(sorted(assignment)))
 
     def _combines(self, result: int, assignment: Assignment) -> bool:
         """Whether a result without the assigned factors is made of parts that the ranks have."""
@@ -283,7 +298,7 @@ class Rule:
                     Partial("sum") if i in group else REPLICATE for i in range(len(self.operands))
                 ),
                 (Partial("sum"),) * len(self.results),
-                f"linear{sorted(group)}",
+                "linear",
             )
             for group in self.linear
         )

@@ -24,7 +24,7 @@ Possible = Mapping[str, set[Placement]]
 def infeasible(flow: Dataflow, nodes: Sequence[Node], price: Price, axis: str) -> PlanningError:
     """The error for ``nodes`` that cannot be connected on ``axis``.
 
-    Nodes of inputs are named "input NAME", those of results "result INDEX", others as their op.
+    Nodes of ops are named as their op.
     """
     possible: dict[str, set[Placement]] = {}
 
@@ -36,8 +36,8 @@ def infeasible(flow: Dataflow, nodes: Sequence[Node], price: Price, axis: str) -
         )
 
     by_name = {op.name: op for op in flow.ops}
-    inputs = [n for n in nodes if n.name.startswith("input ")]
-    others = [n for n in nodes if not n.name.startswith("input ")]
+    inputs = [n for n in nodes if n.kind == "input"]
+    others = [n for n in nodes if n.kind != "input"]
     for node in inputs:
         for option in node.options:
             for value, placement in option.writes:

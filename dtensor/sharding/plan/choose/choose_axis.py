@@ -16,20 +16,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from dtensor.sharding.ops.call import Meta
-from dtensor.sharding.plan.annotation import annotation_placements
+from dtensor.sharding.plan.choose.annotations import annotation_placements
 from dtensor.sharding.plan.choose.blame import infeasible
-from dtensor.sharding.plan.choose.opened_factors import Pin, Reach, reach
-from dtensor.sharding.plan.choose.prices import (
-    ANNOTATIONS,
-    AxisChoice,
-    Canonical,
-    Prices,
-    Question,
-    is_view,
-)
-from dtensor.sharding.plan.choose.repeated_layers import group, without_numbers
+from dtensor.sharding.plan.choose.opened_factors import Reach, reach
+from dtensor.sharding.plan.choose.prices import Canonical, Prices
+from dtensor.sharding.plan.choose.question import AxisChoice, Question
 from dtensor.sharding.plan.choose.solve import Infeasible, Node, Option, Solution, solve
-from dtensor.sharding.plan.dataflow import Input, Op
+from dtensor.sharding.plan.dataflow import Input, Op, layer_group, without_numbers
+from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
@@ -77,7 +71,8 @@ def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> Ax
                     for placed in _written_at(nodes, output.value)
                     if isinstance(placed, Shard)
                 ]
-            nodes.append(Node(name, tuple(Option((read,), (), cost) for read, cost in ends), name))
+            options = tuple(Option((read,), (), cost) for read, cost in ends)
+            nodes.append(Node(name, options, name, "result"))
     try:
         solution = solve(nodes, priced.convert)
     except Infeasible:
@@ -101,7 +96,7 @@ def _with_annotations(question: Question, axis: str) -> dict[str, Pin]:
     """The pins on the axis, those of annotations in the program included."""
     pins = dict(question.pins.get(axis, {}))
     for op in question.flow.ops:
-        if op.call.name in ANNOTATIONS:
+        if question.is_mark(op):
             stated = annotation_placements(op, question.mesh)
             if axis in stated:
                 assert op.results[0] is not None
@@ -134,19 +129,19 @@ def _restrict(
     for op in question.flow.ops:
         found = reached.strategies[op.name]
         if in_time and any(name in question.mixed for name in op.results):
-            found = tuple(s for s in found if s.label != "replicate")
+            found = tuple(s for s in found if s.kind != "replicate")
         pin = pins.get(op.results[0] or "")
-        if op.call.name in ANNOTATIONS and pin is not None:
+        if question.is_mark(op) and pin is not None:
             stated = pin.placement
             found = tuple(
                 s for s in found if same(s.results[0], stated, op.call.operands[0].shape, num)
-            ) or (Strategy((stated,), (stated,), "annotated"),)
+            ) or (Strategy((stated,), (stated,), "stated"),)
         known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
         if known and len(found) > 1:
             agreeing = [_agreement(s, known, settled, metas, num) for s in found]
             best = max(agreeing)
             found = tuple(s for s, n in zip(found, agreeing, strict=True) if n == best)
-        if not in_time and (not question.free or (is_view(op) and known)):
+        if not in_time and (not question.free or (question.is_view(op) and known)):
             for index, name in enumerate(op.results):
                 if name is None or not found:
                     continue
@@ -156,7 +151,9 @@ def _restrict(
                     same(s.results[index], first, shape, num) for s in found
                 ):
                     settled[name] = first
-        if not in_time and is_view(op):  # a copy that was gathered for others can be viewed too
+        if not in_time and question.is_view(
+            op
+        ):  # a copy that was gathered for others can be viewed too
             whole = reached.strategies[op.name][:1]
             found = tuple(dict.fromkeys((*found, *whole)))
         result[op.name] = found
@@ -194,7 +191,7 @@ def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, price
         )
         late = _LATE if any(isinstance(p, Partial) for p in strategy.operands) else 0.0
         options.append(Option(reads, writes, priced.op(op, strategy) + late))
-    return Node(op.name, tuple(options), group(op, priced.question.flow))
+    return Node(op.name, tuple(options), layer_group(op, priced.question.flow))
 
 
 def _input_choices(
@@ -234,7 +231,10 @@ def _input_node(
             options.append(Option(reads, ((item.name, placed),), cost))
     alike = (without_numbers(item.label), item.kind, item.meta, tuple(choices))
     return Node(
-        f"input {item.name}", tuple(options), alike if item.kind == "parameter" else item.name
+        f"input {item.name}",
+        tuple(options),
+        alike if item.kind == "parameter" else item.name,
+        "input",
     )
 
 

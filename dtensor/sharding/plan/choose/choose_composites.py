@@ -24,10 +24,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.cost.seconds import cost_of
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
-from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of, unused
 from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.placements import Shard
 
@@ -35,7 +35,9 @@ _ROUNDS = 4  # forward, then its backward, then what they feed
 Kind = tuple[str, object, object]
 
 
-def cheapest(flow: Dataflow, make: Callable[[Dataflow], Plan], *, keep_split: bool = True) -> Plan:
+def cheapest(
+    flow: Dataflow, make: Callable[[Dataflow], PlanRecord], *, keep_split: bool = True
+) -> PlanRecord:
     """The plan of ``flow``, with composite ops written out where that is cheaper.
 
     ``keep_split``: those over a batch also where it is not.
@@ -60,12 +62,12 @@ def cheapest(flow: Dataflow, make: Callable[[Dataflow], Plan], *, keep_split: bo
             current = make(_written_out(flow, written))
         except PlanningError:  # a pin does not line up with the simpler ops: they stay fused
             break
-        if current.cost.seconds < best.cost.seconds:
+        if cost_of(current).seconds < cost_of(best).seconds:
             best, chosen = current, tuple(written)
     for kind in chosen if len(chosen) > 1 else ():
         fewer = [k for k in chosen if k != kind]
         other = make(_written_out(flow, dict.fromkeys(fewer)))
-        if other.cost.seconds < best.cost.seconds:
+        if cost_of(other).seconds < cost_of(best).seconds:
             best, chosen = other, tuple(fewer)
     return best
 
@@ -74,7 +76,7 @@ def _kind(op: Op) -> Kind:
     return (op.call.name, op.call.operands, repr(op.call.args))
 
 
-def _gathered(plan: Plan) -> Iterator[Kind]:
+def _gathered(plan: PlanRecord) -> Iterator[Kind]:
     """The kinds of composite ops of which the plan gathers an operand."""
     makers: dict[str, Step] = {
         name: step for step in plan.steps for name, _ in results_of(step) if name
@@ -99,7 +101,7 @@ def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
                 for axis in move.src.mesh.axes
             )
             return (lost and move.kind not in FREE_KINDS) or _is_gathered(step.operand, makers)
-        case Compute(op=op) if is_view(op):
+        case Compute() if step.is_view:
             return _is_gathered(step.operands[0], makers)
         case _:
             return False
@@ -123,7 +125,7 @@ def _steps(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]:
         if number is not None and name is not None
     }
     for call, operands in zip(expansion.calls, expansion.operands, strict=True):
-        own = _fresh(f"{op.name}_{call.name.split('.')[1]}", taken)
+        own = unused(f"{op.name}_{call.name.split('.')[1]}", taken)
         name = given.get(len(names), own)
         yield replace(
             op,
@@ -134,12 +136,3 @@ def _steps(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]:
             expand=None,
         )
         names.append(name)
-
-
-def _fresh(name: str, taken: set[str]) -> str:
-    index, free = 1, name
-    while free in taken:
-        index += 1
-        free = f"{name}_{index}"
-    taken.add(free)
-    return free

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Dim, Rule
 from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets
-
-if TYPE_CHECKING:
-    from dtensor.sharding.plan.choose.opened_factors import Pin
 
 LinesUp = Callable[[Shard, int], bool]  # whether a shard over so many ranks goes through
 _MAX_AXES_TRIED = 3

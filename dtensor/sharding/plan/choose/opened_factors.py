@@ -23,46 +23,19 @@ import torch
 from dtensor.sharding.plan.choose.misaligned import misaligned
 from dtensor.sharding.plan.choose.split_through_op import CROOKED, through
 from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.plan.record import Opened
+from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     PARTIAL,
     Partial,
-    Placement,
     Shard,
     index_sets,
     simplest,
 )
 
 Rules = Mapping[str, Rule]  # by op name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """What was stated of one value on one axis; ``by`` is what the user wrote it for."""
-
-    value: str
-    placement: Placement
-    by: str
-    opens: bool = True
-    until_contraction: bool = False
-    stated: Shard | None = None  # as the user wrote it, for messages
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """One factor that an axis splits: its size, the pin that opened it, what else it splits.
-
-    ``values``: labels of the parameters it splits besides the pinned one; ``label``: the pinned
-    value as users call it; ``reached``: every value that the pin reaches, itself first.
-    """
-
-    by: str
-    dim: int
-    size: int
-    values: tuple[str, ...]
-    label: str
-    reached: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

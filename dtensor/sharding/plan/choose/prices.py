@@ -1,6 +1,5 @@
-"""What is known when an axis is chosen, and the prices of its choices.
+"""The prices of the choices on one axis.
 
-A `Question` holds the program, its rules and pins; an `AxisChoice` is the answer for one axis.
 `Prices` gives seconds for converting a value and for running an op on the axis, given the axes that
 are done; `Canonical` names one representative for all placements that hold the same indices.
 """
@@ -9,18 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch._ops import OpOverload
 
-from dtensor.sharding.plan.choose.opened_factors import Opened, Pin, Rules
+from dtensor.sharding.plan.choose.question import AxisChoice, Question
 from dtensor.sharding.plan.choose.solve import At
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.redistribute.moves import move_kind, seconds
-from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.rules.rule import Strategy
-from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     PARTIAL,
     REPLICATE,
@@ -31,43 +28,6 @@ from dtensor.sharding.spec.placements import (
     simplest,
 )
 from dtensor.sharding.spec.spec import TensorSpec
-
-ATTENTION = ("dt.attention.default", "dt.attention_backward.default")
-ANNOTATIONS = ("dt.annotate.default", "dt.annotate_backward.default")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisChoice:
-    """What one axis does: a strategy for each op, a placement for each input."""
-
-    axis: str
-    strategies: Mapping[str, Strategy]
-    inputs: Mapping[str, Placement]
-    opened: tuple[Opened, ...]
-
-    def result(self, op: Op, index: int) -> Placement:
-        return self.strategies[op.name].results[index]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """All that is known when an axis is chosen. ``mesh`` is the inner mesh."""
-
-    flow: Dataflow
-    rules: Rules
-    mesh: Mesh
-    pins: Mapping[str, Mapping[str, Pin]]  # axis -> value -> pin
-    wanted: Mapping[str, Mapping[str, Placement]]  # axis -> value of a result -> placement
-    gradients: Mapping[str, tuple[str, ...]]  # input -> the values of its gradients
-    mutations: Mapping[str, str]  # buffer input -> the value of its new contents
-    topology: Topology
-    free: bool
-    mixed: frozenset[str]  # values that depend on the batch and on parameters
-    bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
-    split_results: bool = False  # a result on which nothing is stated may stay split
-
-    def labels(self) -> dict[str, str]:
-        return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}
 
 
 class Canonical:
@@ -160,7 +120,7 @@ class Prices:
     def op(self, op: Op, strategy: Strategy) -> float:
         """The roofline of one rank's part of the op; nothing for views."""
         rule = self.question.rules[op.name]
-        if is_view(op) or op.call.name in ANNOTATIONS:
+        if rule.kind in ("view", "mark"):
             return 0.0
         mesh = self.question.mesh
         chosen = [(c.axis, c.strategies[op.name]) for c in self.done]
@@ -178,17 +138,5 @@ class Prices:
                 part /= mesh.axis_size(axis) if isinstance(placed, Shard) else 1
             moved += math.prod(meta.shape) * meta.dtype.itemsize * part
         return self.question.topology.compute_seconds(
-            flops=rule.flops * work, bytes_moved=moved, attention=is_attention(op)
+            flops=rule.flops * work, bytes_moved=moved, attention=rule.kind == "attention"
         )
-
-
-def is_attention(op: Op) -> bool:
-    return op.call.name in ATTENTION
-
-
-def is_view(op: Op) -> bool:
-    """Whether the op moves no data."""
-    target = op.call.target
-    if isinstance(target, OpOverload):
-        return target.is_view or op.call.name == "aten._unsafe_view.default"
-    return False

@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class Node:
     name: str
     options: tuple[Option, ...]
     group: Hashable
+    kind: Literal["op", "input", "result"] = "op"
 
 
 class Infeasible(Exception):

@@ -1,7 +1,6 @@
-"""What a stage of a plan holds, computes and sends: bytes, FLOP and predicted seconds of one rank.
+"""What a stage of a plan holds: bytes of one rank, by what holds them.
 
     stage_memory(plan, 0)     # Memory(parameters=2097152, gradients=2097152, ...)
-    stage_seconds(plan, 0)    # (compute, communication), of one step
 
 All of it is of the rank at coordinate 0 of every axis, which holds the largest shard of each value.
 
@@ -12,41 +11,57 @@ A microbatch's gradients live until its backward ends, where they are added to t
 without microbatches they are the accumulators themselves and count as gradients. The flat buffer
 of a bucket exists when activations do not, so the larger of the two counts.
 
-Not here: what a kernel allocates within, the allocator's fragmentation, overlap, waiting.
+Not here: what a kernel allocates within, the allocator's fragmentation; time (seconds.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
 
 import torch
 
-from dtensor.sharding.plan.choose.prices import is_attention, is_view
-from dtensor.sharding.plan.plan import Memory, Plan
+from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
-    Compute,
     Convert,
-    Norm,
-    Regather,
     Step,
     TieSum,
     Transfer,
     Update,
+    in_microbatch,
     operands_of,
     results_of,
-    runs_once,
+    stages_of,
+    viewed_operand,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.spec import TensorSpec
 
 _STATE = ("parameter", "buffer")
 
 
-def stage_memory(plan: Plan, stage: int) -> Memory:
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest rank of one stage."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    masters: int = 0  # float32 copies of parameters
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.masters + self.activations
+
+
+def memory_of(plan: PlanRecord) -> tuple[Memory, ...]:
+    """Per stage."""
+    return tuple(stage_memory(plan, stage) for stage in range(plan.num_stages))
+
+
+def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     """Bytes of the fullest rank of ``stage``."""
     parameters = sum(
         item.held.max_local_nbytes
@@ -57,9 +72,9 @@ def stage_memory(plan: Plan, stage: int) -> Memory:
     updates = [s for s in plan.steps if isinstance(s, Update) and s.stage == stage]
     total = sum(gradients.values())
     buckets = [  # gradients are gone when updated parameters are gathered
-        _flat(step) - (total if isinstance(step, Regather) else 0)
+        _flat(step) - (total if step.in_place else 0)
         for step in plan.steps
-        if isinstance(step, Bucket | Regather) and step.stage == stage and not _in_microbatch(step)
+        if isinstance(step, Bucket) and step.stage == stage and not in_microbatch(step)
     ]
     specs = plan.value_specs()  # activations are gone when gradients are cast
     casts = sum(_cast_bytes(step, specs[step.gradient].dtype) for step in updates)
@@ -78,7 +93,7 @@ def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
     return 0 if gradient == dtype else replace(step.spec, dtype=dtype).max_local_nbytes
 
 
-def waiting_gradients(plan: Plan, stage: int) -> dict[str, int]:
+def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
     """The values in which gradients of parameters wait for the optimizer, and their bytes."""
     producers = {name: step for step in plan.steps for name, _ in results_of(step)}
     state = {item.label for item in plan.inputs if item.kind in _STATE}
@@ -112,9 +127,9 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
                 return found
 
 
-def _flat(step: Bucket | Regather) -> int:
+def _flat(step: Bucket) -> int:
     """Bytes of a bucket's flat buffers: what is sent of a reduction, what arrives of a gather."""
-    if isinstance(step, Regather) or step.kind == "all_gather":
+    if step.kind == "all_gather":
         return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
     return sum(move.src.max_local_nbytes for move in step.moves)
 
@@ -140,7 +155,7 @@ class _Stage:
             self.last[self.storage[name]] = at
 
 
-def _activations(plan: Plan, stage: int, gradients: Mapping[str, int]) -> int:
+def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> int:
     values = _Stage()
     always: dict[str, None] = {}  # storages that live as long as the step
     uncounted = set(gradients)  # counted as parameters or as gradients
@@ -149,16 +164,16 @@ def _activations(plan: Plan, stage: int, gradients: Mapping[str, int]) -> int:
             values.define(item.name, item.held, None)
             uncounted.update([item.name] if item.kind in _STATE else [])
             always[item.name] = None
-    steps = [s for s in plan.steps if _in_microbatch(s) and stage in _stages_of(s)]
-    for step in (s for s in steps if _once(s)):
+    steps = [s for s in plan.steps if in_microbatch(s) and stage in stages_of(s)]
+    for step in (s for s in steps if s.once):
         for name, spec in _made(step, stage):
-            values.define(name, spec, _view_of(step))
+            values.define(name, spec, viewed_operand(step))
             always[values.storage[name]] = None
-    walk = [s for p in ("forward", "backward") for s in steps if not _once(s) and _phase(s) == p]
-    first_backward = sum(_phase(s) == "forward" for s in walk)
+    walk = [s for p in ("forward", "backward") for s in steps if not s.once and s.phase == p]
+    first_backward = sum(s.phase == "forward" for s in walk)
     for at, step in enumerate(walk):
         for name, spec in _made(step, stage):
-            values.define(name, spec, _view_of(step))
+            values.define(name, spec, viewed_operand(step))
             values.use([name], at)
         values.use((n for n in operands_of(step) if n in values.storage), at)
     for value in (v for o in plan.outputs for _, v in o.values if v in values.storage):
@@ -198,126 +213,3 @@ def _made(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
     """What the step defines on the stage: a transfer defines its result at the receiver."""
     received = not isinstance(step, Transfer) or step.to_stage == stage
     return results_of(step) if received else []
-
-
-def _view_of(step: Step) -> str | None:
-    """The operand whose storage the step's results share, if any."""
-    match step:
-        case Compute() if is_view(step.op):
-            return step.operands[0]
-        case Convert(move=move) if move.kind == "relabel":
-            return step.operand
-        case _:
-            return None
-
-
-def _stages_of(step: Step) -> tuple[int, ...]:
-    match step:
-        case Transfer():
-            return (step.stage, step.to_stage)
-        case TieSum():
-            return step.stages
-        case Norm():
-            return tuple(dict.fromkeys(stage for stage, _, _ in step.operands))
-        case Compute() | Convert() | Accumulate() | Bucket() | Update() | Regather():
-            return (step.stage,)
-
-
-def _phase(step: Step) -> str:
-    match step:
-        case Compute() | Convert() | Transfer() | Bucket():
-            return step.phase
-        case Accumulate() | TieSum() | Norm() | Update() | Regather():
-            return "optimizer"
-
-
-def _in_microbatch(step: Step) -> bool:
-    return _phase(step) != "optimizer"
-
-
-def _once(step: Step) -> bool:
-    return runs_once(step)
-
-
-# -- time ----------------------------------------------------------------------------------------
-
-
-def step_times(plan: Plan, step: Step) -> int:
-    """How often the step runs in one training step."""
-    return 1 if _once(step) or not _in_microbatch(step) else plan.num_microbatches
-
-
-def stage_flops(plan: Plan, stage: int) -> int:
-    """FLOP of one rank of ``stage`` in one step."""
-    return sum(
-        step.flops * step_times(plan, step)
-        for step in plan.steps
-        if isinstance(step, Compute) and step.stage == stage
-    )
-
-
-def stage_seconds(plan: Plan, stage: int) -> tuple[float, float]:
-    """Predicted seconds of (compute, communication) of one rank of ``stage`` in one step.
-
-    Rooflines of local ops, the alpha-beta price of each message; a transfer counts at its sender.
-    """
-    compute = communication = 0.0
-    for step in plan.steps:
-        if stage in _stages_of(step) or isinstance(step, Norm):
-            local, sent = step_seconds(plan, step, stage)
-            times = step_times(plan, step)
-            compute += local * times
-            communication += sent * times
-    return compute, communication
-
-
-def step_seconds(plan: Plan, step: Step, stage: int) -> tuple[float, float]:
-    """Predicted seconds of (compute, communication) of a rank of ``stage``, each time it runs."""
-    topology = plan.topology
-    match step:
-        case Compute():
-            if is_view(step.op):
-                return topology.op_latency, 0.0
-            specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
-            moved = sum(spec.max_local_nbytes for spec in specs)
-            attention = is_attention(step.op)
-            seconds = topology.compute_seconds(
-                flops=step.flops, bytes_moved=moved, attention=attention
-            )
-            return seconds, 0.0
-        case Convert(move=move):
-            seconds = move.seconds(topology)
-            return (seconds, 0.0) if move.kind in FREE_KINDS else (0.0, seconds)
-        case Accumulate():
-            moved = step.src.max_local_nbytes + 2 * step.dst.max_local_nbytes
-            return _streamed(plan, moved), 0.0
-        case Update():
-            kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
-            moved = 3 * step.spec.max_local_nbytes + kept
-            return topology.update_seconds(bytes_moved=moved), 0.0
-        case Transfer():
-            if step.stage != stage:
-                return 0.0, 0.0
-            return 0.0, topology.collective_seconds(
-                "transfer", plan.stage_axis or "", num=2, bytes_sent=step.spec.max_local_nbytes
-            )
-        case Bucket() | TieSum() | Norm() | Regather():
-            return 0.0, _reductions(plan, step, stage)
-        case _:
-            assert_never(step)
-
-
-def _streamed(plan: Plan, num_bytes: int) -> float:
-    return plan.topology.compute_seconds(flops=0, bytes_moved=num_bytes)
-
-
-def _reductions(plan: Plan, step: Bucket | TieSum | Norm | Regather, stage: int) -> float:
-    """Seconds of the step's collectives on one rank of the stage."""
-    total = 0.0
-    for item in plan.collectives_of(step):
-        if item.stage == stage:
-            num = len(step.stages) if isinstance(step, TieSum) else plan.mesh.axis_size(item.axis)
-            total += plan.topology.collective_seconds(
-                item.kind, item.axis, num=num, bytes_sent=item.bytes_sent
-            )
-    return total

@@ -25,30 +25,30 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dtensor.sharding.plan.choose.prices import is_view
+from dtensor.sharding.plan.cost.collectives import step_times
 from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, Shared
-from dtensor.sharding.plan.cost.memory import step_seconds, step_times
+from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.dataflow import Dataflow
-from dtensor.sharding.plan.emit.emitter import rearranges
-from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.emit.values import rearranges
+from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
-    Regather,
     Step,
     Update,
     operands_of,
     results_of,
 )
+from dtensor.sharding.rules.rule import Rule
 
 SECOND = 10**15
 """Femtoseconds: prices are integers, so that equal units cost the same."""
 
 
 def chain_of(
-    whole: Plan,
+    whole: PlanRecord,
     parts: Dataflow,
     *,
     uses: Mapping[str, tuple[int, ...]],
@@ -93,7 +93,7 @@ Units = tuple[int, ...]
 
 @dataclass(slots=True)
 class _Pricing:
-    whole: Plan
+    whole: PlanRecord
     parts: Dataflow
     uses: Mapping[str, Units]
     axis: str
@@ -103,15 +103,15 @@ class _Pricing:
     at: dict[str, Units] = field(default_factory=dict[str, Units])  # op to its units
     made: dict[str, Units] = field(default_factory=dict[str, Units])  # plan value to its units
     readers: dict[int, Units] = field(default_factory=dict[int, Units])  # of a step, by index
+    rules: dict[str, Rule] = field(default_factory=dict[str, Rule])  # by op
 
     # -- seconds -------------------------------------------------------------------------------
 
     def walk(self) -> None:
-        known = {op.name for op in self.whole.flow.ops}
+        self.rules = {s.op.name: s.rule for s in self.whole.steps if isinstance(s, Compute)}
         found: dict[str, list[int]] = {}
         for op in self.parts.ops:
-            name = op.name if op.name in known else op.name.removesuffix(f"_at{op.stage}")
-            found.setdefault(name, []).append(op.stage)
+            found.setdefault(op.copy_of or op.name, []).append(op.stage)
         self.at = {name: tuple(sorted(set(stages))) for name, stages in found.items()}
         waiting: list[int] = []  # conversions, made for the next op
         for index, step in enumerate(self.whole.steps):
@@ -132,7 +132,7 @@ class _Pricing:
         self.readers[index] = units
         self.made.update((name, units) for name, _ in results_of(step))
         times = step_times(self.whole, step)
-        if isinstance(step, Bucket):  # each message shared by its values
+        if isinstance(step, Bucket) and not step.in_place:  # each message shared by its values
             sizes = [move.src.max_local_nbytes for move in step.moves]
             total = sum(step_seconds(self.whole, step, 0)) * times
             for label, size in zip(step.of, sizes, strict=True):
@@ -140,7 +140,7 @@ class _Pricing:
                 self.costs[self.uses.get(label, units)] += round(part * SECOND)
             return
         self.costs[units] += round(sum(step_seconds(self.whole, step, 0)) * times * SECOND)
-        if isinstance(step, Compute) and not is_view(step.op):
+        if isinstance(step, Compute) and not step.is_view:
             specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
             size = sum(spec.max_local_nbytes for spec in specs)
             for unit in units:
@@ -150,7 +150,7 @@ class _Pricing:
         match step:
             case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
                 return self.uses[label]
-            case Regather(of=labels):
+            case Bucket(of=labels) if step.in_place:
                 return tuple(sorted({u for label in labels for u in self.uses.get(label, ())}))
             case Convert(operand=operand) | Accumulate(operand=operand):
                 return self.made.get(operand, ())
@@ -178,7 +178,10 @@ class _Pricing:
         return self.whole.topology.collective_seconds("transfer", self.axis, num=2, bytes_sent=size)
 
     def _root(self, name: str) -> str:
-        while (op := self.parts.producers.get(name)) is not None and rearranges(op):
+        while (op := self.parts.producers.get(name)) is not None:
+            rule = self.rules.get(op.copy_of or op.name)
+            if rule is None or not rearranges(op, rule):
+                break
             name = op.operands[0]
         return name
 
@@ -251,7 +254,7 @@ class _Pricing:
                     if name in storage:
                         read[storage[name]].update(self.readers[index])
             elif not once:
-                view = isinstance(step, Compute) and is_view(step.op)
+                view = isinstance(step, Compute) and step.is_view
                 base = storage.get(operands_of(step)[0]) if view else None
                 for name, spec in results_of(step):
                     storage[name] = base or name

@@ -1,127 +1,56 @@
-"""ZeRO: parameters, gradients and optimizer state stored split over an axis, used whole.
+"""Parameters that are stored split, gathered before use: ZeRO's level 3.
 
-    parallelize(model, Mesh(dp=4), zero={"dp": 3})
+    parameters_dp    all_gather(2 parameters, dp)      before the first step that reads one of them
+    mm               mm(x, up_weight_gathered)
 
-Level 1 splits the optimizer's state, 2 the gradients too, 3 the parameters too (Rajbhandari et al.
-2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054).
-Per rank of n, of a model of P bytes and an optimizer that keeps k tensors a parameter:
+A layer's parameters are gathered before their first use in the forward and again in the backward of
+each microbatch, the next layer's while one computes, and dropped after the last use of that phase.
+A parameter that only steps computed once a step read is gathered once. A cast of a parameter to
+fewer bytes happens before the gather.
 
-    level             0          1          2            3
-    parameters        P          P          P            P/n
-    gradients         P          P          P/n          P/n
-    optimizer state   kP         kP/n       kP/n         kP/n
-    sent (P (n-1)/n)  2          2          1 + m        3m          m microbatches
-
-At 1 gradients are reduce-scattered once, after the last microbatch; at 2 and 3 in the backward of
-each microbatch, as soon as those of a layer are there, so that no rank keeps whole ones: what is
-accumulated over microbatches is the shard. At 1 and 2 each rank updates its slice and the slices
-are gathered. At 3 a layer's parameters are gathered before their first use in the forward and
-again in the backward of each microbatch, the next layer's while one computes, and dropped after
-the last use of that phase. A parameter that only steps computed once a step read is gathered once.
-
-Invariants: storage opens no factor: what is used, and so the planner's choice, is as without. The
-stored split is the last axis on its dim. A cast of a parameter to fewer bytes happens before the
-gather; gradients of 16 bits are scattered as such, into float32 (precision.py). `gather_stored` is
-the last pass over a plan: what repeats forward steps in the backward (recomputation) comes before
-it, so that a repeated step reads what its own phase gathers. Not here: gradients and updates
-(plan/emit/outputs.py), how a gather is lowered (runtime/lower/buckets.py).
+What repeats forward steps in the backward (recompute.py) comes before this pass, so that a repeated
+step reads what its own phase gathers. Not here: how storage is split (plan/storage.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
-from dtensor.sharding.plan.choose.prices import is_view
-from dtensor.sharding.plan.plan import Plan, PlannedInput
+from dtensor.sharding.plan.choose.split_through_op import through
+from dtensor.sharding.plan.record import PlannedInput, PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
     Norm,
-    Regather,
     Step,
     StepPhase,
     TieSum,
     Transfer,
     Update,
-    phase_of,
     reading,
-    runs_once,
     unused,
 )
+from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
-from dtensor.sharding.spec.placements import REPLICATE, Shard, refine
+from dtensor.sharding.rules.rule import Strategy
+from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 When = Literal["once", "forward", "backward", "optimizer"]
-LEVELS = {1: "optimizer state", 2: "gradients, optimizer state"} | {
-    3: "parameters, gradients, optimizer state"
-}
-_NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
-def stored_spec(spec: TensorSpec, axis: str) -> TensorSpec | None:
-    """The spec split over ``axis`` too, on the dim that leaves the least on the fullest rank.
-
-    Of equals: a dim that no other axis splits (a rank's slice is then one block of what it uses),
-    then the first. None where nothing gets smaller, or where the axis splits the value already.
-    """
-    if axis not in spec.mesh.axes or spec.placement(axis) != REPLICATE:
-        return None
-    best: tuple[int, bool, int] | None = None
-    chosen: TensorSpec | None = None
-    for dim, size in enumerate(spec.shape):
-        majors = [
-            (p, spec.mesh.axis_size(other))
-            for other, p in spec.sharding.items()
-            if isinstance(p, Shard) and p.dim == dim
-        ]
-        split = spec.with_placements(**{axis: refine(Shard(dim), majors, size)})
-        key = (split.max_local_nbytes, bool(majors), dim)
-        if split.max_local_nbytes < spec.max_local_nbytes and (best is None or key < best):
-            best, chosen = key, split
-    return chosen
-
-
-def layer_of(label: str) -> str:
-    """The parameters that are gathered together: those of one numbered module, or of one module.
-
-    ``blocks.0.attn.qkv.weight`` is of ``blocks.0``, ``embed.weight`` of ``embed``.
-    """
-    numbers = list(_NUMBER.finditer(label))
-    return label[: numbers[-1].end()] if numbers else label.rpartition(".")[0]
-
-
-def is_cast(step: Compute) -> bool:
-    """Whether the step changes a value's dtype and nothing else."""
-    result = step.op.call.results[0]
-    return (
-        step.op.call.name == "aten._to_copy.default"
-        and len(step.operands) == 1
-        and result is not None
-        and result.dtype != step.op.call.operands[0].dtype
-        and result.dtype.itemsize <= step.op.call.operands[0].dtype.itemsize
-    )
-
-
-# -- gathering before use -------------------------------------------------------------------------
-
-
-def gather_stored(plan: Plan) -> Plan:
+def gather_stored(plan: PlanRecord) -> PlanRecord:
     """The plan in which every use of a parameter that is stored split reads a gathered copy.
 
     Free steps on parameters alone (views, slices, casts) are repeated where they are used: kept
     from forward to backward, they would keep what was gathered.
     """
     split = {item.name: item for item in plan.inputs if item.held != item.spec}
-    done = any(isinstance(s, Bucket) and s.kind == "all_gather" for s in plan.steps)
-    if not split or done:
-        return plan
-    return _Gathering(plan, split).run()
+    return _Gathering(plan, split).run() if split else plan
 
 
 @dataclass(slots=True)
@@ -136,7 +65,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Gathering:
-    plan: Plan
+    plan: PlanRecord
     split: Mapping[str, PlannedInput]
     makers: dict[str, Compute | Convert] = field(
         default_factory=dict[str, Compute | Convert]
@@ -150,10 +79,10 @@ class _Gathering:
     steps: list[Step] = field(default_factory=list[Step])
     names: set[str] = field(default_factory=set[str])
 
-    def run(self) -> Plan:
+    def run(self) -> PlanRecord:
         kept = [step for step in self.plan.steps if not self._is_free(step)]
         made = set(self.plan.value_specs()) - self.makers.keys()
-        self.names = made | {s.name for s in kept if isinstance(s, Bucket | Regather)}
+        self.names = made | {s.name for s in kept if isinstance(s, Bucket)}
         for step in kept:
             for stage, value in _reads(step):
                 self._expect(value, stage, _when(step))
@@ -179,7 +108,7 @@ class _Gathering:
     def _is_free(self, step: Step) -> bool:
         """Whether the step costs nothing and depends on one stored parameter alone."""
         match step:
-            case Compute() if is_view(step.op) or is_cast(step):
+            case Compute() if step.is_view or _narrows(step):
                 free = bool(step.operands) and all(self._depends(v) for v in step.operands)
                 free = free and len(step.operands) == 1
             case Convert() if step.move.kind in FREE_KINDS:
@@ -201,7 +130,7 @@ class _Gathering:
         maker = self.makers[value]
         if isinstance(maker, Convert):
             return self._base(maker.operand)
-        if is_cast(maker) and maker.operands[0] in self.split:
+        if _narrows(maker) and maker.operands[0] in self.split:
             return maker.operands[0], value
         return self._base(maker.operands[0])
 
@@ -313,6 +242,7 @@ class _Gathering:
                         phase=phase,
                         stage=stage,
                         once=once,
+                        strategies=_on_shard(cast, axis, held),
                     )
                 )
             operands.append(operand)
@@ -334,16 +264,25 @@ class _Gathering:
         )
 
 
+def _on_shard(cast: Compute, axis: str, held: TensorSpec) -> tuple[tuple[str, Strategy], ...]:
+    """The strategies of a cast that is made on what is stored, split over ``axis`` too."""
+    placed = held.placement(axis)
+    assert isinstance(placed, Shard)
+    split = through(cast.rule, 0, placed, held.mesh.axis_size(axis))
+    assert isinstance(split, Strategy), "a cast goes through wherever its operand is cut"
+    return tuple({**dict(cast.strategies), axis: split}.items())
+
+
+def _narrows(step: Compute) -> bool:
+    """Whether the step casts a value to as many bytes or fewer."""
+    result = step.op.call.results[0]
+    (operand,) = step.op.call.operands[:1] or (None,)
+    narrower = result and operand and result.dtype.itemsize <= operand.dtype.itemsize
+    return step.rule.kind == "cast" and bool(narrower)
+
+
 def _when(step: Step) -> When:
-    if runs_once(step):
-        return "once"
-    match phase_of(step):
-        case "forward":
-            return "forward"
-        case "backward":
-            return "backward"
-        case _:
-            return "optimizer"
+    return "once" if step.once else step.phase
 
 
 def _phase(when: When) -> StepPhase:
@@ -353,6 +292,8 @@ def _phase(when: When) -> StepPhase:
 def _reads(step: Step) -> list[tuple[int, str]]:
     """(stage, value) for what the step reads; inputs that a step writes are no reads."""
     match step:
+        case Bucket() if step.in_place:
+            return []
         case Compute() | Bucket():
             return [(step.stage, value) for value in step.operands]
         case Convert() | Transfer() | Accumulate():
@@ -363,7 +304,5 @@ def _reads(step: Step) -> list[tuple[int, str]]:
             return [(stage, value) for stage, value, _ in step.operands]
         case Update():
             return [(step.stage, step.gradient)]
-        case Regather():
-            return []
         case _:
             assert_never(step)

@@ -30,20 +30,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
-from dtensor.sharding.plan.choose.prices import is_view
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Bucket,
     Compute,
     Convert,
     Step,
     operands_of,
-    phase_of,
     reading,
     results_of,
-    runs_once,
     unused,
+    viewed_operand,
 )
 from dtensor.sharding.redistribute.moves import FREE_KINDS
 
@@ -51,33 +49,13 @@ Key = tuple[str, int]  # a region's name, its stage
 Repeatable = Compute | Convert
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """What is saved of a region, and what runs again; values by their names in the plan.
-
-    saved: values that live from forward to backward for it, but for parameters and the batch;
-    communicated: those of ``saved`` that running the region again would communicate again;
-    repeated: the results of its repeated steps, none where the backward reads only what comes into
-    the region or leaves it; num_ops, flops: of those, per rank and microbatch,
-    views not counted.
-    """
-
-    name: str
-    stage: int
-    saved: tuple[str, ...]
-    communicated: tuple[str, ...]
-    repeated: tuple[str, ...]
-    num_ops: int
-    flops: int
-
-
-def recomputed(plan: Plan, modules: frozenset[str]) -> Plan:
+def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
     """The plan in which what happens in calls of ``modules``, and in checkpoints, runs again.
 
     ``modules`` are full names. A plan without a backward, or without such ops, comes back as it is.
     """
     names = region_names(plan.flow.ops, modules)
-    if not names or all(phase_of(step) != "backward" for step in plan.steps):
+    if not names or all(step.phase != "backward" for step in plan.steps):
         return plan
     return _Recompute(plan, names).run()
 
@@ -107,7 +85,7 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Recompute:
-    plan: Plan
+    plan: PlanRecord
     names: Mapping[str, str]
     makers: dict[str, tuple[int, Repeatable]] = field(
         default_factory=dict[str, tuple[int, Repeatable]]
@@ -120,7 +98,7 @@ class _Recompute:
     taken: set[str] = field(default_factory=set[str])
     repeats: dict[Key, list[Repeatable]] = field(default_factory=dict[Key, list[Repeatable]])
 
-    def run(self) -> Plan:
+    def run(self) -> PlanRecord:
         plan = self.plan
         buckets = {s.name for s in plan.steps if isinstance(s, Bucket)}
         self.taken = {*plan.value_specs(), *buckets}
@@ -130,7 +108,7 @@ class _Recompute:
         if not self.needed:
             return replace(plan, regions=self._regions())
         for step in plan.steps:
-            if phase_of(step) == "backward":
+            if step.phase == "backward":
                 self._repeat([v for v in operands_of(step) if v in self.needed])
                 step = reading(step, self.again)
             self.steps.append(step)
@@ -146,7 +124,7 @@ class _Recompute:
         readers: dict[str, set[Key | None]] = {}
         for at in range(len(self.plan.steps) - 1, -1, -1):
             step = self.plan.steps[at]
-            if phase_of(step) != "forward" or runs_once(step):
+            if step.phase != "forward" or step.once:
                 continue
             home: Key | None = None
             match step:
@@ -170,7 +148,7 @@ class _Recompute:
     def _find_kept(self) -> None:
         """Kept is what another region reads, what the step returns, and a view of what is kept."""
         for step in self.plan.steps:
-            phase = phase_of(step)
+            phase = step.phase
             moves = isinstance(step, Convert) and step.move.kind not in FREE_KINDS
             if phase == "backward" or (moves and phase == "forward"):
                 continue  # what communication makes is kept; what it is made of need not be
@@ -182,7 +160,7 @@ class _Recompute:
         for output in self.plan.outputs:
             self.kept.update((name, True) for _, name in output.values)
         for name in reversed(self.makers):  # operands come first
-            base = _base(self.makers[name][1])
+            base = viewed_operand(self.makers[name][1])
             if self.homes[name] is None or (base is not None and self._is_kept(base)):
                 self.kept[name] = True
 
@@ -194,7 +172,7 @@ class _Recompute:
         waiting = [
             name
             for step in self.plan.steps
-            if phase_of(step) == "backward"
+            if step.phase == "backward"
             for name in operands_of(step)
         ]
         while waiting:
@@ -249,19 +227,19 @@ class _Recompute:
         plan = self.plan
         bases = _bases(plan)
         always = {item.name for item in plan.inputs}
-        always.update(n for step in plan.steps if runs_once(step) for n, _ in results_of(step))
+        always.update(n for step in plan.steps if step.once for n, _ in results_of(step))
         sent = {  # what was communicated, to the region whose value it was
             step.result: self.homes.get(step.operand)
             for step in plan.steps
             if isinstance(step, Convert) and step.move.kind not in FREE_KINDS
         }
-        repeated = set(self.again.values())
+        repetitions = {new: old for old, new in self.again.items()}
         read: dict[Key, dict[str, None]] = {
-            key: {n: None for step in steps for n in operands_of(step) if n not in repeated}
+            key: {n: None for step in steps for n in operands_of(step) if n not in repetitions}
             for key, steps in self.repeats.items()
         }
         for step in plan.steps:
-            for name in operands_of(step) if phase_of(step) == "backward" else ():
+            for name in operands_of(step) if step.phase == "backward" else ():
                 home = sent.get(name)
                 if home is not None and home in read:
                     read[home][name] = None
@@ -280,24 +258,20 @@ class _Recompute:
                     stage=key[1],
                     saved=tuple(saved),
                     communicated=tuple(n for n in saved if sent.get(n) == key),
-                    repeated=tuple(name for step in steps for name, _ in results_of(step)),
-                    num_ops=sum(_base(step) is None for step in steps),
+                    repeated=tuple(
+                        (repetitions[name], name) for step in steps for name, _ in results_of(step)
+                    ),
+                    num_ops=sum(viewed_operand(step) is None for step in steps),
                     flops=sum(step.flops for step in steps if isinstance(step, Compute)),
                 )
             )
         return tuple(found)
 
 
-def _base(step: Repeatable) -> str | None:
-    """The operand whose storage the step's results share."""
-    views = is_view(step.op) if isinstance(step, Compute) else step.move.kind == "relabel"
-    return operands_of(step)[0] if views and operands_of(step) else None
-
-
-def _bases(plan: Plan) -> dict[str, str]:
+def _bases(plan: PlanRecord) -> dict[str, str]:
     """Of each view, the value that it is a view of in the end."""
     found: dict[str, str] = {}
     for step in plan.steps:
-        if isinstance(step, Compute | Convert) and (base := _base(step)) is not None:
+        if (base := viewed_operand(step)) is not None:
             found.update((name, found.get(base, base)) for name, _ in results_of(step))
     return found

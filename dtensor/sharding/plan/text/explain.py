@@ -12,18 +12,19 @@ opened the factor, the conversions. Prices of what was not chosen are not kept, 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
-from dtensor.sharding.plan.choose.opened_factors import Opened
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.cost.collectives import step_times
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.plan import Plan, PlannedInput, require_value
+from dtensor.sharding.plan.record import Opened, PlannedInput, PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
     Norm,
-    Regather,
     Step,
     TieSum,
     Transfer,
@@ -31,26 +32,31 @@ from dtensor.sharding.plan.steps import (
     operands_of,
     results_of,
 )
-from dtensor.sharding.plan.text.regions import repeated
 from dtensor.sharding.plan.text.words import call_text, op_text, size_text
 from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
 
 
-def explain(plan: Plan, name: str) -> str:
+def explain(plan: PlanRecord, name: str) -> str:
     """The reasons as lines. PlanningError, with near names, where there is no such value."""
     by_label = {item.label: item.name for item in plan.inputs}
     name = by_label.get(name, name)
-    require_value(plan, name)
-    lines = [f"{name}: {plan.value_specs()[name]}"]
+    specs = plan.value_specs()
+    if name not in specs:
+        near = difflib.get_close_matches(name, specs, 3)
+        raise PlanningError(
+            f"the plan has no value {name!r}" + (f"; near: {', '.join(near)}" if near else "")
+        )
+    lines = [f"{name}: {specs[name]}"]
     item = next((i for i in plan.inputs if i.name == name), None)
     if item is not None:
         lines += _input(plan, item)
     for step in plan.steps:
         if name in (result for result, _ in results_of(step)):
             lines += _made_by(plan, step, name)
-    lines += repeated(plan, name)
+    lines += _repeated(plan, name)
     lines += _users(plan, name)
     return "\n".join(f"  {line}" if index else line for index, line in enumerate(lines))
 
@@ -58,7 +64,7 @@ def explain(plan: Plan, name: str) -> str:
 # -- where a value comes from --------------------------------------------------------------------
 
 
-def _input(plan: Plan, item: PlannedInput) -> list[str]:
+def _input(plan: PlanRecord, item: PlannedInput) -> list[str]:
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""
     lines = [f"{item.kind} {item.label}{where}"]
@@ -85,7 +91,7 @@ def _input(plan: Plan, item: PlannedInput) -> list[str]:
     return lines
 
 
-def _made_by(plan: Plan, step: Step, name: str) -> list[str]:
+def _made_by(plan: PlanRecord, step: Step, name: str) -> list[str]:
     match step:
         case Compute(op=op):
             source = f"    {op.source}: {op.source_text}" if op.source else ""
@@ -113,41 +119,47 @@ def _made_by(plan: Plan, step: Step, name: str) -> list[str]:
         case TieSum():
             stages = ", ".join(map(str, step.stages))
             return [f"the sum over stages {stages} of the gradients of {step.of}, used on each"]
-        case Norm() | Update() | Regather():
+        case Norm() | Update():
             return []
 
 
-def _per_axis(plan: Plan, step: Compute, name: str) -> list[str]:
-    labels = dict(why.split(": ", 1) for why in step.why)
+def _per_axis(plan: PlanRecord, step: Compute, name: str) -> list[str]:
+    strategies = dict(step.strategies)
     index = step.results.index(name)
     spec = step.result_specs[index]
     assert spec is not None
     return [
-        f"on {axis}: {_reason(plan, step, axis, spec.placement(axis), labels.get(axis, ''))}"
+        f"on {axis}: {_reason(plan, step, axis, spec.placement(axis), strategies.get(axis))}"
         for axis in plan.inner.axes
         if plan.inner.axis_size(axis) > 1
     ]
 
 
-def _reason(plan: Plan, step: Compute, axis: str, placement: Placement, label: str) -> str:
+def _reason(
+    plan: PlanRecord, step: Compute, axis: str, placement: Placement, strategy: Strategy | None
+) -> str:
     op = step.op
+    kind = "replicate" if strategy is None else strategy.kind
+    label = "+".join(strategy.factors) if strategy and strategy.factors else kind
     num = plan.inner.axis_size(axis)
     follows = _follows(plan, axis, op)
     ranks = f"{num} microbatches" if axis == MICROBATCH_AXIS else f"{num} ranks"
     match placement:
+        case _ if kind == "stated":
+            return f"{placement!r}, as the annotation states"
         case Shard():
             return f"factor {label} of {op_text(op.call)} is split over {ranks}; {follows}"
-        case Partial(kind) if label.startswith("linear"):
+        case Partial(reduction) if kind == "linear":
             return (
-                f"a pending {kind}, passed on: {op_text(op.call)} is linear in its pending "
+                f"a pending {reduction}, passed on: {op_text(op.call)} is linear in its pending "
                 f"operands, and to reduce later is cheaper"
             )
-        case Partial(kind):
+        case Partial(reduction):
             return (
-                f"a pending {kind}: {op_text(op.call)} contracts factor {label}, which is split "
-                f"over {ranks}; {follows}"
+                f"a pending {reduction}: {op_text(op.call)} contracts factor {label}, which is "
+                f"split over {ranks}; {follows}"
             )
-        case Replicate() if label not in ("replicate", ""):
+        case Replicate() if kind != "replicate":
             return f"replicated: the result does not have factor {label}, which is split; {follows}"
         case Replicate():
             if axis == MICROBATCH_AXIS:
@@ -155,7 +167,7 @@ def _reason(plan: Plan, step: Compute, axis: str, placement: Placement, label: s
             return f"replicated; {follows}"
 
 
-def _follows(plan: Plan, axis: str, op: Op) -> str:
+def _follows(plan: PlanRecord, axis: str, op: Op) -> str:
     if axis == MICROBATCH_AXIS:
         return "the batch is cut into microbatches"
     values = [*op.operands, *(name for name in op.results if name is not None)]
@@ -163,17 +175,33 @@ def _follows(plan: Plan, axis: str, op: Op) -> str:
     return f"follows the pins, opened by {by}" if by else "no pin on the axis reaches it"
 
 
-def _openers(plan: Plan, axis: str, values: Sequence[str]) -> str:
+def _openers(plan: PlanRecord, axis: str, values: Sequence[str]) -> str:
     """The pins on the axis that reach one of the values, as the user wrote them."""
     opened: dict[str, tuple[Opened, ...]] = dict(plan.opened)
     found = [o.by for o in opened.get(axis, ()) if not set(values).isdisjoint(o.reached)]
     return ", ".join(dict.fromkeys(found))
 
 
+def _repeated(plan: PlanRecord, name: str) -> list[str]:
+    """Whether the value runs again, or is there because another does."""
+    lines: list[str] = []
+    for region in plan.regions:
+        again = dict(region.repeated)
+        if name in again:
+            lines.append(f"not kept for the backward of {region.name}: see {again[name]}")
+        if name in again.values():
+            lines.append(f"recomputed in the backward of {region.name}, whose values are not kept")
+        if name in region.communicated:
+            lines.append(f"saved for {region.name}: to compute it again it would be communicated")
+        elif name in region.saved:
+            lines.append(f"saved for {region.name}, which is computed again from it")
+    return lines
+
+
 # -- where a value goes ----------------------------------------------------------------------------
 
 
-def _users(plan: Plan, name: str) -> list[str]:
+def _users(plan: PlanRecord, name: str) -> list[str]:
     """Who reads the value, and the conversions of it."""
     lines: list[str] = []
     for step in plan.steps:
@@ -188,6 +216,8 @@ def _users(plan: Plan, name: str) -> list[str]:
                 lines.append(f"{_conversion(plan, step)}: {step.why}{_from(step.source)}")
             case Accumulate():
                 lines.append(f"summed over microbatches into {step.result}")
+            case Bucket() if step.in_place:
+                lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
             case Bucket():
                 at = step.operands.index(name)
                 what = "the parameter" if step.kind == "all_gather" else "the gradient of"
@@ -202,8 +232,6 @@ def _users(plan: Plan, name: str) -> list[str]:
                 lines.append(f"counted in {step.result}")
             case Update():
                 lines.append(f"read by the update of {step.parameter} ({step.optimizer})")
-            case Regather():
-                lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
     for output in plan.outputs:
         if name in (value for _, value in output.values):
             of = "" if output.kind == "result" else "of "
@@ -211,7 +239,7 @@ def _users(plan: Plan, name: str) -> list[str]:
     return lines
 
 
-def _conversion(plan: Plan, step: Convert | Transfer) -> str:
+def _conversion(plan: PlanRecord, step: Convert | Transfer) -> str:
     match step:
         case Transfer():
             sent = f"{size_text(step.spec.max_local_nbytes)} sent{_times(plan, step)}"
@@ -224,12 +252,12 @@ def _conversion(plan: Plan, step: Convert | Transfer) -> str:
             return f"{text} from {move.src} to {move.dst}, {sent}"
 
 
-def _times(plan: Plan, step: Convert | Transfer) -> str:
-    times = plan.collectives_of(step)[0].times
+def _times(plan: PlanRecord, step: Convert | Transfer) -> str:
+    times = step_times(plan, step)
     return f" x{times}" if times > 1 else ""
 
 
-def _at(plan: Plan, stage: int) -> str:
+def _at(plan: PlanRecord, stage: int) -> str:
     return f"stage {stage} " if plan.num_stages > 1 else ""
 
 

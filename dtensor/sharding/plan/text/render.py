@@ -1,4 +1,4 @@
-"""How a Plan reads: one step a line, what it sends and computes at the right, totals last.
+"""How a Plan reads: its head, inputs, one step a line with what it sends and computes, totals.
 
     plan mlp    mesh(tp=2)    stage 0 of 1    all ranks identical
     axis tp     splits up.weight dim 0 (4096), with down.weight, up.bias; opened by *.up.weight
@@ -7,13 +7,22 @@
       h = mm(x, w1)               f32[512,4096@tp]          2.15 GFLOP    mlp.py:14
     * y = all_reduce(p, tp)       f32[512,1024]             2.0 MiB sent  mlp.py:16
 
+    recompute                                                       per rank
+      blocks.{0..11}    12 regions, each
+        saves           4.0 KiB: mm_1_reduced, x (of blocks.0)
+        repeats         10 ops, 65.54 kFLOP
+
+    memory per rank                       communication per rank and step
+      parameters           2.0 MiB          tp  forward    4 all_reduce    2.0 MiB sent
+
 A line that communicates has ``*`` in its first column; a free conversion (slice, zero_fill,
 relabel) has none. A transfer is marked on the stage that sends it; the other stage says receive.
 Bytes are binary (KiB), FLOP are decimal (GFLOP). ``x8``: once for each of 8 microbatches.
+A plan of several stages has its sections, a column of memory and lines of communication for each.
 
 Every step of one rank of every stage is printed; ranks of a stage run the same steps, and where
-their shards differ in size the head says so. The text depends on the plan alone.
-Not here: why a step is there (explain.py).
+their shards differ in size the head says so; regions that save and repeat alike are one entry. The
+text depends on the plan alone. Not here: why a step is there (explain.py), what it costs (cost/).
 """
 
 from __future__ import annotations
@@ -23,40 +32,42 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.cost.collectives import all_collectives, collectives_of
+from dtensor.sharding.plan.cost.memory import memory_of
+from dtensor.sharding.plan.cost.seconds import cost_of, stage_flops, stage_seconds
+from dtensor.sharding.plan.record import Hint, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
     Compute,
     Convert,
     Norm,
-    Regather,
     Step,
     TieSum,
     Transfer,
     Update,
 )
-from dtensor.sharding.plan.text.explain import explain
-from dtensor.sharding.plan.text.head import (
-    MAX_TEXT,
-    MAX_TYPE,
-    WIDTH,
-    axes,
-    head,
-    inputs,
-    ranks,
-    stored,
+from dtensor.sharding.plan.storage import LEVELS
+from dtensor.sharding.plan.text.words import (
+    call_text,
+    collapse,
+    flop_text,
+    seconds_text,
+    size_text,
+    wrapped,
 )
-from dtensor.sharding.plan.text.regions import regions
-from dtensor.sharding.plan.text.totals import totals
-from dtensor.sharding.plan.text.words import call_text, collapse, flop_text, size_text, wrapped
 from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import Shard, index_sets, length
+from dtensor.sharding.spec.spec import TensorSpec
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
 
+WIDTH = 100
 # Widths of columns; what is longer pushes its own line out, not all lines.
+MAX_TEXT, MAX_TYPE = 48, 30
 _MAX_NAME, _MAX_COST = 20, 24
+_REGION_NAME = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,34 +83,39 @@ class _Line:
     more: tuple[str, ...] = ()
 
 
-def render(plan: Plan) -> str:
+def render(plan: PlanRecord) -> str:
     """The text of the plan; deterministic, without a trailing newline."""
-    lines = [head(plan), *axes(plan), *stored(plan)]
+    lines = [_head(plan), *_axes(plan), *_stored(plan)]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
-            lines += ["", f"stage {stage} of {plan.num_stages}    {ranks(plan, stage)}"]
-        lines += ["", "inputs", *inputs(plan, stage)]
+            lines += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
+        lines += ["", "inputs", *_inputs(plan, stage)]
         sections = {name: list[_Line]() for name in SECTIONS}
         for step in plan.steps:
             if (line := _line(plan, step, stage)) is not None:
                 sections[_section(step)].append(line)
-        sections["optimizer"] += [*_updates(plan, stage), *_regathered(plan, stage)]
+        sections["optimizer"] += _updates(plan, stage)
+        sections["optimizer"] += [
+            _bucket(plan, step)
+            for step in plan.steps
+            if isinstance(step, Bucket) and step.in_place and step.stage == stage
+        ]
         widths = _widths([line for found in sections.values() for line in found])
         for name, found in sections.items():
             if found:
                 lines += ["", _title(plan, name), *_columns(found, widths)]
     if plan.schedule:
         lines += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
-    lines += [*regions(plan, WIDTH), "", *totals(plan)]
+    lines += [*_regions(plan), "", *_totals(plan)]
     for hint in plan.hints:
-        lines += wrapped(str(hint), "", WIDTH)
+        lines += wrapped(_hint(hint), "", WIDTH)
     return "\n".join(line.rstrip() for line in lines)
 
 
 # -- steps ---------------------------------------------------------------------------------------
 
 
-def _title(plan: Plan, section: str) -> str:
+def _title(plan: PlanRecord, section: str) -> str:
     per = "per rank"
     if plan.num_microbatches > 1 and section in ("forward", "backward"):
         per = f"per rank and microbatch, x{plan.num_microbatches}"
@@ -107,14 +123,10 @@ def _title(plan: Plan, section: str) -> str:
 
 
 def _section(step: Step) -> str:
-    match step:
-        case Compute() | Convert() | Transfer() | Bucket():
-            return SECTIONS[0] if step.once else step.phase
-        case Accumulate() | TieSum() | Norm() | Update() | Regather():
-            return "optimizer"
+    return SECTIONS[0] if step.once else step.phase
 
 
-def _line(plan: Plan, step: Step, stage: int) -> _Line | None:
+def _line(plan: PlanRecord, step: Step, stage: int) -> _Line | None:
     """The step as the stage sees it, None where it does not; updates are printed together."""
     match step:
         case Compute():
@@ -142,7 +154,7 @@ def _line(plan: Plan, step: Step, stage: int) -> _Line | None:
             text = f"accumulate({step.operand}, {MICROBATCH_AXIS})"
             return _Line("", step.result, text, str(step.dst), "", step.of)
         case Bucket():
-            return _bucket(plan, step, stage) if step.stage == stage else None
+            return _bucket(plan, step) if step.stage == stage and not step.in_place else None
         case TieSum():
             if stage not in step.stages:
                 return None
@@ -156,7 +168,7 @@ def _line(plan: Plan, step: Step, stage: int) -> _Line | None:
             text = f"norm({_count(len(counted), 'gradient')}), clipped to {step.max_norm:g}"
             mark = "*" if plan.mesh.size > 1 else ""
             return _Line(mark, step.result, text, "f32[]", _sent(plan, step, stage))
-        case Update() | Regather():
+        case Update():
             return None
         case _:
             assert_never(step)
@@ -174,39 +186,24 @@ def _compute(step: Compute) -> _Line:
     )
 
 
-def _bucket(plan: Plan, step: Bucket, stage: int) -> _Line:
+def _bucket(plan: PlanRecord, step: Bucket) -> _Line:
     gathers = step.kind == "all_gather"
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     wider = f", to {dtype_name(dst)}" if src != dst else ""  # 16 bits that are summed in 32
     noun = "parameter" if gathers else "gradient"
-    text = f"{step.kind}({_count(len(step.of), noun)}, {step.axis})"
+    noun = f"updated {noun}" if step.in_place else noun
     return _Line(
         "*",
         step.name,
-        text,
+        f"{step.kind}({_count(len(step.of), noun)}, {step.axis})",
         f"one bucket of {size_text(size)}{wider}",
-        _sent(plan, step, stage),
+        _sent(plan, step, step.stage),
         more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", WIDTH)),
     )
 
 
-def _regathered(plan: Plan, stage: int) -> list[_Line]:
-    return [
-        _Line(
-            "*",
-            step.name,
-            f"all_gather({_count(len(step.of), 'updated parameter')}, {step.axis})",
-            f"one bucket of {size_text(sum(m.dst.max_local_nbytes for m in step.moves))}",
-            _sent(plan, step, stage),
-            more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", WIDTH)),
-        )
-        for step in plan.steps
-        if isinstance(step, Regather) and step.stage == stage
-    ]
-
-
-def _updates(plan: Plan, stage: int) -> list[_Line]:
+def _updates(plan: PlanRecord, stage: int) -> list[_Line]:
     """One line for each optimizer, with the parameters that it updates."""
     groups: dict[str, list[Update]] = {}
     for step in plan.steps:
@@ -230,8 +227,8 @@ def _updates(plan: Plan, stage: int) -> list[_Line]:
     return lines
 
 
-def _sent(plan: Plan, step: Step, stage: int) -> str:
-    found = [c for c in plan.collectives_of(step) if c.stage == stage]
+def _sent(plan: PlanRecord, step: Step, stage: int) -> str:
+    found = [c for c in collectives_of(plan, step) if c.stage == stage]
     if not found:
         return ""
     times = f" x{found[0].times}" if found[0].times > 1 else ""
@@ -274,4 +271,266 @@ def _columns(lines: Sequence[_Line], widths: tuple[int, int, int, int]) -> list[
     return found
 
 
-__all__ = ["explain", "render"]
+# -- the head and inputs -------------------------------------------------------------------------
+
+
+def _head(plan: PlanRecord) -> str:
+    parts = [f"plan {plan.name}", str(plan.mesh)]
+    if plan.num_stages > 1:
+        parts.append(f"{plan.num_stages} stages over {plan.stage_axis}")
+    if plan.num_microbatches > 1:
+        parts.append(f"{plan.num_microbatches} microbatches (axis {MICROBATCH_AXIS}, in time)")
+    if plan.num_stages == 1:
+        parts += ["stage 0 of 1", _ranks(plan, 0)]
+    return "    ".join(parts)
+
+
+def _ranks(plan: PlanRecord, stage: int) -> str:
+    """Whether all ranks of the stage hold shards of the same sizes."""
+    uneven: list[str] = []
+    for name, spec in _held(plan, stage):
+        for axis, placement in spec.sharding.items():
+            if isinstance(placement, Shard):
+                num = spec.mesh.axis_size(axis)
+                sets = index_sets(placement, spec.shape[placement.dim], num)
+                sizes = [length(held) for held in sets]
+                if len(set(sizes)) > 1:
+                    uneven.append(f"{name} {spec} holds {', '.join(map(str, sizes))} over {axis}")
+    if not uneven:
+        return "all ranks identical"
+    more = f" and {len(uneven) - 1} more" if len(uneven) > 1 else ""
+    return f"ranks differ: {uneven[0]}{more}"
+
+
+def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
+    for item in plan.inputs:
+        if stage in item.stages:
+            yield item.name, item.spec
+    for step in plan.steps:
+        match step:
+            case Compute() if step.stage == stage:
+                for name, spec in zip(step.results, step.result_specs, strict=True):
+                    if name is not None and spec is not None:
+                        yield name, spec
+            case Convert() if step.stage == stage:
+                yield step.result, step.move.dst
+            case _:
+                pass
+
+
+def _axes(plan: PlanRecord) -> list[str]:
+    """What each axis splits, and which pin opened it; repeated layers as one line."""
+    opened = dict(plan.opened)
+    lines: list[str] = []
+    for axis in plan.mesh.axes:
+        start = f"axis {axis}    "
+        if axis == plan.stage_axis:
+            lines.append(f"{start}stages: {', '.join(map(str, range(plan.num_stages)))}")
+            lines += _chosen(plan)
+            continue
+        groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
+        for item in opened.get(axis, ()):
+            key = (item.by, item.dim, item.size, collapse([item.label, *item.values], "*"))
+            found = groups.setdefault(key, [[], []])
+            found[0].append(item.label)
+            found[1].extend(item.values)
+        for (by, dim, size, _), (labels, others) in groups.items():
+            text = f"splits {', '.join(collapse(labels))} dim {dim} ({size})"
+            if others:
+                text += f", with {', '.join(collapse(others))}"
+            lines += wrapped(f"{text}; opened by {by}", start, WIDTH)
+        if not groups:
+            one = plan.mesh.axis_size(axis) == 1
+            lines.append(start + ("one rank" if one else "splits nothing: no pin opens a factor"))
+    return lines
+
+
+def _chosen(plan: PlanRecord) -> list[str]:
+    """The stages that "auto" chose, and what the slowest of them costs beside the mean."""
+    if not plan.auto:
+        return []
+    costs = [sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages)]
+    text = " | ".join(", ".join(patterns) for patterns in plan.auto)
+    if sum(costs):
+        text += f"; the slowest costs {max(costs) * len(costs) / sum(costs):.2f} of even"
+    memory = memory_of(plan)
+    fullest = max(sum(memory[stage].total for stage in held) for held in plan.hosted)
+    limit = plan.topology.memory_bytes
+    if fullest > limit:
+        text += f"; {size_text(fullest)} on the fullest rank, above its {size_text(int(limit))}"
+    return wrapped(text, "auto       ", WIDTH)
+
+
+def _stored(plan: PlanRecord) -> list[str]:
+    """What is stored split, and over which axis."""
+    if plan.zero is None:
+        return []
+    axis, level = plan.zero
+    whole = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
+    kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
+    text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
+    return wrapped(text, "zero    ", WIDTH)
+
+
+def _inputs(plan: PlanRecord, stage: int) -> list[str]:
+    """Every input of the stage with its placement; those of repeated layers as one line."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for item in plan.inputs:
+        if stage in item.stages:
+            spec, kind = str(item.held), item.kind
+            if item.held != item.spec:
+                kind += f", used as {item.spec}"
+            key = (kind, spec, collapse([item.label], "*"))
+            groups.setdefault(key, []).append(item.label)
+    rows = [(kind, ", ".join(collapse(labels)), spec) for (kind, spec, _), labels in groups.items()]
+    width = min(max((len(name) for _, name, _ in rows), default=0), MAX_TEXT)
+    type_width = min(max((len(spec) for _, _, spec in rows), default=0), MAX_TYPE)
+    return [f"  {name:<{width}}  {spec:<{type_width}}  {kind}" for kind, name, spec in rows]
+
+
+# -- recomputation and totals --------------------------------------------------------------------
+
+
+def _hint(hint: Hint) -> str:
+    cheap = f"{seconds_text(hint.opposite_seconds)}, {size_text(hint.opposite_bytes_sent)} sent"
+    dear = f"{seconds_text(hint.seconds)}, {size_text(hint.bytes_sent)} sent"
+    return (
+        f'hint: "{hint.by}" with {hint.axis}={hint.opposite!r} would cost {cheap} a step; '
+        f"{hint.axis}={hint.stated!r} as stated costs {dear}"
+    )
+
+
+def _regions(plan: PlanRecord) -> list[str]:
+    """The section, after an empty line; nothing without regions."""
+    if not plan.regions:
+        return []
+    specs = plan.value_specs()
+    groups: dict[tuple[object, ...], list[Region]] = {}
+    for region in plan.regions:
+        nbytes = sum(specs[name].max_local_nbytes for name in region.saved)
+        key = (region.stage, nbytes, len(region.communicated), region.num_ops, region.flops)
+        groups.setdefault(key, []).append(region)
+    per = "per rank" if plan.num_microbatches == 1 else "per rank and microbatch"
+    lines = ["", f"{'recompute':<64}{per}"]
+    for (_, nbytes, *_), members in groups.items():
+        assert isinstance(nbytes, int)
+        lines += _entry(plan, members, nbytes)
+    return lines
+
+
+def _entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str]:
+    first, several = members[0], len(members) > 1
+    where = f"stage {first.stage}, " if plan.num_stages > 1 else ""
+    each = ", each" if first.repeated else ""
+    count = f"{len(members)} regions{each}" if several else "1 region"
+    name = ", ".join(collapse([region.name for region in members]))
+    of_first = f" (of {first.name})" if several else ""
+    ops = f"{first.num_ops} op{'s' * (first.num_ops != 1)}"
+    head = f"{name:<{_REGION_NAME - 2}}  {where}{count}"
+    if not first.repeated:
+        return wrapped(f"{head}: the backward reads nothing that runs again", "  ", WIDTH)
+    lines = wrapped(head, "  ", WIDTH)
+    saved = ", ".join(first.saved) or "nothing but parameters and the batch"
+    lines += wrapped(
+        f"{size_text(nbytes)}: {saved}{of_first}", f"    {'saves':<{_REGION_NAME - 2}}", WIDTH
+    )
+    if first.communicated:
+        kept = ", ".join(first.communicated)
+        lines += wrapped(
+            f"not communicated again: {kept}{of_first}", " " * (_REGION_NAME + 2), WIDTH
+        )
+    lines.append(f"    {'repeats':<{_REGION_NAME - 2}}{ops}, {flop_text(first.flops)}")
+    return lines
+
+
+def _totals(plan: PlanRecord) -> list[str]:
+    return [*_memory(plan), "", *_communication(plan), "", *_time(plan)]
+
+
+def _memory(plan: PlanRecord) -> list[str]:
+    memory = memory_of(plan)
+    rows = [["memory per rank", *_stage_names(plan, plan.num_stages > 1)]]
+    rows += [
+        ["  parameters", *(size_text(m.parameters) for m in memory)],
+        ["  gradients", *(size_text(m.gradients) for m in memory)],
+        ["  optimizer state", *(size_text(m.optimizer) for m in memory)],
+    ]
+    if any(m.masters for m in memory):
+        rows.append(["  float32 masters", *(size_text(m.masters) for m in memory)])
+    rows += [
+        ["  activations", *(size_text(m.activations) for m in memory)],
+    ]
+    if plan.plain is not None:
+        plain = [size_text(m.activations) for m in memory_of(plan.plain)]
+        rows.append(["    without recompute", *plain])
+    if any(held > 1 for held in plan.in_flight):
+        rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
+    rows.append(["  total", *(size_text(m.total) for m in memory)])
+    return _table(rows)
+
+
+def _communication(plan: PlanRecord) -> list[str]:
+    """Messages and bytes by stage, axis, phase and kind."""
+    found: dict[tuple[int, str, str, str], list[int]] = {}
+    order = {"forward": 0, "backward": 1, "optimizer": 2}
+    axes = plan.mesh.axes
+    for c in all_collectives(plan):
+        entry = found.setdefault((c.stage, c.axis, c.phase, c.kind), [0, 0])
+        entry[0] += c.times
+        entry[1] += c.times * c.bytes_sent
+    if not found:
+        return ["communication per rank and step    none"]
+    rows = [
+        [
+            "  " + (f"stage {stage}  {axis}" if plan.num_stages > 1 else axis),
+            phase,
+            f"{number} {kind}",
+            f"{size_text(sent)} sent",
+        ]
+        for (stage, axis, phase, kind), (number, sent) in sorted(
+            found.items(), key=lambda e: (e[0][0], axes.index(e[0][1]), order[e[0][2]], e[0][3])
+        )
+    ]
+    return ["communication per rank and step", *_table(rows, left=3)]
+
+
+def _time(plan: PlanRecord) -> list[str]:
+    cost = cost_of(plan)
+    flops = [flop_text(stage_flops(plan, stage)) for stage in range(plan.num_stages)]
+    names = _stage_names(plan, plan.num_stages > 1)
+    shown = ", ".join(f"{name} {f}".strip() for name, f in zip(names or [""], flops, strict=True))
+    if plan.plain is not None:
+        more = [stage_flops(plan, s) - stage_flops(plan.plain, s) for s in range(plan.num_stages)]
+        texts = (
+            f"{name} {flop_text(f)}".strip() for name, f in zip(names or [""], more, strict=True)
+        )
+        shown += f"; recomputed {', '.join(texts)} of it"
+    parts = [
+        f"compute {seconds_text(cost.compute_seconds)}",
+        f"communication {seconds_text(cost.communication_seconds)}",
+    ]
+    if plan.num_stages > 1:
+        parts.append(f"bubble {cost.bubble:.0%}")
+    one = "stage" if plan.num_stages == len(plan.hosted) else "rank"
+    where = f" of the slowest {one}" if plan.num_stages > 1 else ""
+    return [
+        f"compute per rank and step    {shown}",
+        f"predicted{where}    {seconds_text(cost.seconds)} a step: {', '.join(parts)}",
+    ]
+
+
+def _stage_names(plan: PlanRecord, several: bool) -> list[str]:
+    return [f"stage {stage}" for stage in range(plan.num_stages)] if several else []
+
+
+def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Columns aligned: the first ``left`` to the left, the others to the right."""
+    num = max(len(row) for row in rows)
+    widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
+    return [
+        "  ".join(
+            f"{cell:<{widths[i]}}" if i < left else f"{cell:>{widths[i]}}"
+            for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]

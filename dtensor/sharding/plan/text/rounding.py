@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
@@ -59,7 +59,7 @@ class Reordered:
         return (self.terms - 1) * torch.finfo(wide).eps + stored
 
 
-def reordered(plan: Plan) -> tuple[Reordered, ...]:
+def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
     """The floating-point sums of a plan whose terms several ranks or microbatches add."""
     makers: dict[str, Step] = {name: s for s in plan.steps for name, _ in results_of(s)}
     counted: dict[str, int] = {}
@@ -77,7 +77,7 @@ def reordered(plan: Plan) -> tuple[Reordered, ...]:
     return tuple(found)
 
 
-def rounding_text(plan: Plan) -> str:
+def rounding_text(plan: PlanRecord) -> str:
     """One line for each kind of sum; names of repeated layers together."""
     groups: dict[tuple[int, str, torch.dtype], list[Reordered]] = {}
     for one in reordered(plan):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules.build import Groups, make, operand_index, pattern
+from dtensor.sharding.rules.build import Groups, make, of_kind, operand_index, pattern
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 
@@ -95,6 +95,6 @@ RULES: dict[str, Builder] = {
     "aten.addmv.default": _added("m k, k", "m", "m k"),
     "aten.addr.default": _added("m, n", "m n", "m n"),
     "aten.linear.default": _linear,
-    "dt.attention.default": _attention,
-    "dt.attention_backward.default": _attention_backward,
+    "dt.attention.default": of_kind("attention", _attention),
+    "dt.attention_backward.default": of_kind("attention", _attention_backward),
 }

@@ -11,9 +11,10 @@ placement).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules.build import Groups, joint, make
+from dtensor.sharding.rules.build import Groups, joint, make, of_kind
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 
@@ -71,13 +72,20 @@ def addend_and_either(call: OpCall) -> Groups:
     return ((0, 1), (0, 2))
 
 
+def _cast(call: OpCall) -> Rule:
+    """A copy on another device, in other strides or in another dtype."""
+    (result,) = call.results
+    same = result is None or result.dtype == call.operands[0].dtype
+    return replace(pointwise(first)(call), kind="compute" if same else "cast")
+
+
 _LINEARITY: dict[Linearity, str] = {
     first_two: """
         add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar""",
     each: "mul.Tensor mul.Scalar",
     first: """
         div.Tensor div.Scalar neg.default clone.default detach.default alias.default
-        lift_fresh.default lift_fresh_copy.default _to_copy.default positive.default
+        lift_fresh.default lift_fresh_copy.default positive.default
         contiguous.default zeros_like.default gelu_backward.default silu_backward.default
         threshold_backward.default tanh_backward.default sigmoid_backward.default
         leaky_relu_backward.default hardtanh_backward.default elu_backward.default
@@ -112,4 +120,7 @@ RULES: dict[str, Builder] = {
     for linearity, ops in _LINEARITY.items()
     for name in ops.split()
 }
-RULES["dt.annotate.default"] = RULES["dt.annotate_backward.default"] = pointwise(first)
+RULES["aten._to_copy.default"] = _cast
+RULES["dt.annotate.default"] = RULES["dt.annotate_backward.default"] = of_kind(
+    "mark", pointwise(first)
+)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import linear_groups, make, resolve_dims, retarget
+from dtensor.sharding.rules.build import linear_groups, make, of_kind, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Dim, Dims, Rule
 
@@ -217,7 +217,7 @@ def _result(call: OpCall) -> tuple[int, ...]:
 
 RULES: dict[str, Builder] = {
     "aten.view.default": _view,
-    "aten._unsafe_view.default": _view,
+    "aten._unsafe_view.default": of_kind("view", _view),
     "aten.reshape.default": _view,
     "aten.expand.default": _expand,
     "aten.repeat.default": _repeat,

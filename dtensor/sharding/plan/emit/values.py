@@ -1,10 +1,11 @@
-"""Laying down a plan's steps, once every axis has been chosen.
+"""Bringing values where a plan's steps need them: on their stage, at their placement.
 
-Program order is kept. Before each op, every operand is brought to the placement that the op's
-strategies ask for: from the copy at hand from which that is cheapest, on the op's own stage, by
-one-axis moves (redistribute/moves.py); from another stage by one transfer. A conversion is made
-once and reused. After the last microbatch come the outputs: sums over microbatches, reductions of
-gradients in buckets, sums over stages of tied parameters, the norm, the updates.
+    copy = emitter.need("h", spec, stage=1, phase="forward", source="mlp.py:14", why="mm needs it")
+
+A value may stand at several places: as its op makes it, converted, sent to another stage. Before an
+op reads it, it is brought to the spec that the op's strategies ask for: from the copy at hand from
+which that is cheapest, on the op's own stage, by one-axis moves; from another stage by one
+transfer. A conversion is made once and reused. Not here: the end of a step (emit.py).
 """
 
 from __future__ import annotations
@@ -12,22 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from dtensor.sharding.plan.choose.prices import AxisChoice, is_view
+from dtensor.sharding.plan.choose.question import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.emit.outputs import Outputs
-from dtensor.sharding.plan.passes.gather_stored import stored_spec
-from dtensor.sharding.plan.plan import Plan, PlannedInput
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Compute, Convert, Step, StepPhase, Transfer, unused
 from dtensor.sharding.redistribute.moves import Move, moves, seconds
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 from dtensor.sharding.spec.spec import TensorSpec, alike
-
-if TYPE_CHECKING:
-    from dtensor.sharding.plan.planner import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,7 @@ class Emitter:
                 phase=phase,
                 stage=stage,
                 once=once and self.request.num_microbatches > 1,
-                why=tuple(f"{a}: {s.label}" for a, s in strategies.items()),
+                strategies=tuple(strategies.items()),
                 flops=self.rules[op.name].flops // work,
             )
         )
@@ -129,7 +124,7 @@ class Emitter:
         here = [c for c in self.copies[value] if c.stage == stage]
         if not here:
             producer = self.request.flow.producers.get(value)
-            if producer is not None and rearranges(producer):
+            if producer is not None and rearranges(producer, self.rules[producer.name]):
                 # what crosses is the value itself, once; its views are taken where they are used
                 self.compute(producer, (self.fresh(f"{value}_at{stage}"),), stage, phase)
                 here = [c for c in self.copies[value] if c.stage == stage]
@@ -227,9 +222,9 @@ class Emitter:
         return self.add(value, Copy(result, copy.spec, stage, copy.once, phase))
 
 
-def rearranges(op: Op) -> bool:
+def rearranges(op: Op, rule: Rule) -> bool:
     """Whether the op is a view of one tensor, with all its elements."""
-    if not is_view(op) or len(op.operands) != 1 or len(op.results) != 1:
+    if rule.kind != "view" or len(op.operands) != 1 or len(op.results) != 1:
         return False
     result = op.call.results[0]
     return result is not None and math.prod(result.shape) == math.prod(op.call.operands[0].shape)
@@ -244,59 +239,3 @@ def _smallest(spec: TensorSpec, path: Sequence[Move]) -> int:
 
 def _whole_in_time(spec: TensorSpec) -> bool:
     return MICROBATCH_AXIS not in spec.mesh.axes or spec.placement(MICROBATCH_AXIS) == REPLICATE
-
-
-def _stored(request: Request, kind: str, spec: TensorSpec) -> tuple[TensorSpec | None, int]:
-    """How a parameter is stored where the request splits storage, and the level."""
-    if request.zero is None or kind != "parameter":
-        return None, 0
-    axis, level = request.zero
-    return stored_spec(spec, axis), level
-
-
-def emit(
-    request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
-) -> Plan:
-    """The plan of a request whose axes have been ``chosen``."""
-    flow = request.flow
-    emitter = Emitter(request, mesh, rules, chosen)
-    emitter.names.update(flow.metas)
-    inputs: list[PlannedInput] = []
-    for item in flow.inputs:
-        spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
-        inputs.append(
-            PlannedInput(
-                item.name,
-                item.label,
-                item.kind,
-                spec,
-                item.stages,
-                *_stored(request, item.kind, spec),
-            )
-        )
-        for stage in item.stages:
-            emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
-    for op in flow.ops:
-        emitter.op(op)
-    outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
-    return Plan(
-        name=request.name,
-        flow=flow,
-        mesh=request.mesh,
-        inner=mesh,
-        stage_axis=request.stage_axis,
-        num_stages=flow.num_stages,
-        stage_ranks=request.stage_ranks,
-        num_microbatches=request.num_microbatches,
-        inputs=tuple(inputs),
-        steps=tuple(emitter.steps),
-        outputs=outputs,
-        opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
-        topology=request.topology,
-        zero=request.zero,
-        pinned=tuple(
-            (axis, value, request.pinned_by.get(value, value))
-            for value, placements in request.pins.items()
-            for axis in placements
-        ),
-    )

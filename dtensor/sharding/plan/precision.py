@@ -20,7 +20,7 @@ Not here: autocast, which is the program's own (frontend/capture/autocast.py); t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +28,7 @@ import torch
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.redistribute.moves import Move
+from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -37,7 +38,7 @@ def accumulated(spec: TensorSpec) -> TensorSpec:
     return replace(spec, dtype=torch.float32) if is_narrow(spec.dtype) else spec
 
 
-def uncast(flow: Dataflow) -> Dataflow:
+def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
     """The program whose gradients lack the cast from 16 bits to float32 that ends them.
 
     The reduction makes it, or the optimizer where there is none.
@@ -45,7 +46,7 @@ def uncast(flow: Dataflow) -> Dataflow:
     renamed: dict[str, str] = {}  # what a cast reads to the gradient that it makes
     for output in flow.outputs:
         op = flow.producers.get(output.value)
-        if output.kind == "gradient" and op is not None and _ends_in_cast(flow, op):
+        if output.kind == "gradient" and op is not None and _ends_in_cast(flow, rules, op):
             renamed[op.operands[0]] = output.value
     ops = [
         replace(op, results=tuple(renamed.get(name or "", name) for name in op.results))
@@ -55,9 +56,9 @@ def uncast(flow: Dataflow) -> Dataflow:
     return replace(flow, ops=tuple(ops))
 
 
-def _ends_in_cast(flow: Dataflow, op: Op) -> bool:
+def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
     """Whether the op is such a cast, and nothing else reads what it reads or makes."""
-    if op.call.name != "aten._to_copy.default" or len(op.operands) != 1:
+    if rules[op.name].kind != "cast" or len(op.operands) != 1:
         return False
     (operand,), (made,) = op.operands, op.results
     meta = op.call.results[0]

@@ -1,0 +1,158 @@
+"""A plan as data: every placement and every collective decided, step by step.
+
+    record.inputs     (PlannedInput("up_weight", "up.weight", "parameter", f32[64@tp,16], ...), ...)
+    record.steps      (Compute(...), Convert(...), ...)    in program order, see steps.py
+    record.outputs    where each result and gradient is found when the step has run
+
+What passes of the planner take and give; `Plan` (plan.py) is this with what it costs and how it
+prints. Specs carry the virtual axis ``mb`` when there are microbatches: a batch is sharded over it,
+a gradient pending over it.
+
+Invariants: those that verify.py checks. A plan knows no actors and no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
+from dtensor.sharding.plan.steps import Step, results_of
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.spec.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """One factor that an axis splits: its size, the pin that opened it, what else it splits.
+
+    ``values``: labels of the parameters it splits besides the pinned one; ``label``: the pinned
+    value as users call it; ``reached``: every value that the pin reaches, itself first.
+    """
+
+    by: str
+    dim: int
+    size: int
+    values: tuple[str, ...]
+    label: str
+    reached: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInput:
+    """Where an input lives: its plan value per stage, and the placement that it is used at.
+
+    ``stored``: of a parameter under ``zero`` (its level), the spec of what is kept split: at 1 its
+    optimizer state, at 2 its gradient too, at 3 the parameter itself.
+    """
+
+    name: str
+    label: str
+    kind: InputKind
+    spec: TensorSpec
+    stages: tuple[int, ...]
+    stored: TensorSpec | None = None
+    zero: int = 0
+
+    @property
+    def held(self) -> TensorSpec:
+        """The spec under which the ranks hold the input between programs."""
+        return self.stored if self.stored is not None and self.zero == 3 else self.spec
+
+    @property
+    def state(self) -> TensorSpec:
+        """The spec of a parameter's optimizer state."""
+        return self.spec if self.stored is None else self.stored
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOutput:
+    """Where an output is found when the step has run: (stage, value) pairs."""
+
+    kind: OutputKind
+    of: int | str
+    values: tuple[tuple[int, str], ...]
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """What is saved of a recomputed region, and what runs again; values by their plan names.
+
+    saved: values that live from forward to backward for it, but for parameters and the batch;
+    communicated: those of ``saved`` that running the region again would communicate again;
+    repeated: (value, its repetition) of its repeated steps, none where the backward reads only what
+    comes into the region or leaves it; num_ops, flops: of those, per rank and microbatch,
+    views not counted.
+    """
+
+    name: str
+    stage: int
+    saved: tuple[str, ...]
+    communicated: tuple[str, ...]
+    repeated: tuple[tuple[str, str], ...]
+    num_ops: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """A pin whose opposite is cheaper. ``by``: what the user wrote the pin for; seconds and bytes
+    sent are per rank and step."""
+
+    by: str
+    axis: str
+    stated: Shard
+    opposite: Shard
+    seconds: float
+    opposite_seconds: float
+    bytes_sent: int
+    opposite_bytes_sent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """See the module docstring. ``mesh`` is the user's; ``inner`` is what specs are stated on:
+    the mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
+
+    name: str
+    flow: Dataflow
+    mesh: Mesh
+    inner: Mesh
+    stage_axis: str | None
+    num_stages: int
+    stage_ranks: tuple[int, ...]  # by stage, its coordinate on the stage axis
+    num_microbatches: int
+    inputs: tuple[PlannedInput, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[PlannedOutput, ...]
+    opened: tuple[tuple[str, tuple[Opened, ...]], ...]
+    topology: Topology
+    pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
+    bubble: float = 0.0  # of the schedule, with this plan's stages
+    waiting: tuple[float, ...] = ()  # seconds of a step, by rank of the stage axis; from these
+    auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
+    in_flight: tuple[int, ...] = ()  # microbatches held per stage
+    zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
+    schedule: str = ""
+    regions: tuple[Region, ...] = ()  # what runs again in the backward
+    plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
+    hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
+
+    @property
+    def hosted(self) -> tuple[tuple[int, ...], ...]:
+        """By rank of the stage axis, the stages that it hosts, ascending."""
+        num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
+        return tuple(
+            tuple(s for s in range(self.num_stages) if self.stage_ranks[s] == rank)
+            for rank in range(num)
+        )
+
+    def value_specs(self) -> Mapping[str, TensorSpec]:
+        """Plan value name to spec, inputs included."""
+        found = {item.name: item.held for item in self.inputs}
+        for step in self.steps:
+            found.update(results_of(step))
+        return found

@@ -1,0 +1,133 @@
+"""What a plan is asked for: a program, a mesh, pins, and how the step will run.
+
+    Request(name="mlp", flow=..., mesh=Mesh(tp=2), pins={"up_weight": {"tp": Shard(0)}})
+
+Values, all of it: the same request gives the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, cast, get_args
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Placement, Shard
+from dtensor.sharding.spec.spec import TensorSpec
+
+Search = Literal["predictable", "free"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What the optimizer phase needs: which parameters are trained, by what, and clipping.
+
+    ``trained``: labels of parameters; ``state_tensors``: how many tensors of a parameter's shape
+    the optimizer keeps for it; ``master_weights``: it updates float32 copies of narrow ones.
+    """
+
+    optimizer: str
+    trained: frozenset[str]
+    state_tensors: int
+    clip_grad_norm: float | None = None
+    master_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What was stated of one value on one axis, as the planner follows it; ``by`` is what the user
+    wrote it for."""
+
+    value: str
+    placement: Placement
+    by: str
+    opens: bool = True
+    until_contraction: bool = False
+    stated: Shard | None = None  # as the user wrote it, for messages
+
+
+class Timetable(Protocol):
+    """When the ranks of a pipeline run what. Schedules are the runtime's; a plan asks this."""
+
+    @property
+    def text(self) -> str:
+        """The grid, as it is printed."""
+        ...
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """By stage, how many microbatches it holds at a time."""
+        ...
+
+    def waits(self, plan: PlanRecord) -> tuple[float, tuple[float, ...]]:
+        """Seconds of the pipeline from its first action to its last; of these, by rank of the stage
+        axis, those in which it waits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a plan is asked for.
+
+    pins: input name -> axis -> placement, in the order the user stated the axes.
+    held: input name -> the spec under which it stands already; it has no pins.
+    pinned_by: input name -> what the user wrote the pin for ("blocks.*.up.weight").
+    settled: those of ``pins`` that an earlier program chose; they open nothing.
+    batch: the names of the inputs whose dim 0 is the batch.
+    results: index of a user result -> axis -> placement (default Replicate).
+    split_results: a result on which nothing is stated may stay split as it comes out.
+    pending_results: likewise one that comes out pending; it is priced as if it were reduced.
+    search: "predictable" splits only what pins reach; "free" lifts that.
+    zero: an axis and a level: what of the parameters is stored split over it.
+    recompute: full names of the modules whose forward runs again in the backward.
+    stages: where "auto" chose them, each stage's patterns; they are printed.
+    """
+
+    name: str
+    flow: Dataflow
+    mesh: Mesh
+    pins: Mapping[str, Mapping[str, Placement]]
+    held: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
+    pinned_by: Mapping[str, str] = field(default_factory=dict[str, str])
+    settled: frozenset[str] = frozenset()
+    batch: tuple[str, ...] = ()
+    results: Mapping[int, Mapping[str, Placement]] = field(
+        default_factory=dict[int, Mapping[str, Placement]]
+    )
+    stage_axis: str | None = None
+    stage_ranks: tuple[int, ...] = ()
+    num_microbatches: int = 1
+    timetable: Timetable | None = None
+    topology: Topology = field(default_factory=Topology)
+    training: Training | None = None
+    search: Search = "predictable"
+    split_results: bool = False
+    pending_results: bool = False
+    zero: tuple[str, int] | None = None
+    recompute: frozenset[str] = frozenset()
+    auto: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        checked_search(self.search)
+        if not self.stage_ranks:
+            num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
+            object.__setattr__(self, "stage_ranks", dealt(self.flow.num_stages, num))
+
+    def with_flow(self, flow: Dataflow) -> Request:
+        return replace(self, flow=flow)
+
+
+def checked_search(search: str) -> Search:
+    """PlanningError for a word that is no way to search."""
+    if search not in get_args(Search):
+        raise PlanningError(f'search={search!r}: it is "predictable" or "free"')
+    return cast(Search, search)
+
+
+def dealt(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """The rank of each stage where stages are dealt out in turn."""
+    return tuple(stage % num_ranks for stage in range(num_stages))

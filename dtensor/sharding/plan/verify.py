@@ -1,0 +1,218 @@
+"""The verifier of plans: no step reads what is not there, or as what it is not.
+
+    verify(record)       # AssertionError that names the step; it runs on every plan
+
+Checked of every step: its operands are inputs or results of earlier steps, on its stage, under the
+specs that those have; what runs once a step reads nothing of a microbatch; a local op's strategies
+are its rule's, its specs are what they say, shapes and dtypes are the program's; a move changes the
+placement on its axis alone, as its kind says; only sums of narrow floats change their dtype. Of
+outputs: they are made. A failure is a fault of the planner, never of its user.
+
+Not here: whether a rule is right (its certificate), whether a program can hang (daft).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import assert_never
+
+import torch
+
+from dtensor.numerics import is_narrow
+from dtensor.sharding.plan.choose.split_through_op import through
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    Step,
+    TieSum,
+    Transfer,
+    Update,
+    results_of,
+)
+from dtensor.sharding.redistribute.moves import Move, move_kind
+from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard, same
+from dtensor.sharding.spec.spec import TensorSpec
+
+
+def verify(plan: PlanRecord) -> None:
+    """AssertionError where the plan contradicts itself."""
+    seen = _Seen(plan)
+    for step in plan.steps:
+        for fault in _faults(seen, step):
+            raise AssertionError(f"{fault}; in {step}")
+        seen.make(step)
+    for output in plan.outputs:
+        for stage, value in output.values:
+            if fault := seen.missing(value, stage):
+                raise AssertionError(f"{fault}; it is the {output.kind} {output.of}")
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The values so far: their specs, the stages that have them, whether they are of all
+    microbatches."""
+
+    plan: PlanRecord
+    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
+    stages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    once: set[str] = field(default_factory=set[str])
+
+    def __post_init__(self) -> None:
+        for item in self.plan.inputs:
+            self.add(item.name, item.held, item.stages)
+            self.once.add(item.name)
+
+    def add(self, name: str, spec: TensorSpec, stages: tuple[int, ...]) -> None:
+        if name in self.specs:
+            raise AssertionError(f"{name} is made twice")
+        self.specs[name], self.stages[name] = spec, stages
+
+    def make(self, step: Step) -> None:
+        for at, (name, spec) in enumerate(results_of(step)):
+            match step:
+                case Transfer():
+                    stages = (step.to_stage,)
+                case TieSum():
+                    stages = (step.stages[at],)
+                case _:
+                    stages = (step.stage,)
+            self.add(name, spec, stages)
+            if step.once or step.phase == "optimizer":
+                self.once.add(name)
+
+    def missing(self, name: str, stage: int) -> str | None:
+        if name not in self.specs:
+            return f"{name} is read and nothing makes it"
+        if stage not in self.stages[name]:
+            return f"{name} is read on stage {stage} and is on {self.stages[name]}"
+        return None
+
+
+def _faults(seen: _Seen, step: Step) -> Iterator[str]:
+    for stage, name, spec in _reads(step):
+        if fault := seen.missing(name, stage):
+            yield fault
+        elif (have := seen.specs[name]) is not spec and not _read_as(step, have, spec):
+            yield f"{name} is {have} and is read as {spec}"
+        elif step.once and name not in seen.once:
+            yield f"{name} is of one microbatch and is read once a step"
+    match step:
+        case Compute():
+            yield from _computed(step)
+        case Convert():
+            yield from _moved(step.move)
+        case Accumulate():
+            pending = step.dst.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
+            if not _sums(step.src, pending) or step.dst.placement(MICROBATCH_AXIS) != REPLICATE:
+                yield f"{step.dst} is no sum of {step.src} over microbatches"
+        case Bucket():
+            if len({(move.kind, move.axis, move.src.dtype) for move in step.moves}) != 1:
+                yield "the moves of a bucket are of one kind, one axis and one dtype"
+            for move in step.moves:
+                yield from _moved(move)
+        case TieSum():
+            if len(set(step.stages)) != len(step.stages):
+                yield "a stage is counted twice"
+        case Transfer() | Norm() | Update():
+            pass
+        case _:
+            assert_never(step)
+
+
+def _reads(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
+    """(stage, value, the spec that it is read under)."""
+    match step:
+        case Compute():
+            for name, spec in zip(step.operands, step.operand_specs, strict=True):
+                yield step.stage, name, spec
+        case Convert():
+            yield step.stage, step.operand, step.move.src
+        case Transfer():
+            yield step.stage, step.operand, step.spec
+        case Accumulate():
+            yield step.stage, step.operand, step.src
+        case Bucket():
+            for name, move in zip(step.operands, step.moves, strict=True):
+                yield step.stage, name, move.dst if step.in_place else move.src
+        case TieSum():
+            for stage, name in zip(step.stages, step.operands, strict=True):
+                yield stage, name, step.spec
+        case Norm():
+            for (stage, name, _), spec in zip(step.operands, step.specs, strict=True):
+                yield stage, name, spec
+        case Update():
+            yield step.stage, step.gradient, step.spec
+        case _:
+            assert_never(step)
+
+
+def _read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
+    """Whether the step may read a value of one spec as of another: gradients may be narrower than
+    their sum, and wider than what they update."""
+    if isinstance(step, TieSum | Update):
+        return replace(have, dtype=spec.dtype) == spec
+    return have == spec
+
+
+def _sums(part: TensorSpec, total: TensorSpec) -> bool:
+    """Whether sums of such values are such: alike, but that narrow floats become float32."""
+    wider = is_narrow(part.dtype) and total.dtype == torch.float32
+    return part == total or (wider and replace(part, dtype=total.dtype) == total)
+
+
+def _moved(move: Move) -> Iterator[str]:
+    src, dst, axis = move.src, move.dst, move.axis
+    before, after = src.placement(axis), dst.placement(axis)
+    if move.kind == "relabel":
+        possible = same(before, after, src.shape, src.mesh.axis_size(axis))
+    else:
+        possible = move_kind(before, after) == move.kind
+    widens = move.kind in ("all_reduce", "reduce_scatter")
+    wanted = src.with_placements(**{axis: after})
+    if not possible or not (wanted == dst or (widens and _sums(wanted, dst))):
+        yield f"no {move.kind} over {axis} makes {dst} of {src}"
+
+
+def _computed(step: Compute) -> Iterator[str]:
+    metas = (*step.op.call.operands, *step.op.call.results)
+    specs = (*step.operand_specs, *step.result_specs)
+    for meta, spec in zip(metas, specs, strict=True):
+        if spec is not None and (
+            meta is None or meta.shape != spec.shape or meta.dtype != spec.dtype
+        ):
+            yield f"the program has {meta} where the plan has {spec}"
+    for axis, strategy in step.strategies:
+        placed = (*strategy.operands, *strategy.results)
+        for placement, spec in zip(placed, specs, strict=True):
+            if spec is not None and not _lies(spec, axis, placement):
+                yield f"{spec}, and its strategy has {placement!r} on {axis}"
+        num = next((s.mesh.axis_size(axis) for s in specs if s is not None), 1)
+        if not _licensed(step.rule, strategy, num):
+            yield f"the rule {step.rule} has no strategy {strategy} over {num} ranks"
+
+
+def _lies(spec: TensorSpec, axis: str, placement: Placement) -> bool:
+    return same(spec.placement(axis), placement, spec.shape, spec.mesh.axis_size(axis))
+
+
+@lru_cache(maxsize=1 << 14)
+def _licensed(rule: Rule, strategy: Strategy, num: int) -> bool:
+    match strategy.kind:
+        case "replicate" | "linear":
+            return strategy in rule.fixed_strategies
+        case "stated":
+            return rule.kind == "mark"
+        case "split":
+            tensors = enumerate((*strategy.operands, *strategy.results))
+            return any(
+                isinstance(placement, Shard) and through(rule, tensor, placement, num) == strategy
+                for tensor, placement in tensors
+            )
