@@ -19,7 +19,7 @@ from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.api.stating.stages import stage_of
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.runtime.lower.timetable import GridTimetable
+from dtensor.runtime.lower.actions import GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan.planner import Plan, plan
 from dtensor.sharding.plan.request import Request, Training

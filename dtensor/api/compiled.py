@@ -23,8 +23,8 @@ from dtensor.api.session import Session, session_for
 from dtensor.api.stating.outputs import Out, pinned_results
 from dtensor.daft import Stored
 from dtensor.errors import PlanningError
+from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
-from dtensor.runtime.lower.rank import Roles
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import checked_search
@@ -132,9 +132,10 @@ class LoadedProgram:
         cut: dict[tuple[str, object], torch.Tensor] = {}
         for rank in range(mesh.size):
             own: dict[str, object] = dict(extra or {})
-            for name in self.lowered.inputs[rank]:
+            for name in self.lowered.program.ranks[rank].inputs:
                 if name in numbers:
                     own[name] = numbers[name]
+                if name in own:
                     continue
                 leaf = call.leaves[self.planned.arguments[name]]
                 own[name] = self._shard(name, leaf, rank, cut)

@@ -42,7 +42,7 @@ from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.numerics import dtype_name
-from dtensor.runtime.lower.timetable import GridTimetable
+from dtensor.runtime.lower.actions import GridTimetable
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow, Input

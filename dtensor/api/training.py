@@ -39,9 +39,9 @@ from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
+from dtensor.runtime.lower.actions import GridTimetable, stage_costs
+from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import holders
-from dtensor.runtime.lower.rank import Roles
-from dtensor.runtime.lower.timetable import GridTimetable, stage_costs
 from dtensor.runtime.schedule import Costs, GPipe, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of

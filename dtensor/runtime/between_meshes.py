@@ -30,15 +30,13 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.sharding.redistribute.between_meshes import (
-    Box,
     Piece,
     TransferPlan,
     box_of,
     box_shape,
     holders_of,
 )
-from dtensor.sharding.redistribute.moves import positions
-from dtensor.sharding.spec.blocks import Where, block, join
+from dtensor.sharding.spec.shards import Where, block, join, positions
 
 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
@@ -57,7 +55,7 @@ def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch
     """The blocks that rank ``index`` of the source's mesh gives, in the plan's order of pieces."""
     rank = plan.source_ranks[index]
     return [
-        block(shard, _within(box_of(plan.source, index), piece.ranges))
+        block(shard, positions(box_of(plan.source, index), piece.ranges))
         for piece in plan.pieces
         if piece.source_rank == rank
     ]
@@ -69,7 +67,7 @@ def shard_from(
     """The shard of rank ``index`` of the target's mesh, from its pieces in the plan's order."""
     box = box_of(plan.target, index)
     mine = [p for p in plan.pieces if p.target_rank == plan.target_ranks[index]]
-    wheres = tuple(_within(box, piece.ranges) for piece in mine)
+    wheres = tuple(positions(box, piece.ranges) for piece in mine)
     return joined(blocks, box_shape(box), wheres, plan.target.dtype, device)
 
 
@@ -101,7 +99,7 @@ def _rank(
     if given:
         box = box_of(plan.source, source[rank])
         name = f"cut {rank}"
-        functions[name] = _cut(name, [_within(box, p.ranges) for _, p in given])
+        functions[name] = _cut(name, [positions(box, p.ranges) for _, p in given])
         items.append(Call(name, ("x",), tuple(_block(i) for i, _ in given), label="transfer"))
         nbytes |= {_block(i): _buffer(p, dtype).nbytes for i, p in given}
     for i, p in sent:
@@ -116,7 +114,7 @@ def _rank(
     if rank in target:
         box = box_of(plan.target, target[rank])
         name = f"join {rank}"
-        wheres = tuple(_within(box, p.ranges) for _, p in taken)
+        wheres = tuple(positions(box, p.ranges) for _, p in taken)
         functions[name] = _join(name, box_shape(box), wheres, dtype, device)
         items.append(Call(name, tuple(_block(i) for i, _ in taken), ("y",), label="transfer"))
         nbytes["y"] = plan.target.local_nbytes(plan.target.mesh.coordinates(target[rank]))
@@ -160,11 +158,6 @@ def _join(
             ("device", device),
         ),
     )
-
-
-def _within(held: Box, wanted: Box) -> Where:
-    """Where global indices stand in the shard that holds ``held``."""
-    return positions(held, wanted)
 
 
 def _block(index: int) -> str:

@@ -23,7 +23,7 @@ from dtensor.frontend.initial.recipe import Constant, Recipe, Step, View, trunca
 from dtensor.frontend.initial.slicing import DRAWS, FACTORIES, FILLS
 from dtensor.sharding.ops.distributions import normal, normal_of, truncated, uniform
 from dtensor.sharding.ops.philox import Pieces, Place
-from dtensor.sharding.spec.blocks import block
+from dtensor.sharding.spec.shards import block
 
 aten = torch.ops.aten
 _ELSEWHERE = ("device", "layout", "pin_memory", "memory_format", "generator")

@@ -33,8 +33,8 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent
+from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower
-from dtensor.runtime.lower.rank import Roles
 from dtensor.sharding.ops.random import is_random
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan

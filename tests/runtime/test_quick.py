@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtensor.runtime.lower.quick import QUICK, quick
+from dtensor.runtime.lower.code import QUICK, quick
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
 
 aten: Any = torch.ops.aten

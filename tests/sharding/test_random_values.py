@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtensor.sharding.ops.distributions import integers, keep, normal, normal_of, uniform
 from dtensor.sharding.ops.philox import Key, Place, philox
-from dtensor.sharding.spec.blocks import block
+from dtensor.sharding.spec.shards import block
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF

@@ -21,7 +21,6 @@ from dtensor.sharding.rules.tables.whole import reasons
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
-from dtensor.sharding.spec.shards import local_call
 from dtensor.testing.oracle.check import certify_call
 
 aten, dt = torch.ops.aten, torch.ops.dt
@@ -211,7 +210,7 @@ def test_uneven_and_empty_shards_get_their_own_sizes() -> None:
     specs = (parse("f32[4@tp]", mesh),)
     results = (parse("f32[4@tp,1]", mesh),)
     found = [
-        local_call(rule_for(call), call, Local(specs, results, {"tp": i})).args[1] for i in range(3)
+        rule_for(call).local_call(call, Local(specs, results, {"tp": i})).args[1] for i in range(3)
     ]
     assert found == [[2, 1], [2, 1], [0, 1]]
 
@@ -229,7 +228,7 @@ def test_vocabulary_intervals_reach_the_op() -> None:
     assert split is not None and split.results == (Partial("sum"),)
     specs = (parse("f32[4,6@tp]", mesh), parse("i64[4]", mesh))
     local = Local(specs, (parse("f32[4]{sum@tp}", mesh),), {"tp": 1})
-    assert local_call(rule, call, local).args[2:] == (-100, [3, 6])
+    assert rule.local_call(call, local).args[2:] == (-100, [3, 6])
 
 
 def test_attention_counts_flops() -> None:

@@ -3,20 +3,44 @@
     actions = Actions(plan, OneFOneB(2).grid(2, 2))
     actions.of(0)                  # ((0, F0), (1, F1), ...): step and action of pipeline rank 0
     actions.steps("F", 1)          # the forward of stage 1
-    actions.received_at(transfer, 0)
+    plan(Request(..., timetable=GridTimetable(grid)))     # a grid as the planner asks it
 
-Shared by the lowering of all ranks; see split_backward.py for what I and W are.
+A backward B may stand as two halves, I and W: what other stages wait for, and what nobody does.
+
+    backward of a stage x -> mm(x, w) -> mm(., v):
+      I    grad_h = mm(grad_y, v'), grad_x = mm(grad_h, w'), and its transfer
+      W    grad_v = mm(h', grad_y), grad_w = mm(x', grad_h)
+
+A step belongs to W where all that becomes of it are gradients of one module's parameters, and to I
+otherwise: where a transfer, another output or the gradients of several modules hang from it. So the
+first stage, which sends no gradient, has an I too. What an I needs is in I, so every W can run
+after it; gradients that one op makes together with an input's (a norm's) are made in I.
+
+Not here: when they run (runtime/schedule), what becomes of their steps (rank.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
-from dtensor.runtime.lower.split_backward import in_weight_half, weight_half
-from dtensor.runtime.schedule import Action, Event, Grid, Kind
+from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind, in_flight, waits
+from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Accumulate, Step, Transfer, results_of
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Norm,
+    Step,
+    Transfer,
+    Update,
+    operands_of,
+    results_of,
+)
+
+_OTHER = "an output that is no gradient"
 
 
 class Actions:
@@ -53,7 +77,7 @@ class Actions:
                 if not s.once
                 and s.phase == phase
                 and (s.stage == stage or (isinstance(s, Transfer) and s.to_stage == stage))
-                and (kind in ("F", "B") or (kind == "W") == in_weight_half(s, self._weights))
+                and (kind in ("F", "B") or (kind == "W") == self._in_weight_half(s))
             )
         return self._steps[key]
 
@@ -73,6 +97,10 @@ class Actions:
     def _weights(self) -> frozenset[str]:
         return weight_half(self.plan)
 
+    def _in_weight_half(self, step: Step) -> bool:
+        """All results of a step are made there, or none."""
+        return any(name in self._weights for name, _ in results_of(step))
+
 
 def _one_by_one(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
     # a backward of the identity is a conversion alone
@@ -84,3 +112,89 @@ def _one_by_one(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
         for action in (*forward, *(backward if has_backward else ())):
             yield step, plan.stage_ranks[action.stage], action
             step += 1
+
+
+# -- the halves of a backward ----------------------------------------------------------------------
+
+
+def weight_half(plan: PlanRecord) -> frozenset[str]:
+    """The values that the W of the plan's stages make."""
+    reached = _modules_reached(plan)
+    steps = [s for s in plan.steps if s.phase == "backward" and not s.once]
+    needed: set[str] = set()  # by I
+    for step in reversed(steps):
+        names = [name for name, _ in results_of(step)]
+        modules = {module for name in names for module in reached[name]}
+        if (
+            isinstance(step, Transfer)
+            or any(name in needed for name in names)
+            or (not isinstance(step, Bucket) and (len(modules) > 1 or _OTHER in modules))
+        ):
+            needed.update(operands_of(step))
+            needed.update(names)
+    return frozenset(name for step in steps for name, _ in results_of(step) if name not in needed)
+
+
+def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
+    """By value, the modules whose parameters' gradients it has a part in."""
+    reached: dict[str, set[str]] = defaultdict(set)
+    label_of = {item.name: item.label for item in plan.inputs}
+    for output in plan.outputs:
+        for _, name in output.values:
+            known = output.kind == "gradient"
+            reached[name].add(
+                _module(label_of.get(str(output.of), str(output.of))) if known else _OTHER
+            )
+    for step in reversed(plan.steps):
+        match step:
+            case Update():
+                reached[step.gradient].add(_module(step.parameter))
+            case Norm():
+                for _, value, parameter in step.operands:
+                    reached[value].add(_module(parameter))
+            case Bucket() if not step.in_place:
+                for operand, result in zip(step.operands, step.results, strict=True):
+                    reached[operand] |= reached[result]
+            case _:
+                found = {m for name, _ in results_of(step) for m in reached[name]}
+                for name in operands_of(step):
+                    reached[name] |= found
+    return reached
+
+
+def _module(label: str) -> str:
+    return label.rpartition(".")[0]
+
+
+# -- prices of actions -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GridTimetable:
+    """The planner's `Timetable` of a grid."""
+
+    grid: Grid
+
+    @property
+    def text(self) -> str:
+        return str(self.grid)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        return in_flight(self.grid)
+
+    def waits(self, plan: PlanRecord) -> tuple[float, tuple[float, ...]]:
+        return waits(self.grid, stage_costs(plan))
+
+
+def stage_costs(plan: PlanRecord) -> Costs:
+    """Predicted seconds of each stage's F, I and W, as `Searched` takes them."""
+    actions = Actions(plan, None)
+
+    def seconds(kind: Kind) -> tuple[float, ...]:
+        return tuple(
+            sum(sum(step_seconds(plan, step, stage)) for step in actions.steps(kind, stage))
+            for stage in range(plan.num_stages)
+        )
+
+    return Costs(forward=seconds("F"), input=seconds("I"), weight=seconds("W"))

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.daft import Program, RankProgram
+from dtensor.daft import Program
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.builder import RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.rank import RankLowering, Roles
+from dtensor.runtime.lower.rank import lower_rank
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
@@ -35,12 +36,18 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """``inputs``: per rank, the argument values it is fed; ``outputs``: what it returns."""
+    """``inputs``: per rank, what the controller feeds it; ``outputs``: what it returns."""
 
     plan: Plan
     program: Program
-    inputs: tuple[tuple[str, ...], ...]
-    outputs: tuple[tuple[str, ...], ...]
+
+    @property
+    def inputs(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(rank.inputs for rank in self.program.ranks)
+
+    @property
+    def outputs(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(rank.outputs for rank in self.program.ranks)
 
 
 def lower(
@@ -58,34 +65,18 @@ def lower(
         )
     roles = roles or Roles()
     functions = Functions()
-    ranks: list[RankLowering] = []
-    cache: dict[object, object] = {}
-    actions = Actions(plan, grid)
-    for rank in range(plan.mesh.size):
-        ranks.append(
-            RankLowering(
-                plan=plan,
-                rank=rank,
-                actions=actions,
-                functions=functions,
-                device=device or torch.device("cpu"),
-                roles=roles,
-                cache=cache,
-            )
-        )
-    lists: list[RankProgram] = [one.lower() for one in ranks]
+    shared = Shared(plan, Actions(plan, grid), device or torch.device("cpu"))
+    builders = [
+        RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
+        for rank in range(plan.mesh.size)
+    ]
     program = Program(
         name=plan.name,
-        ranks=tuple(lists),
+        ranks=tuple(map(lower_rank, builders)),
         functions=tuple(functions.found.items()),
-        stage_of=tuple(one.stages[0] for one in ranks),
+        stage_of=tuple(builder.stages[0] for builder in builders),
     )
-    return Lowered(
-        plan=plan,
-        program=program,
-        inputs=tuple(one.fed for one in ranks),
-        outputs=tuple(one.returned for one in ranks),
-    )
+    return Lowered(plan=plan, program=program)
 
 
 def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:

@@ -1,98 +1,122 @@
-"""The end of a step on one rank: sums of tied gradients, the norm, the update.
+"""The end of a step on one rank: sums over microbatches, tied gradients, the norm, the update.
 
-These are lowered like other steps, but what they do is fixed: the norm counts every element of
-every gradient once (a replica only where its coordinate is 0, a tied parameter only on its first
-stage), folded over each axis of the mesh in turn; the update is one call of the rank's torch.optim
-optimizer, on what the rank holds of each parameter or, where state is stored split, on its slice.
+    F0 B0    total = grad_w.to(float32)        a gradient of bf16: its total is float32
+    F1 B1    total = total + grad_w             now in storage of its own
+    F2 B2    total = total.add_(grad_w)
+
+A sum over microbatches is added to when an action ends. The first sum is the gradient itself, which
+may be a view of what something else reads; the second is new, and nothing reads it but the next:
+from then on it grows in place. The norm counts every element of every gradient once (a replica only
+where its coordinate is 0, a tied parameter only on its first stage), folded over each axis of the
+mesh in turn; the update is one call of the rank's torch.optim optimizer, on what the rank holds of
+each parameter or, where state is stored split, on its slice.
+
+Invariants: a sum over microbatches is a left fold in the order of the schedule, which in the
+published ones is that of microbatches; later steps find it by `RankBuilder.accumulated`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from dtensor.daft import Buffer, Collective, Wait
+from dtensor.daft import Buffer
 from dtensor.numerics import is_narrow
-from dtensor.runtime.lower import buckets
+from dtensor.runtime.lower import moves
+from dtensor.runtime.lower.builder import RankBuilder
+from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
 from dtensor.sharding.plan.record import PlannedInput
-from dtensor.sharding.plan.steps import Bucket, Norm, TieSum, Update
-from dtensor.sharding.redistribute.moves import positions
-from dtensor.sharding.spec.blocks import Where, block, write
+from dtensor.sharding.plan.steps import Accumulate, Bucket, Norm, TieSum, Update
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate
+from dtensor.sharding.spec.shards import Where, block, given, write
 from dtensor.sharding.spec.spec import TensorSpec
 
-if TYPE_CHECKING:
-    from dtensor.runtime.lower.rank import RankLowering
+
+def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
+    """Add the outputs that the steps of this action have made to their sums; ``owned``: the sums
+    that share their storage with nothing."""
+    last = action.microbatch == b.plan.num_microbatches - 1
+    for step in b.shared.actions.sums(action.kind, action.stage):
+        _add(b, step, action.microbatch, owned, last=last)
 
 
-def tie_sum(rank: RankLowering, step: TieSum) -> None:
+def _add(b: RankBuilder, step: Accumulate, microbatch: int, owned: set[str], *, last: bool) -> None:
+    segment = b.short_segment(microbatch)
+    total = step.result if last else f"{step.result}@{microbatch}"
+    segment.table[step.result] = total
+    segment.table[step.operand] = b.value(step.operand, microbatch)
+    previous = b.accumulated.get(step.result)
+    if previous is None:
+        text = f"{step.result} = {step.operand}"
+        if step.src.dtype != step.dst.dtype:
+            text += f".to({segment.code.literal(step.dst.dtype, ())})"
+        segment.code.line(text, [step.operand], [step.result], None)
+    else:  # float32 and bf16 are added in float32
+        before = f"{step.result}_before"
+        segment.table[before] = previous
+        own = step.result in owned
+        added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
+        owned.add(step.result)
+        text = f"{step.result} = {added}"
+        segment.code.line(text, [before, step.operand], [step.result], None)
+    b.price(step)
+    b.accumulated[step.result] = total
+    b.nbytes[total] = step.dst.local_nbytes(b.at(None))
+
+
+def tie_sum(b: RankBuilder, step: TieSum) -> None:
     """The sum over the stages that share a parameter, in order of stages."""
-    mine = [i for i, stage in enumerate(step.stages) if stage in rank.stages]
-    hosts = tuple(dict.fromkeys(rank.peer(stage) for stage in step.stages))
+    mine = [i for i, stage in enumerate(step.stages) if stage in b.stages]
+    hosts = tuple(dict.fromkeys(b.peer(stage) for stage in step.stages))
     first = mine[0]
-    operands = _addends(rank, step, mine)
+    operands = _addends(b, step, mine)
     total = operands[0]
     if len(mine) > 1:  # several of the stages are this rank's: their sum is local
-        segment = rank.segment(None)
+        segment = b.segment(None)
         total = f"{step.results[first]}_here"
-        rank.names(segment, (*operands, total), None)
+        b.names(segment, (*operands, total), None)
         segment.code.line(f"{total} = {' + '.join(operands)}", operands, [total], None)
-        rank.record(total, step.spec, None)
+        b.record(total, step.spec, None)
     if len(hosts) > 1:
-        _sum_over(rank, step, hosts, total, step.results[first])
+        buffer = Buffer(step.spec.local_shape(b.at(None)), step.spec.dtype)
+        b.collective(
+            "all_reduce",
+            f"tied {step.of}",
+            ((b.value(total, None), buffer),),
+            ((step.results[first], buffer),),
+            f"the gradients of {step.of} over stages {step.stages}",
+            group=hosts,
+            op="sum",
+        )
         total = step.results[first]
     for i in mine:
         if step.results[i] != total:
-            segment = rank.segment(None)
-            rank.names(segment, (total, step.results[i]), None)
-            segment.code.line(f"{step.results[i]} = {total}", [total], [step.results[i]], None)
-        rank.record(step.results[i], step.spec, None)
+            b.renamed(total, step.results[i], None, None)
+        b.record(step.results[i], step.spec, None)
 
 
-def _addends(rank: RankLowering, step: TieSum, mine: Sequence[int]) -> list[str]:
+def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
     """The gradients of this rank's stages; those of 16-bit parameters in float32."""
     operands = [step.operands[i] for i in mine]
-    parameter = next(i for i in rank.plan.inputs if i.label == step.of)
+    parameter = next(i for i in b.plan.inputs if i.label == step.of)
     if parameter.spec.dtype == step.spec.dtype:
         return operands
-    segment = rank.segment(None)
+    segment = b.segment(None)
     dtype = segment.code.literal(step.spec.dtype, ())
     for operand in operands:
         wide = f"{operand}_wide"
-        rank.names(segment, (operand, wide), None)
+        b.names(segment, (operand, wide), None)
         segment.code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], None)
-        rank.record(wide, step.spec, None)
+        b.record(wide, step.spec, None)
     return [f"{operand}_wide" for operand in operands]
 
 
-def _sum_over(
-    rank: RankLowering, step: TieSum, hosts: tuple[int, ...], operand: str, result: str
-) -> None:
-    buffer = Buffer(step.spec.local_shape(rank.at(None)), step.spec.dtype)
-    label = f"optimizer: all_reduce the gradients of {step.of} over stages {step.stages}"
-    rank.start(
-        Collective(
-            "all_reduce",
-            hosts,
-            (rank.value(operand, None),),
-            (result,),
-            (buffer,),
-            (buffer,),
-            "sum",
-            f"tied {step.of}",
-            label=label,
-        )
-    )
-    rank.start(Wait((result,), label=label))
-
-
-def counts(rank: RankLowering, spec: TensorSpec) -> bool:
+def counts(b: RankBuilder, spec: TensorSpec) -> bool:
     """Whether this rank is the one among replicas whose copy enters the norm."""
-    here = rank.at(None)
+    here = b.at(None)
     return all(
         here[axis] == 0
         for axis, placement in spec.sharding.items()
@@ -100,34 +124,28 @@ def counts(rank: RankLowering, spec: TensorSpec) -> bool:
     )
 
 
-def norm(rank: RankLowering, step: Norm) -> None:
+def norm(b: RankBuilder, step: Norm) -> None:
     """Sum of squares here, folded over each axis of the mesh, then the clip coefficient."""
     counted = [
         value
         for (stage, value, _), spec in zip(step.operands, step.specs, strict=True)
-        if stage in rank.stages and counts(rank, spec)
+        if stage in b.stages and counts(b, spec)
     ]
-    segment = rank.segment(None)
-    rank.names(segment, counted, None)
+    segment = b.segment(None)
+    b.names(segment, counted, None)
     name = f"{step.result}_squares"
     segment.table[name] = name
-    segment.code.apply(sum_of_squares, "sum_of_squares", counted, name, rank.device, packed=True)
-    rank.nbytes[name] = 4
-    buffer = (Buffer((), torch.float32),)
-    for axis, num in rank.plan.mesh.shape.items():
-        if num == 1:
-            continue
-        reduced = f"{name}_{axis}"
-        label = f"optimizer: all_reduce the norm over {axis}"
-        group = rank.plan.mesh.group(rank.rank, axis)
-        rank.start(
-            Collective(
-                "all_reduce", group, (name,), (reduced,), buffer, buffer, "sum", axis, label=label
-            )
-        )
-        rank.start(Wait((reduced,), label=label))
-        name = reduced
-    segment = rank.segment(None)
+    device = b.shared.device
+    segment.code.apply(sum_of_squares, "sum_of_squares", counted, name, device, packed=True)
+    b.nbytes[name] = 4
+    buffer = Buffer((), torch.float32)
+    for axis, num in b.plan.mesh.shape.items():
+        if num > 1:
+            reduced = f"{name}_{axis}"
+            sent, made = ((name, buffer),), ((reduced, buffer),)
+            b.collective("all_reduce", axis, sent, made, f"the norm over {axis}", op="sum")
+            name = reduced
+    segment = b.segment(None)
     pair = (step.result, f"{step.result}_clip")
     for made in (name, *pair):
         segment.table[made] = made
@@ -135,74 +153,75 @@ def norm(rank: RankLowering, step: Norm) -> None:
     segment.code.line(
         f"{pair[0]}, {pair[1]} = {function}({name}, {step.max_norm!r})", [name], pair, None
     )
-    rank.nbytes.update(dict.fromkeys(pair, 4))
+    b.nbytes.update(dict.fromkeys(pair, 4))
 
 
-def snapshot(rank: RankLowering) -> None:
-    """Copy the results: one may be a view of state that the step is about to change."""
-    segment = rank.segment(None)
-    for output in rank.plan.outputs:
+def snapshot(b: RankBuilder) -> dict[str, str]:
+    """Copy the results: one may be a view of state that the step is about to change. By the
+    program's name of a result, the copy."""
+    copies: dict[str, str] = {}
+    segment = b.segment(None)
+    for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
-            if stage in rank.stages:
+            if stage in b.stages:
                 name = f"result_{output.of}_copy"
-                rank.names(segment, (value,), None)
+                b.names(segment, (value,), None)
                 segment.table[name] = name
                 segment.code.line(f"{name} = {value}.clone()", [value], [name], None)
-                rank.nbytes[name] = rank.nbytes.get(segment.table[value], 0)
-                rank.snapshots[f"result {output.of}"] = name
-    rank.close()
+                b.nbytes[name] = b.nbytes.get(segment.table[value], 0)
+                copies[f"result {output.of}"] = name
+    b.close()
+    return copies
 
 
-def mutate(rank: RankLowering) -> None:
+def mutate(b: RankBuilder) -> None:
     """Write the new contents of buffers that forward changed, before parameters change: the new
     contents may be a view of one. All are copied first: one may be another's old contents."""
-    if not rank.writes:
-        return
-    inputs = {i.label: i.name for i in rank.plan.inputs}
+    inputs = {i.label: i.name for i in b.plan.inputs}
     found = [
         (inputs[str(output.of)], value)
-        for output in rank.plan.outputs
+        for output in b.plan.outputs
         if output.kind == "mutation"
         for stage, value in output.values
-        if stage in rank.stages
+        if stage in b.stages
     ]
     if not found:
         return
-    rank.close()
-    segment = rank.segment(None)
+    b.close()
+    segment = b.segment(None)
     for _, value in found:
-        rank.names(segment, (value,), None)
+        b.names(segment, (value,), None)
         segment.code.line(f"{value}_new = {value}.clone()", [value], [f"{value}_new"], None)
         segment.table[f"{value}_new"] = f"{value}_new"
     for name, value in found:
-        rank.names(segment, (name,), None)
+        b.names(segment, (name,), None)
         segment.code.line(f"{name}.copy_({value}_new)", [name, f"{value}_new"], (), None)
     segment.writes = tuple(segment.table[name] for name, _ in found)
-    rank.close()
+    b.close()
 
 
-def update(rank: RankLowering) -> None:
+def update(b: RankBuilder) -> None:
     """One call that steps the rank's optimizer with all its gradients."""
-    if rank.roles.optimizer is None:
+    optimizer = b.roles.optimizer
+    if optimizer is None:
         return
-    every = [s for s in rank.plan.steps if isinstance(s, Update) and s.stage in rank.stages]
+    every = [s for s in b.plan.steps if isinstance(s, Update) and s.stage in b.stages]
     updates = list({s.parameter: s for s in reversed(every)}.values())[::-1]  # once a rank
-    inputs = {i.label: i for i in rank.plan.inputs}
-    clip = next((f"{s.result}_clip" for s in rank.plan.steps if isinstance(s, Norm)), None)
-    rank.close()
-    rank.label = "update"
-    segment = rank.segment(None)
+    inputs = {i.label: i for i in b.plan.inputs}
+    clip = next((f"{s.result}_clip" for s in b.plan.steps if isinstance(s, Norm)), None)
+    b.close()
+    b.label = "update"
+    segment = b.segment(None)
     for step in updates:
-        rank.price(segment, step)
+        b.price(step)
     names = [inputs[s.parameter].name for s in updates]
     gradients = [s.gradient for s in updates]
-    rank.names(segment, (*names, *gradients), None)
-    segment.table.update({"optimizer": rank.roles.optimizer, "options": "options"})
-    segment.writes = (rank.roles.optimizer, *(segment.table[name] for name in names))
+    b.names(segment, (*names, *gradients), None)
+    segment.table.update({"optimizer": optimizer, "options": "options"})
+    segment.writes = (optimizer, *(segment.table[name] for name in names))
     extra = [clip] if clip else []
-    for name in extra:
-        segment.table[name] = name
-    parts = [_slice(rank, inputs[s.parameter], s) for s in updates]
+    segment.table.update({name: name for name in extra})
+    parts = [_slice(b, inputs[s.parameter], s) for s in updates]
     function = segment.code.bind("step_optimizer", step_optimizer)
     labels = segment.code.bind("labels", tuple(s.parameter for s in updates))
     reads = ["optimizer", "options", *parts, *gradients, *extra]
@@ -214,38 +233,53 @@ def update(rank: RankLowering) -> None:
         None,
     )
     for step, name, part in zip(updates, names, parts, strict=True):
-        if part != name:
-            where = _where(rank, inputs[step.parameter], step)
-            if any(len(intervals) > 1 for intervals in where):  # the slice is a copy
-                bound = segment.code.bind("layout", where)
-                written = segment.code.bind("write", write)
-                segment.code.line(f"{written}({name}, {part}, {bound})", [name, part], (), None)
-    rank.close()
-    rank.label = "optimizer"
-    for step in rank.plan.steps:
-        if isinstance(step, Bucket) and step.in_place and step.stage in rank.stages:
-            buckets.regather(rank, step)
+        where = _where(b, inputs[step.parameter], step)
+        if part != name and any(len(intervals) > 1 for intervals in where):  # a slice is a copy
+            bound = segment.code.bind("layout", where)
+            called = segment.code.bind("write", write)
+            segment.code.line(f"{called}({name}, {part}, {bound})", [name, part], (), None)
+    b.close()
+    for step in b.plan.steps:
+        if isinstance(step, Bucket) and step.in_place and step.stage in b.stages:
+            b.label = "regather"
+            started = moves.bucket(b, step, None)
+            assert started is not None, "updated parameters are gathered"
+            moves.finish(b, started)
+    b.label = "optimizer"
 
 
-def _where(rank: RankLowering, item: PlannedInput, step: Update) -> Where:
+def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
     """Where the elements that this rank updates stand in what it holds of the parameter."""
-    here = rank.at(None)
-    dims = range(len(step.spec.shape))
-    return positions(
-        [item.held.intervals(dim, here) for dim in dims],
-        [step.spec.intervals(dim, here) for dim in dims],
-    )
+    return given(item.held, step.spec, b.at(None), b.at(None))
 
 
-def _slice(rank: RankLowering, item: PlannedInput, step: Update) -> str:
+def _slice(b: RankBuilder, item: PlannedInput, step: Update) -> str:
     """The part of a parameter that this rank updates; a view where it is one block."""
     if step.spec == item.held:
         return item.name
-    segment = rank.segment(None)
+    segment = b.segment(None)
     part = f"{item.name}_part"
     segment.table[part] = part
-    segment.code.apply(block, "block", [item.name], part, _where(rank, item, step))
+    segment.code.apply(block, "block", [item.name], part, _where(b, item, step))
     return part
+
+
+def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
+    """Give the values that the program returns their output names."""
+    b.close()
+    b.label = "outputs"
+    segment = b.segment(None)
+    for number, (name, value) in enumerate(outputs.items()):
+        result = f"out{number}"
+        read = f"value{number}"
+        segment.table[read] = value
+        segment.table[result] = name
+        b.nbytes[name] = b.nbytes.get(value, 0)
+        segment.code.line(f"{result} = {read}", [read], [result], None)
+    b.close()
+
+
+# -- what generated code calls ---------------------------------------------------------------------
 
 
 def step_optimizer(
@@ -263,18 +297,3 @@ def step_optimizer(
     optimizer.step(
         dict(zip(labels, shards, strict=True)), options, dict(zip(labels, gradients, strict=True))
     )
-
-
-def publish(rank: RankLowering, outputs: Mapping[str, str]) -> None:
-    """Give the values that the program returns their output names."""
-    rank.close()
-    rank.label = "outputs"
-    segment = rank.segment(None)
-    for number, (name, value) in enumerate(outputs.items()):
-        result = f"out{number}"
-        read = f"value{number}"
-        segment.table[read] = value
-        segment.table[result] = name
-        rank.nbytes[name] = rank.nbytes.get(value, 0)
-        segment.code.line(f"{result} = {read}", [read], [result], None)
-    rank.close()

@@ -24,7 +24,7 @@ import torch
 from dtensor.daft import Cluster, Program
 from dtensor.daft.cluster.cluster import TIMES
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.runtime.lower.rank import MAX_LINES
+from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.simulate.calibration_programs import (
     CPU,
     GPU,

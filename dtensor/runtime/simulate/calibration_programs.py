@@ -33,7 +33,7 @@ from dtensor.daft import (
     Send,
     Wait,
 )
-from dtensor.runtime.lower.rank import MAX_LINES
+from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
 from dtensor.sharding.spec.mesh import Mesh

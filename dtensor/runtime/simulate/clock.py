@@ -23,9 +23,9 @@ import torch
 
 from dtensor.daft import Call, Collective, Free, RankProgram, Recv, Send, Wait
 from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.rank import RankLowering, Roles
-from dtensor.runtime.lower.segment import Segment
+from dtensor.runtime.lower.rank import lower_rank
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
 from dtensor.sharding.plan.plan import Plan
@@ -43,23 +43,16 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
         for i in plan.inputs
         if i.kind in ("parameter", "buffer", "constant")
     }
-    actions, functions = Actions(plan, grid), Functions()
-    cache: dict[object, object] = {}
-    lists: list[_Rank] = []
+    shared = Shared(plan, Actions(plan, grid), torch.device("cpu"), priced=True)
+    roles = Roles(optimizer="optimizer" if trains else None, state=state)
+    functions = Functions()
+    lists: list[_SimulatedRank] = []
     for rank in ranks:
-        lowering = RankLowering(
-            plan=plan,
-            rank=rank,
-            actions=actions,
-            functions=functions,
-            device=torch.device("cpu"),
-            roles=Roles(optimizer="optimizer" if trains else None, state=state),
-            cache=cache,
-            priced=True,
-        )
-        program = lowering.lower()
-        seconds = [i.seconds for i in lowering.instructions if isinstance(i, Segment)]
-        lists.append(_Rank(rank, program, seconds, _state_bytes(plan, lowering, trains)))
+        builder = RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
+        program = lower_rank(builder)
+        seconds = [i.seconds for i in builder.instructions if isinstance(i, LocalCode)]
+        held = _state_bytes(plan, builder.stages) if trains else 0
+        lists.append(_SimulatedRank(rank, program, seconds, held))
     clock = _Clock(plan, {one.rank: one for one in lists})
     clock.run()
     return Trace(
@@ -82,14 +75,13 @@ def representatives(plan: Plan) -> tuple[int, ...]:
     )
 
 
-def _state_bytes(plan: Plan, rank: RankLowering, trains: bool) -> int:
+def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
     """The optimizer's state, which the program's values do not show."""
-    memory = plan.memory
-    return sum(memory[s].optimizer + memory[s].masters for s in rank.stages) if trains else 0
+    return sum(plan.memory[s].optimizer + plan.memory[s].masters for s in stages)
 
 
 @dataclass(slots=True)
-class _Rank:
+class _SimulatedRank:
     """One rank's list and how far it is."""
 
     rank: int
@@ -118,7 +110,7 @@ class _Message:
 
 
 class _Clock:
-    def __init__(self, plan: Plan, ranks: dict[int, _Rank]) -> None:
+    def __init__(self, plan: Plan, ranks: dict[int, _SimulatedRank]) -> None:
         self.plan = plan
         self.ranks = ranks
         self.spans: list[Span] = []
@@ -144,7 +136,7 @@ class _Clock:
         stuck = [r.rank for r in self.ranks.values() if r.at < len(r.program.instructions)]
         assert not stuck, f"ranks {stuck} wait for ever; the verifier refuses such programs"
 
-    def _step(self, rank: _Rank) -> bool:
+    def _step(self, rank: _SimulatedRank) -> bool:
         """Run the rank's next instruction; False where it waits for what has not begun."""
         item = rank.program.instructions[rank.at]
         match item:
@@ -169,11 +161,11 @@ class _Clock:
                 rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
         return True
 
-    def _hold(self, rank: _Rank, values: tuple[str, ...]) -> None:
+    def _hold(self, rank: _SimulatedRank, values: tuple[str, ...]) -> None:
         rank.held += sum(rank.sizes.get(value, 0) for value in values)
         rank.peak = max(rank.peak, rank.held)
 
-    def _start(self, rank: _Rank, item: Send | Recv | Collective) -> None:
+    def _start(self, rank: _SimulatedRank, item: Send | Recv | Collective) -> None:
         key, members, values = self._key(rank.rank, item)
         number = self.counts[rank.rank, key]
         self.counts[rank.rank, key] += 1
@@ -228,7 +220,13 @@ class _Clock:
         return next(axis for axis in first if first[axis] != second[axis])
 
     def _span(
-        self, rank: _Rank, track: Track, name: str, begin: float, end: float, source: str | None
+        self,
+        rank: _SimulatedRank,
+        track: Track,
+        name: str,
+        begin: float,
+        end: float,
+        source: str | None,
     ) -> None:
         if end > begin:
             span = Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)

@@ -36,7 +36,6 @@ from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     REPLICATE,
-    Intervals,
     Partial,
     Placement,
     Replicate,
@@ -332,34 +331,3 @@ def _ranks_that_differ(move: Move) -> Iterator[dict[str, int]]:
     origin = dict.fromkeys(mesh.axes, 0)
     for at in itertools.product(*(range(mesh.axis_size(axis)) for axis in axes)):
         yield {**origin, **dict(zip(axes, at, strict=True))}
-
-
-def overlap(
-    src: TensorSpec,
-    dst: TensorSpec,
-    sender: Mapping[str, int],
-    receiver: Mapping[str, int],
-) -> tuple[Intervals, ...]:
-    """Per dim, the global indices that ``sender`` holds under src and ``receiver`` under dst."""
-    return tuple(
-        intersect(src.intervals(dim, sender), dst.intervals(dim, receiver))
-        for dim in range(len(src.shape))
-    )
-
-
-def positions(held: Sequence[Intervals], wanted: Sequence[Intervals]) -> tuple[Intervals, ...]:
-    """Per dim, where the ``wanted`` global indices stand within a shard that holds ``held``."""
-    result: list[Intervals] = []
-    for have, want in zip(held, wanted, strict=True):
-        found: list[tuple[int, int]] = []
-        offset = 0
-        for lo, hi in have:
-            for a, b in intersect(((lo, hi),), want):
-                start = offset + a - lo
-                if found and found[-1][1] == start:
-                    found[-1] = (found[-1][0], start + b - a)
-                else:
-                    found.append((start, start + b - a))
-            offset += hi - lo
-        result.append(tuple(found))
-    return tuple(result)

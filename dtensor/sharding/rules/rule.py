@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
-from dtensor.sharding.ops.call import Localizer
+from dtensor.sharding.ops.call import Local, Localizer, Meta, OpCall
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
@@ -283,6 +283,20 @@ class Rule:
             if any(b // after % unit_here for b in pattern):
                 continue
             yield factor, FactorSharding(tuple(b // after for b in pattern), unit_here)
+
+    def local_call(self, call: OpCall, local: Local) -> OpCall:
+        """The call that one rank runs: the rule's localizer, then the local shapes recorded."""
+        localized = self.localize(call, local) if self.localize is not None else call
+        return replace(
+            localized,
+            operands=tuple(
+                Meta(spec.local_shape(local.coordinates), spec.dtype) for spec in local.operands
+            ),
+            results=tuple(
+                None if spec is None else Meta(spec.local_shape(local.coordinates), spec.dtype)
+                for spec in local.results
+            ),
+        )
 
     # -- the choices on one axis ---------------------------------------------------------------
 

@@ -1,32 +1,34 @@
-"""From global to local and back: cut a tensor into shards, assemble shards, localise a call.
+"""Shards: what a rank holds of a tensor, how it is cut out, and how pieces are put together.
 
     shard_of(x, parse("f32[8@tp,16]", Mesh(tp=2)), {"tp": 1})    # x[4:8]
     assemble([x0, x1], spec)                                     # x again
-    local_call(rule, call, Local(...))                           # view sizes made local, ...
+    block(x, (((0, 2),), ((0, 4),)))                             # x[0:2, 0:4]
+    given(src, dst, {"tp": 0}, {"tp": 1})       # where in rank 0's shard rank 1's part stands
 
-Pending values: a rank's shard of Partial("sum") is the value itself at coordinate 0 of the axis
-and zero elsewhere; of max and min it is the value everywhere. These are functions on tensors of
-one process; nothing is communicated here.
+A block is named by one tuple of half-open intervals per dim: `Where`, of a local tensor's positions
+or of global indices. Pending values: a rank's shard of Partial("sum") is the value itself at
+coordinate 0 of the axis and zero elsewhere; of max and min it is the value everywhere.
+
+These are functions on tensors of one process; nothing is communicated here. Generated code on
+actors calls `block`, `join` and `write`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from dtensor.numerics import fold
-from dtensor.sharding.ops.call import Local, Meta, OpCall
-from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.blocks import block, write
-from dtensor.sharding.spec.placements import REPLICATE, Partial
+from dtensor.sharding.spec.placements import REPLICATE, Intervals, Partial, intersect, length
 from dtensor.sharding.spec.spec import TensorSpec
+
+Where = tuple[Intervals, ...]
 
 
 def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
     """The shard of global ``x`` that the rank at ``coordinates`` holds; contiguous, its own."""
-    local = block(x, tuple(spec.intervals(dim, coordinates) for dim in range(x.dim())))
+    local = block(x, held(spec, coordinates))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and placement.op == "sum" and coordinates[axis] > 0:
             local = torch.zeros_like(local)
@@ -58,21 +60,124 @@ def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.T
     for rank in sorted(shards):
         here = mesh.coordinates(rank)
         if pieces[rank].numel():
-            where = tuple(current.intervals(dim, here) for dim in range(len(current.shape)))
-            write(result, pieces[rank], where)
+            write(result, pieces[rank], held(current, here))
     return result
 
 
-def local_call(rule: Rule, call: OpCall, local: Local) -> OpCall:
-    """The call that one rank runs: the rule's localizer, then the local shapes recorded."""
-    localized = rule.localize(call, local) if rule.localize is not None else call
-    return replace(
-        localized,
-        operands=tuple(
-            Meta(spec.local_shape(local.coordinates), spec.dtype) for spec in local.operands
-        ),
-        results=tuple(
-            None if spec is None else Meta(spec.local_shape(local.coordinates), spec.dtype)
-            for spec in local.results
-        ),
-    )
+# -- where things stand ----------------------------------------------------------------------------
+
+
+def held(spec: TensorSpec, at: Mapping[str, int]) -> Where:
+    """The global indices that the rank at these coordinates holds."""
+    return tuple(spec.intervals(dim, at) for dim in range(len(spec.shape)))
+
+
+def overlap(
+    src: TensorSpec,
+    dst: TensorSpec,
+    sender: Mapping[str, int],
+    receiver: Mapping[str, int],
+) -> Where:
+    """Per dim, the global indices that ``sender`` holds under src and ``receiver`` under dst."""
+    return tuple(map(intersect, held(src, sender), held(dst, receiver)))
+
+
+def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
+    """Per dim, where the ``wanted`` global indices stand within a shard that holds ``have``."""
+    result: list[Intervals] = []
+    for own, want in zip(have, wanted, strict=True):
+        found: list[tuple[int, int]] = []
+        offset = 0
+        for lo, hi in own:
+            for a, b in intersect(((lo, hi),), want):
+                start = offset + a - lo
+                if found and found[-1][1] == start:
+                    found[-1] = (found[-1][0], start + b - a)
+                else:
+                    found.append((start, start + b - a))
+            offset += hi - lo
+        result.append(tuple(found))
+    return tuple(result)
+
+
+def given(
+    src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
+) -> Where:
+    """Where in the sender's shard the block stands that the receiver is to hold."""
+    return positions(held(src, sender), overlap(src, dst, sender, receiver))
+
+
+def taken(
+    src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
+) -> Where:
+    """Where in the receiver's shard the block goes that the sender holds."""
+    return positions(held(dst, receiver), overlap(src, dst, sender, receiver))
+
+
+def shape_of(where: Where) -> tuple[int, ...]:
+    """The shape of a block."""
+    return tuple(map(length, where))
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+def block(x: torch.Tensor, where: Where) -> torch.Tensor:
+    """The block of ``x``; a view where each dim is one interval."""
+    for dim, intervals in enumerate(where):
+        if intervals == ((0, x.shape[dim]),):
+            continue
+        if len(intervals) == 1:
+            lo, hi = intervals[0]
+            x = x.narrow(dim, lo, hi - lo)
+        elif not intervals:
+            x = x.narrow(dim, 0, 0)
+        else:
+            x = torch.cat([x.narrow(dim, lo, hi - lo) for lo, hi in intervals], dim)
+    return x
+
+
+def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -> torch.Tensor:
+    """A tensor of ``shape`` whose block ``wheres[i]`` is ``pieces[i]``; they fill it."""
+    dim = _cat_dim(shape, wheres)
+    if dim is not None:
+        return torch.cat(list(pieces), dim)
+    result = pieces[0].new_empty(list(shape))
+    for piece, where in zip(pieces, wheres, strict=True):
+        if piece.numel():
+            write(result, piece, where)
+    return result
+
+
+def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
+    """The one dim along which the blocks follow each other, each whole on the other dims."""
+    partial = [
+        dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
+    ]
+    if len(partial) != 1:
+        return None
+    position = 0
+    for where in wheres:
+        intervals = where[partial[0]]
+        if not intervals:
+            continue
+        if len(intervals) != 1 or intervals[0][0] != position:
+            return None
+        position = intervals[0][1]
+    return partial[0]
+
+
+def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
+    """``result``'s block ``where`` becomes ``piece``."""
+    if all(len(intervals) == 1 for intervals in where):
+        for dim, intervals in enumerate(where):
+            lo, hi = intervals[0]
+            result = result.narrow(dim, lo, hi - lo)
+        result.copy_(piece)
+        return
+    index: list[torch.Tensor] = []
+    for dim, intervals in enumerate(where):
+        positions = torch.cat([torch.arange(lo, hi) for lo, hi in intervals])
+        shape = [-1 if d == dim else 1 for d in range(len(where))]
+        index.append(positions.to(result.device).view(shape))
+    result[tuple(index)] = piece

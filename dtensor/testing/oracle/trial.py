@@ -24,7 +24,7 @@ from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial
-from dtensor.sharding.spec.shards import local_call, shard_of
+from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
@@ -122,7 +122,7 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
         outputs: list[Results] = []
         for rank in range(mesh.size):
             local = Local(tuple(specs), tuple(wanted), mesh.coordinates(rank))
-            here = local_call(case.rule, case.call, local)
+            here = case.rule.local_call(case.call, local)
             outputs.append(run(here, [restrided(s[rank], generator) for s in shards]))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,0 +1,299 @@
+"""One rank's list of instructions while it is being put together.
+
+    builder = RankBuilder(shared=Shared(plan, actions, device), rank=0, functions=Functions(), ...)
+    segment = builder.segment(microbatch)         # local code, up to the next communication
+    builder.start(Collective(...))                # which closes it
+
+Communication splits the local code into segments; which values a segment must return is known once
+the rank's whole list is known, so they are closed at the end (rank.py). A plan value of microbatch
+i is called `name@i` in the rank's table, one that exists once a step by its own name.
+
+Not here: what a step becomes (moves.py, step_end.py, rank.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from dtensor.daft import Buffer, Collective, Instruction, Wait
+from dtensor.daft.ir.instructions import Kind
+from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.code import CodeBuilder, Functions
+from dtensor.sharding.ops.call import Local, OpCall, slots_of
+from dtensor.sharding.plan.cost.seconds import step_seconds
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Compute, Step, results_of
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
+from dtensor.sharding.spec.spec import TensorSpec
+
+MAX_LINES = 6
+"""Of one Call. What it is given lives until it ends, so a backward in one piece would hold all
+that its forward kept; a Call costs a few microseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What the program does besides computing: see step_end.py.
+
+    gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
+    step); state: plan input to the table's name, for parameters, buffers and constants.
+    """
+
+    gradients: bool = False
+    optimizer: str | None = None
+    state: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class Shared:
+    """What the ranks of a program have in common, found out once. The plan keeps its steps and
+    specs alive, so they are told apart by identity."""
+
+    def __init__(
+        self, plan: Plan, actions: Actions, device: torch.device, *, priced: bool = False
+    ) -> None:
+        self.plan, self.actions, self.device = plan, actions, device
+        self.priced = priced  # segments are told how long they take
+        self._splitting: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._even: dict[int, bool] = {}
+        self._nbytes: dict[tuple[int, ...], int] = {}
+        self._calls: dict[object, OpCall] = {}
+        self._seconds: dict[int, float] = {}
+
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """The names of the numbers that a program is given at each run."""
+        calls = (s.op.call for s in self.plan.steps if isinstance(s, Compute))
+        return tuple(dict.fromkeys(name for call in calls for name in slots_of(call)))
+
+    @cached_property
+    def once(self) -> frozenset[str]:
+        """Values that exist once a step: inputs, numbers, and what is computed once."""
+        names = {*(i.name for i in self.plan.inputs), *self.numbers}
+        for step in self.plan.steps:
+            if step.once or step.phase == "optimizer":
+                names.update(name for name, _ in results_of(step))
+        return frozenset(names)
+
+    @cached_property
+    def value_names(self) -> frozenset[str]:
+        return frozenset(self.plan.value_specs())
+
+    def splitting(self, specs: Sequence[TensorSpec | None]) -> tuple[str, ...]:
+        """The axes whose coordinate the local tensors of these specs depend on."""
+        key = tuple(map(id, specs))
+        if key not in self._splitting:
+            used = {
+                axis
+                for spec in specs
+                if spec is not None
+                for axis, placement in spec.sharding.items()
+                if not isinstance(placement, Replicate)
+            }
+            self._splitting[key] = tuple(sorted(used))
+        return self._splitting[key]
+
+    def nbytes(self, spec: TensorSpec, here: Mapping[str, int]) -> int:
+        """Of the shard of the rank ``here``."""
+        axes = () if self._is_even(spec) else self.splitting((spec,))
+        key = (id(spec), *(here[axis] for axis in axes))
+        if key not in self._nbytes:
+            self._nbytes[key] = spec.local_nbytes(here)
+        return self._nbytes[key]
+
+    def _is_even(self, spec: TensorSpec) -> bool:
+        """Whether all shards have one size: no shard is larger than that of coordinate 0."""
+        if id(spec) not in self._even:
+            parts = 1
+            for axis, placement in spec.sharding.items():
+                parts *= spec.mesh.axis_size(axis) if isinstance(placement, Shard) else 1
+            self._even[id(spec)] = spec.max_local_nbytes * parts == spec.nbytes
+        return self._even[id(spec)]
+
+    def local_call(self, step: Compute, here: Mapping[str, int]) -> OpCall:
+        """The call of the rank ``here``, found out once for all ranks and microbatches that share
+        it."""
+        if step.rule.localize is None:
+            return step.op.call
+        used = self.splitting((*step.operand_specs, *step.result_specs))
+        key = (id(step), tuple((axis, here[axis]) for axis in used))
+        if key not in self._calls:
+            local = Local(step.operand_specs, step.result_specs, here)
+            self._calls[key] = step.rule.local_call(step.op.call, local)
+        return self._calls[key]
+
+    def seconds(self, step: Step) -> float:
+        """Of the step's own work."""
+        if id(step) not in self._seconds:
+            self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)[0]
+        return self._seconds[id(step)]
+
+
+@dataclass(slots=True)
+class LocalCode:
+    """A segment of local code; ``table`` maps names in the code to names in the rank's table."""
+
+    code: CodeBuilder
+    label: str
+    microbatch: int | None
+    table: dict[str, str] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    seconds: float = 0.0  # predicted, where the lowering is priced
+
+
+@dataclass(slots=True, kw_only=True)
+class RankBuilder:
+    """``accumulated``: sums over microbatches so far; ``label``: of the action under way."""
+
+    shared: Shared
+    rank: int
+    functions: Functions
+    roles: Roles
+    label: str = ""
+    instructions: list[Instruction | LocalCode] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    accumulated: dict[str, str] = field(default_factory=dict)
+    began: int = 0  # where the action under way begins
+    posted: int = 0  # where its receives go: the beginning of the action before
+    _open: LocalCode | None = None
+    _places: dict[int | None, dict[str, int]] = field(default_factory=dict)
+
+    # -- where this rank stands --------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self.shared.plan
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        return self.plan.mesh.coordinates(self.rank)
+
+    @property
+    def pipeline_rank(self) -> int:
+        axis = self.plan.stage_axis
+        return self.coordinates[axis] if axis else 0
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this rank hosts."""
+        return self.plan.hosted[self.pipeline_rank]
+
+    def at(self, microbatch: int | None) -> dict[str, int]:
+        """Coordinates on the inner mesh."""
+        found = self._places.get(microbatch)
+        if found is None:
+            own = self.coordinates
+            found = {a: own[a] for a in self.plan.inner.axes if a != MICROBATCH_AXIS}
+            if MICROBATCH_AXIS in self.plan.inner.axes:
+                found[MICROBATCH_AXIS] = microbatch or 0
+            self._places[microbatch] = found
+        return found
+
+    def group(self, axis: str) -> tuple[int, ...]:
+        """The ranks that this one communicates with along an axis, itself included."""
+        return self.plan.mesh.group(self.rank, axis)
+
+    def peer(self, stage: int) -> int:
+        """The rank with the same coordinates that hosts ``stage``."""
+        axis = self.plan.stage_axis
+        assert axis is not None
+        return self.plan.mesh.rank({**self.coordinates, axis: self.plan.stage_ranks[stage]})
+
+    # -- values --------------------------------------------------------------------------------
+
+    def value(self, name: str, microbatch: int | None) -> str:
+        """The table's name of a plan value for a microbatch."""
+        if name in self.roles.state:
+            return self.roles.state[name]
+        if name in self.accumulated:
+            return self.accumulated[name]
+        if microbatch is None or self.plan.num_microbatches == 1 or name in self.shared.once:
+            return name
+        return f"{name}@{microbatch}"
+
+    def record(self, name: str, spec: TensorSpec, microbatch: int | None) -> None:
+        """Note how many bytes a value has here."""
+        size = self.shared.nbytes(spec, self.at(microbatch))
+        self.nbytes[self.value(name, microbatch)] = size
+
+    # -- local code ----------------------------------------------------------------------------
+
+    def segment(self, microbatch: int | None) -> LocalCode:
+        """The open segment; a new one where there is none."""
+        if self._open is None:
+            code = CodeBuilder(self.shared.device, self.shared.value_names)
+            self._open = LocalCode(code, self.label, microbatch)
+            self.instructions.append(self._open)
+        return self._open
+
+    def short_segment(self, microbatch: int | None) -> LocalCode:
+        if self._open is not None and len(self._open.code.lines) >= MAX_LINES:
+            self.close()
+        return self.segment(microbatch)
+
+    def close(self) -> None:
+        self._open = None
+
+    def names(self, segment: LocalCode, values: Sequence[str], microbatch: int | None) -> None:
+        """Plan values that the segment reads or makes under their own names."""
+        for name in values:
+            segment.table[name] = self.value(name, microbatch)
+
+    def renamed(self, source: str, target: str, microbatch: int | None, line: str | None) -> None:
+        """One value under another name."""
+        segment = self.segment(microbatch)
+        self.names(segment, (source, target), microbatch)
+        segment.code.line(f"{target} = {source}", [source], [target], line)
+
+    def price(self, step: Step) -> None:
+        """Count the step's own work as the open segment's."""
+        if self.shared.priced and self._open is not None:
+            self._open.seconds += self.shared.seconds(step)
+
+    # -- communication -------------------------------------------------------------------------
+
+    def start(self, instruction: Instruction) -> None:
+        self.close()
+        self.instructions.append(instruction)
+
+    def start_early(self, instruction: Instruction) -> None:
+        """At the beginning of the action before this one; in the order of these calls."""
+        self.instructions.insert(self.posted, instruction)
+        self.posted += 1
+        self.began += 1
+
+    def collective(
+        self,
+        kind: Kind,
+        channel: str,
+        inputs: tuple[tuple[str, Buffer], ...],
+        outputs: tuple[tuple[str, Buffer], ...],
+        what: str,
+        *,
+        group: tuple[int, ...] | None = None,
+        op: ReduceOp | None = None,
+        source: str | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Start a collective of table values over an axis, and wait for it unless told not to."""
+        label = f"{self.label}: {kind} {what}"
+        self.start(
+            Collective(
+                kind,
+                self.group(channel) if group is None else group,
+                tuple(name for name, _ in inputs),
+                tuple(name for name, _ in outputs),
+                tuple(buffer for _, buffer in inputs),
+                tuple(buffer for _, buffer in outputs),
+                op,
+                channel,
+                label=label,
+                source=source,
+            )
+        )
+        if wait:
+            self.start(Wait((outputs[0][0],), label=label, source=source))

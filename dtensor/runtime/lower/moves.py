@@ -1,0 +1,374 @@
+"""Lowering what moves values: conversions on one axis, buckets of them, transfers between stages.
+
+    all_gather of h f32[8@tp,16]      h_gathered.0, h_gathered.1 = all_gather(h); wait
+                                      h_gathered = join((h_gathered_from0, h_gathered_from1), ...)
+
+A collective becomes: local code that cuts a block for each peer, the start, the wait, local code
+that puts the received blocks together. What block a peer gets follows from the index sets of the
+two specs, so blocks, units and uneven shards need nothing special. One value is cut and joined
+without a copy where it is one block. A bucket sends each peer one flat buffer of the values' blocks
+(`packed`, `unpacked`, `gathered`, `written`), so daft sees plain flat messages, and the fold in
+rank order makes its elements what each value's own message would make them.
+
+A gather of parameters is started where its step stands in the plan, and completed by `finish`
+before the first step that reads one of its results: meanwhile the rank computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dtensor.daft import Buffer, Recv, Send, Wait
+from dtensor.runtime.lower.builder import LocalCode, RankBuilder
+from dtensor.sharding.plan.steps import Bucket, Convert, Transfer
+from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
+from dtensor.sharding.spec.placements import Partial, ReduceOp
+from dtensor.sharding.spec.shards import (
+    Where,
+    block,
+    given,
+    join,
+    overlap,
+    shape_of,
+    taken,
+    write,
+)
+
+Shape = tuple[int, ...]
+Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
+"""Per value: its shape, and for each peer the shape of its block and where it stands."""
+
+
+# -- one value -------------------------------------------------------------------------------------
+
+
+def convert(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
+    if step.move.kind in FREE_KINDS:
+        _free_move(b, step, microbatch)
+    else:
+        _communicate(b, step, microbatch)
+    b.record(step.result, step.move.dst, microbatch)
+
+
+def _free_move(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
+    move, here, source = step.move, b.at(microbatch), step.source or None
+    if move.kind == "relabel" or (move.kind == "zero_fill" and here[move.axis] == 0):
+        b.renamed(step.operand, step.result, microbatch, source)
+        return
+    segment = b.segment(microbatch)
+    b.names(segment, (step.operand, step.result), microbatch)
+    if move.kind == "slice":
+        where = given(move.src, move.dst, here, here)
+        segment.code.apply(block, "block", [step.operand], step.result, where, source=source)
+    else:
+        zeros = torch.zeros_like
+        segment.code.apply(zeros, "zeros_like", [step.operand], step.result, source=source)
+
+
+def _communicate(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
+    """The collective of one move: pack, start, wait, put together."""
+    move, here, source = step.move, b.at(microbatch), step.source or None
+    peers = _peers(b, move.axis, microbatch)
+    operand, result = b.value(step.operand, microbatch), b.value(step.result, microbatch)
+    sent = ((operand, Buffer(move.src.local_shape(here), move.src.dtype)),)
+    made = ((result, Buffer(move.dst.local_shape(here), move.dst.dtype)),)
+    pieces = [f"{result}.{i}" for i in range(len(peers))]
+    match move.kind:
+        case "all_reduce" | "reduce_scatter":
+            if move.kind == "reduce_scatter":
+                sent = _cut(b, step, microbatch)
+            received = None
+        case "all_gather":
+            received = [move.src.local_shape(peer) for peer in peers]
+        case "all_to_all":
+            sent = _cut(b, step, microbatch)
+            received = [shape_of(overlap(move.src, move.dst, peer, here)) for peer in peers]
+        case "slice" | "zero_fill" | "relabel":
+            raise AssertionError(f"{move.kind} does not communicate")
+    if received is not None:
+        buffers = (Buffer(shape, move.dst.dtype) for shape in received)
+        made = tuple(zip(pieces, buffers, strict=True))
+    what = f"{step.operand} over {move.axis}"
+    b.collective(move.kind, move.axis, sent, made, what, op=_op_of(move), source=source)
+    if received is None:
+        return
+    segment = b.segment(microbatch)
+    local = [f"{step.result}_from{i}" for i in range(len(pieces))]
+    segment.table.update(zip(local, pieces, strict=True))
+    b.names(segment, (step.result,), microbatch)
+    wheres = [taken(move.src, move.dst, peer, here) for peer in peers]
+    shape = move.dst.local_shape(here)
+    segment.code.apply(join, "join", local, step.result, shape, *wheres, source=source, packed=True)
+
+
+def _cut(b: RankBuilder, step: Convert, microbatch: int | None) -> tuple[tuple[str, Buffer], ...]:
+    """A block for each peer: what it is to hold of what I hold."""
+    segment, move = b.segment(microbatch), step.move
+    b.names(segment, (step.operand,), microbatch)
+    found: list[tuple[str, Buffer]] = []
+    for i, peer in enumerate(_peers(b, move.axis, microbatch)):
+        name = f"{step.result}_to{i}"
+        where = given(move.src, move.dst, b.at(microbatch), peer)
+        segment.code.apply(block, "block", [step.operand], name, where)
+        segment.table[name] = f"{b.value(step.result, microbatch)}.to{i}"
+        found.append((segment.table[name], Buffer(shape_of(where), move.src.dtype)))
+        b.nbytes[segment.table[name]] = found[-1][1].nbytes
+    return tuple(found)
+
+
+def _peers(b: RankBuilder, axis: str, microbatch: int | None) -> list[dict[str, int]]:
+    return [{**b.at(microbatch), axis: i} for i in range(b.plan.mesh.axis_size(axis))]
+
+
+def _op_of(move: Move) -> ReduceOp | None:
+    """How a reduction folds; None of a move that does not reduce."""
+    placement = move.src.placement(move.axis)
+    return placement.op if isinstance(placement, Partial) else None
+
+
+# -- between stages --------------------------------------------------------------------------------
+
+
+def transfer(
+    b: RankBuilder, step: Transfer, microbatch: int | None, stage: int | None
+) -> tuple[int, str] | None:
+    """Sent by the stage that has it, received by the one that needs it. Of a send, the step of its
+    receive in the schedule, and the value."""
+    spec = step.spec
+    buffer = Buffer(spec.local_shape(b.at(microbatch)), spec.dtype)
+    channel = f"{step.phase} {step.stage}->{step.to_stage}" + (" once" if step.once else "")
+    sends = step.stage in b.stages and (stage is None or stage == step.stage)
+    receives = step.to_stage in b.stages and (stage is None or stage == step.to_stage)
+    source = step.source or None
+    what = f"{step.operand} from stage {step.stage} to {step.to_stage}"
+    stays = b.peer(step.stage) == b.peer(step.to_stage)
+    waited: tuple[int, str] | None = None
+    if stays:
+        if sends:  # the value is here already when the other stage's action comes
+            b.renamed(step.operand, step.result, microbatch, source)
+    elif sends:
+        value = b.value(step.operand, microbatch)
+        to = b.peer(step.to_stage)
+        b.start(Send(value, to, channel, buffer, label=f"{b.label}: send {what}", source=source))
+        waited = b.shared.actions.received_at(step, microbatch), value
+    elif receives:
+        value, label = b.value(step.result, microbatch), f"{b.label}: receive {what}"
+        receive = Recv(value, b.peer(step.stage), channel, buffer, label=label, source=source)
+        # during the action before, so that the value is there, and its sender free, when it ends
+        if microbatch is None:
+            b.start(receive)
+        else:
+            b.start_early(receive)
+        b.start(Wait((value,), label=label, source=source))
+    if receives or stays:
+        b.record(step.result, spec, microbatch)
+    return waited
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A gather that has been started and not been waited for."""
+
+    step: Bucket
+    pieces: tuple[str, ...]  # names in the table
+    microbatch: int | None
+    label: str
+
+
+def bucket(b: RankBuilder, step: Bucket, microbatch: int | None) -> Gather | None:
+    """A reduction; or a gather, which is to be finished before its results are read."""
+    match step.kind:
+        case "all_reduce":
+            _reduce(b, step, microbatch)
+        case "reduce_scatter":
+            _scatter(b, step, microbatch)
+        case "all_gather":
+            return _start_gather(b, step, microbatch)
+        case _:
+            raise AssertionError(f"a bucket does not {step.kind}")
+    return None
+
+
+def _reduce(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
+    here = b.at(microbatch)
+    sent = tuple(
+        (b.value(name, microbatch), Buffer(m.src.local_shape(here), m.src.dtype))
+        for name, m in zip(step.operands, step.moves, strict=True)
+    )
+    sums = tuple(
+        (b.value(name, microbatch), Buffer(m.dst.local_shape(here), m.dst.dtype))
+        for name, m in zip(step.results, step.moves, strict=True)
+    )
+    _send(b, step, sent, sums)
+    _record(b, step, microbatch)
+
+
+def _scatter(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
+    here = b.at(microbatch)
+    peers = _peers(b, step.axis, microbatch)
+    src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
+    wheres = tuple(tuple(given(m.src, m.dst, here, peer) for peer in peers) for m in step.moves)
+    shapes = tuple(m.dst.local_shape(here) for m in step.moves)
+    segment = b.segment(microbatch)
+    base = b.value(step.name, microbatch)
+    flat = [f"{base}.to{i}" for i in range(len(peers))]
+    local = [f"{step.name}_to{i}" for i in range(len(peers))]
+    b.names(segment, step.operands, microbatch)
+    segment.table.update(zip(local, flat, strict=True))
+    _line(segment, local, "packed", packed, step.operands, wheres)
+    sizes = [sum(math.prod(shape_of(w[i])) for w in wheres) for i in range(len(peers))]
+    sent = tuple((name, Buffer((n,), src)) for name, n in zip(flat, sizes, strict=True))
+    b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
+    total = f"{base}.total"
+    _send(b, step, sent, ((total, Buffer((sum(map(math.prod, shapes)),), dst)),))
+    segment = b.segment(microbatch)
+    segment.table[f"{step.name}_total"] = total
+    b.names(segment, step.results, microbatch)
+    _line(segment, step.results, "unpacked", unpacked, [f"{step.name}_total"], shapes)
+    _record(b, step, microbatch)
+
+
+def _start_gather(b: RankBuilder, step: Bucket, microbatch: int | None) -> Gather:
+    """Send this rank's shards, or its slices of what it holds whole, as one flat buffer."""
+    here, dtype = b.at(microbatch), step.moves[0].src.dtype
+    sizes = [
+        sum(math.prod(m.src.local_shape(peer)) for m in step.moves)
+        for peer in _peers(b, step.axis, microbatch)
+    ]
+    whole = [m.dst if step.in_place else m.src for m in step.moves]
+    wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
+    segment = b.segment(microbatch)
+    b.names(segment, step.operands, microbatch)
+    base = b.value(step.name, microbatch)
+    flat, local = f"{base}.mine", f"{step.name}_mine"
+    segment.table[local] = flat
+    _line(segment, [local], "packed", packed, step.operands, wheres)
+    mine = Buffer((sizes[here[step.axis]],), dtype)
+    b.nbytes[flat] = mine.nbytes
+    pieces = tuple((f"{base}.{i}", Buffer((size,), dtype)) for i, size in enumerate(sizes))
+    _send(b, step, ((flat, mine),), pieces, wait=False)
+    label = f"{b.label}: all_gather {_what(step)}"
+    return Gather(step, tuple(name for name, _ in pieces), microbatch, label)
+
+
+def finish(b: RankBuilder, started: Gather) -> None:
+    """Wait for the pieces of a gather and put whole values together; of updated parameters, write
+    each piece where it stands in them."""
+    step, microbatch = started.step, started.microbatch
+    b.start(Wait(started.pieces[:1], label=started.label))
+    segment = b.segment(microbatch)
+    local = [f"{step.name}_from{i}" for i in range(len(started.pieces))]
+    segment.table.update(zip(local, started.pieces, strict=True))
+    values = step.operands if step.in_place else step.results
+    b.names(segment, values, microbatch)
+    layout = _layout(b, step, microbatch)
+    if step.in_place:
+        bound = segment.code.bind("layout", layout)
+        called = segment.code.bind("written", written)
+        text = f"{called}({_tuple(values)}, {_tuple(local)}, {bound})"
+        segment.code.line(text, [*values, *local], (), None)
+        segment.writes = tuple(segment.table[name] for name in values)
+    else:
+        _line(segment, values, "gathered", gathered, local, layout)
+    b.close()  # the pieces are dropped here
+    _record(b, step, microbatch)
+
+
+def _send(
+    b: RankBuilder,
+    step: Bucket,
+    sent: tuple[tuple[str, Buffer], ...],
+    made: tuple[tuple[str, Buffer], ...],
+    *,
+    wait: bool = True,
+) -> None:
+    kind = step.kind
+    assert kind in ("all_reduce", "reduce_scatter", "all_gather")
+    op = _op_of(step.moves[0])
+    b.collective(kind, step.axis, sent, made, _what(step), op=op, wait=wait)
+
+
+def _what(step: Bucket) -> str:
+    return f"{step.name} over {step.axis}"
+
+
+def _record(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
+    for name, move in zip(step.results, step.moves):
+        b.record(name, move.dst, microbatch)
+
+
+def _layout(b: RankBuilder, step: Bucket, microbatch: int | None) -> Layout:
+    """How the flat pieces of a gather are taken apart."""
+    here, peers = b.at(microbatch), _peers(b, step.axis, microbatch)
+    return tuple(
+        (
+            move.dst.local_shape(here),
+            tuple((move.src.local_shape(p), taken(move.src, move.dst, p, here)) for p in peers),
+        )
+        for move in step.moves
+    )
+
+
+def _tuple(names: Sequence[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
+def _line(
+    segment: LocalCode,
+    results: Sequence[str],
+    name: str,
+    function: object,
+    operands: Sequence[str],
+    literal: object,
+) -> None:
+    """``results, = function((operands,), literal)``."""
+    code = segment.code
+    called, bound = code.bind(name, function), code.bind("layout", literal)
+    text = f"{', '.join(results)}, = {called}({_tuple(operands)}, {bound})"
+    code.line(text, operands, results, None)
+
+
+# -- what generated code calls ---------------------------------------------------------------------
+
+
+def packed(values: Sequence[torch.Tensor], wheres: Sequence[Sequence[Where]]) -> list[torch.Tensor]:
+    """For each peer one flat tensor: the values' blocks for it, ``wheres[value][peer]``."""
+    flat: list[torch.Tensor] = []
+    for i in range(len(wheres[0])):
+        blocks = [block(v, of[i]).reshape(-1) for v, of in zip(values, wheres, strict=True)]
+        flat.append(torch.cat(blocks))
+    return flat
+
+
+def unpacked(flat: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """The values that one flat tensor holds, as views of it."""
+    parts = flat[0].split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+    """Whole values from each peer's flat piece."""
+    parts = [_parts(piece, i, layout) for i, piece in enumerate(pieces)]
+    return [
+        join([of[v] for of in parts], shape, *(where for _, where in blocks))
+        for v, (shape, blocks) in enumerate(layout)
+    ]
+
+
+def written(values: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], layout: Layout) -> None:
+    """Write each peer's flat piece where it stands in the values."""
+    for i, piece in enumerate(pieces):
+        for value, part, (_, blocks) in zip(values, _parts(piece, i, layout), layout, strict=True):
+            if part.numel():
+                write(value, part, blocks[i][1])
+
+
+def _parts(piece: torch.Tensor, peer: int, layout: Layout) -> list[torch.Tensor]:
+    return unpacked([piece], [blocks[peer][0] for _, blocks in layout])
