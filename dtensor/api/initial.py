@@ -4,25 +4,31 @@
         model = GPT(config)
     model = dt.parallelize(model, mesh, placements, init="reset")
 
-Each rank makes its own shards by counter-based numbers: no process holds the model, and the values
-are the same bits on every mesh. What `load_state_dict` brings replaces them.
+What initialises the model runs once, here, and is recorded; each rank carries out what its own
+shards need of it, by counter-based numbers. No process holds the model, no rank needs the user's
+code, and the values are the same bits on every mesh. What `load_state_dict` brings replaces them.
 
-Not here: recording (frontend.recording), making (runtime.initialise).
+Rejected: running it on every rank on real memory, one module at a time. Then each rank makes the
+whole model, a function that keeps state or asks numpy gives each rank other values, one that reads
+another module's parameters finds none, and what a constructor draws has no parameter's name yet.
+
+Not here: recording and making (frontend.initial).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dtensor.api.randomness import initial_seed, key_of
+from dtensor.daft import Call, Function, Program, RankProgram
 from dtensor.errors import PlanningError
-from dtensor.frontend.initial.recipe import Recipe
-from dtensor.frontend.initial.recording import Init, record
-from dtensor.runtime.initialise import make
+from dtensor.frontend.initial.recipe import Recipe, make
+from dtensor.frontend.initial.recording import Init, first_names, named_tensors, record
+from dtensor.sharding.ops.philox import Pieces, Place
 
 __all__ = ["Init", "Initial"]
 
@@ -35,8 +41,7 @@ class Initial:
         self.recipes: dict[str, Recipe] = {}
         if init is not None:
             seed = initial_seed()
-            names = first_names(module)
-            self.recipes = record(module, init, lambda name: key_of(seed, "init", name), names)
+            self.recipes = record(module, init, lambda name: key_of(seed, "init", name))
 
     def recipe(self, name: str) -> Recipe | None:
         """How a rank makes its shard; None where the whole value is at hand."""
@@ -55,23 +60,15 @@ class Initial:
                 f"with dt.load_state_dict"
             )
         recipe = self.recipes[name]
-        whole = tuple(((0, n),) if n else () for n in recipe.shape)
-        return make(recipe, whole, torch.device("cpu"))
+        return make(recipe, Place.whole(recipe.view.size).pieces, torch.device("cpu"))
 
     def load(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         """Keep the state's values of what is on the meta device, under each of its names."""
         names, keys = first_names(module), names_in_state(module)
         firsts = {keys[key]: value for key, value in state.items() if key in keys}
-        on_meta = {name for name, t in _tensors(module).items() if t.is_meta}
-        for name in on_meta:
-            if names[name] in firsts:
+        for name, tensor in named_tensors(module).items():
+            if tensor.is_meta and names[name] in firsts:
                 self.loaded[name] = firsts[names[name]].detach().cpu().clone()
-
-
-def first_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to the first name of the same tensor."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in _tensors(module).items()}
 
 
 def names_in_state(module: nn.Module) -> dict[str, str]:
@@ -80,15 +77,40 @@ def names_in_state(module: nn.Module) -> dict[str, str]:
     They differ in ties, and where a hook renames: that of torch's checkpoint wrapper leaves itself
     out. A key whose tensor is none of the module's is its own name.
     """
-    first: dict[int, str] = {}
-    for name, tensor in _tensors(module).items():
-        first.setdefault(id(tensor), name)
+    tensors, names = named_tensors(module), first_names(module)
+    first = {id(tensor): names[name] for name, tensor in tensors.items()}
     held = module.state_dict(keep_vars=True)
     return {key: first.get(id(value), key) for key, value in held.items()}
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+def init_program(
+    shards: Sequence[Mapping[str, tuple[Recipe, Pieces]]], device: torch.device
+) -> Program:
+    """One call per parameter and rank, each giving the shard under the parameter's name."""
+    functions: dict[tuple[str, Pieces], Function] = {}
+    ranks: list[RankProgram] = []
+    for wanted in shards:
+        calls: list[Call] = []
+        nbytes: list[tuple[str, int]] = []
+        for name, (recipe, pieces) in sorted(wanted.items()):
+            lines = [step.source for step in recipe.steps if step.source]
+            given = {"device": device, "make": make, "pieces": pieces, "recipe": recipe}
+            function = Function(
+                name=f"init_{len(functions)}",
+                source="def forward():\n    return (make(recipe, pieces, device),)\n",
+                bindings=tuple(given.items()),
+                lines=(None, *lines[-1:]),
+            )
+            function = functions.setdefault((recipe.name, pieces), function)
+            calls.append(Call(function.name, (), (name,), label=f"initialise {name}"))
+            size = torch.Size(Place(recipe.view.size, pieces).local_shape)
+            nbytes.append((name, size.numel() * recipe.view.dtype.itemsize))
+        ranks.append(
+            RankProgram(instructions=tuple(calls), outputs=tuple(wanted), nbytes=tuple(nbytes))
+        )
+    return Program(
+        name="initialise",
+        ranks=tuple(ranks),
+        functions=tuple((f.name, f) for f in functions.values()),
+        stage_of=(0,) * len(ranks),
+    )

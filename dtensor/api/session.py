@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome
 from dtensor.api.stating.stages import StagePlan
@@ -28,7 +29,7 @@ from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError
 from dtensor.frontend.initial.recipe import Recipe
-from dtensor.runtime.initialise import init_program
+from dtensor.frontend.initial.recording import named_tensors
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
@@ -160,7 +161,7 @@ class Session:
         if resident.placed is plan:
             return
         model.settle(plan, stages)
-        tensors = tensors_of(model)
+        tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
         for item in plan.inputs:
@@ -182,7 +183,7 @@ class Session:
                     pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
                     made[rank][item.label] = (recipe, pieces)
                     continue
-                value = model.initial.value(item.label, tensors[item.label])
+                value = model.initial.value(item.label, tensors[item.label].detach())
                 values[rank][resident.name(item.label)] = shard_of(value, spec, here)
             if missing:
                 had = set(resident.ranks.get(item.label, ())) if known else set[int]()
@@ -251,15 +252,6 @@ def _outside() -> int:
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("dtensor."):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def tensors_of(model: ParallelModule) -> dict[str, torch.Tensor]:
-    """Name to the controller's value, every parameter and buffer, tied names included."""
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        found[name] = parameter.detach()
-    found.update(model.module.named_buffers(remove_duplicate=False))
-    return found
 
 
 # -- which session ---------------------------------------------------------------------------------

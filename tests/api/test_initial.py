@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.runtime import initialise
+from dtensor.api import initial
 from tests.models import DropoutGPT, batch, loss_fn
 
 MEGATRON: dict[str, Any] = {
@@ -66,10 +66,26 @@ def test_the_same_bits_on_every_mesh(init: str) -> None:
             assert torch.equal(found[name], whole[name]), name
 
 
+def test_the_function_runs_once_for_all_ranks() -> None:
+    """So that numbers which it takes from elsewhere are the same on each."""
+    drawn: list[Tensor] = []
+
+    def init(model: nn.Module) -> None:
+        drawn.append(torch.rand(3, 4, generator=torch.Generator().manual_seed(len(drawn))))
+        model.weight.data.copy_(drawn[-1])  # type: ignore[union-attr, operator]
+
+    mesh = dt.Mesh(tp=3)
+    bare = on_meta(lambda: nn.Linear(4, 3, bias=False))
+    model = dt.parallelize(bare, mesh, {"weight": dict(tp=dt.Row())}, init=init)
+    y = dt.compile(lambda m, x: m(x), mesh)(model, torch.eye(4)).full_tensor()
+    assert len(drawn) == 1
+    assert torch.equal(y, drawn[0].T)
+
+
 def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank of a split parameter holds all of it."""
     sizes: dict[str, set[int]] = {}
-    inner = initialise.make
+    inner = initial.make
 
     def watched(recipe: Any, pieces: Any, device: torch.device) -> Tensor:
         made = inner(recipe, pieces, device)
@@ -77,7 +93,7 @@ def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.setdefault(recipe.name, set()).add(made.numel())
         return made
 
-    monkeypatch.setattr(initialise, "make", watched)
+    monkeypatch.setattr(initial, "make", watched)
     values(*MESHES["tp2"], "reset")
     assert sizes["blocks.0.up.weight"] == {4 * 16 * 16 // 2}
     assert sizes["embed.weight"] == {32 * 16 // 2}
@@ -173,6 +189,49 @@ def test_a_parameter_that_nothing_initialises() -> None:
         dt.parallelize(on_meta(Forgets), dt.Mesh(), init="reset")
     model = dt.parallelize(on_meta(Forgets), dt.Mesh(), init=Forgets)
     assert torch.equal(dt.gather_state_dict(model)["model"]["gain"], torch.ones(3))
+
+
+class Given(nn.Module):
+    """Values from data, through `out=`, and of several tensors at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+        self.square = nn.Parameter(torch.empty(3, 3))
+        nn.init.eye_(self.square)
+        self.gains = nn.ParameterList(torch.ones(3, 2) for _ in range(2))
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.gains), 3.0)
+            self.gains[1].mul_(torch.tensor(0.5))
+        self.register_buffer("shift", torch.as_tensor([[1, 2]]))
+
+
+def test_values_from_data_and_lists_of_tensors() -> None:
+    model = dt.parallelize(on_meta(Given), dt.Mesh(tp=2), init=Given)
+    found = dt.gather_state_dict(model)["model"]
+    expected = Given().state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_memory_that_is_read_before_it_is_filled() -> None:
+    def zeroing(rows: Any) -> Callable[[nn.Module], None]:
+        def init(model: nn.Module) -> None:
+            with torch.no_grad():
+                model.weight.fill_(2)  # type: ignore[operator]
+                model.weight[rows] = 0.0  # type: ignore[index, operator]
+
+        return init
+
+    bare = on_meta(lambda: nn.Linear(2, 3, bias=False))
+    # torch makes the index of a list on the meta device, without its numbers
+    with pytest.raises(
+        dt.PlanningError, match=r"weight reads memory that nothing .*\n.*\n.*rows\]"
+    ):
+        dt.parallelize(bare, dt.Mesh(), init=zeroing([0, 2]))
+    model = dt.parallelize(bare, dt.Mesh(), init=zeroing(torch.tensor([0, 2])))
+    found = dt.gather_state_dict(model)["model"]["weight"]
+    assert torch.equal(found, torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]))
 
 
 def test_what_needs_the_whole_matrix_is_refused_for_a_large_one() -> None:
