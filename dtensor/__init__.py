@@ -12,7 +12,6 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
-from dtensor.api.calibrating import calibrate
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager.policy import implicit_redistribution
@@ -22,10 +21,9 @@ from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
 from dtensor.api.rule import rule
 from dtensor.api.session import launch
-from dtensor.api.simulation import simulate
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.stating.stages import Auto
-from dtensor.api.tracing import trace
+from dtensor.api.timing import calibrate, simulate, trace
 from dtensor.api.training import Loss, TrainStep, train_step
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate

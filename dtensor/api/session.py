@@ -23,7 +23,6 @@ import torch
 
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.placed_optimizer import OptimizerHome
 from dtensor.api.stating.stages import StagePlan
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
@@ -31,6 +30,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.frontend.initial.recording import named_tensors
 from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.runtime.shard_optimizer import NAMES, hyperparameters
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
@@ -43,6 +43,25 @@ MOST_GARBAGE = 32
 MOST_GARBAGE_BYTES = 2**26
 """How many values that nobody refers to, and bytes of them all, may wait to be dropped: dropping
 them is a call to every actor."""
+
+
+@dataclass(slots=True)
+class OptimizerHome:
+    """One torch optimizer, the table's name of its shards, whether they hold masters, and the
+    names by group that the ranks know."""
+
+    optimizer: torch.optim.Optimizer
+    name: str
+    masters: bool
+    groups: tuple[tuple[str, ...], ...]
+
+    def options(self, groups: tuple[tuple[str, ...], ...]) -> tuple[dict[str, Any], ...]:
+        """What a step is fed: each group's options, and its names where the groups changed."""
+        found = hyperparameters(self.optimizer)
+        if groups == self.groups:
+            return found
+        self.groups = groups
+        return tuple({**given, NAMES: names} for given, names in zip(found, groups, strict=True))
 
 
 @dataclass(slots=True)

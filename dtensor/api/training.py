@@ -23,7 +23,6 @@ import torch
 from dtensor.api.compiled import load, on_stage
 from dtensor.api.eager.tensor import held_by
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.placed_optimizer import OptimizerHome, agreed, place_optimizer
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -33,7 +32,8 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import numbers_fed
-from dtensor.api.session import Session, session_for
+from dtensor.api.session import OptimizerHome, Session, session_for
+from dtensor.api.state import agreed, place_optimizer
 from dtensor.api.stating.recompute_globs import recompute_of
 from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError

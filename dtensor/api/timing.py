@@ -1,0 +1,132 @@
+"""How long a step takes: simulated on a mesh that need not exist, traced, and what to price with.
+
+    print(simulate(step, tokens, targets))      # a step on a virtual clock
+    print(trace(step, tokens, targets))         # one real step, with the times of its instructions
+    train_step(..., topology=calibrate())       # the `Topology` of a cluster, measured on it
+
+Not here: the clock, traces and measurements themselves (runtime/simulate).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from dtensor.api.compiled import CompiledFunction
+from dtensor.api.session import Backend, launch, launched, session_for
+from dtensor.api.training import TrainStep
+from dtensor.errors import PlanningError
+from dtensor.runtime.simulate.calibration import calibrate as measured_topology
+from dtensor.runtime.simulate.clock import simulate as simulated
+from dtensor.runtime.simulate.measured import measured
+from dtensor.runtime.simulate.trace import Trace
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+
+
+def simulate(
+    step: TrainStep | CompiledFunction,
+    *batch: Any,
+    topology: Topology | None = None,
+    **kwargs: Any,
+) -> Trace:
+    """The predicted timeline of one call of ``step`` on such a batch; nothing is launched.
+
+    The program that the actors would run is run against a virtual clock: ops last by the roofline,
+    messages by the alpha-beta model of ``topology`` (default: that of the step). Ranks that do
+    the same are simulated once, so the mesh may have thousands.
+
+    Args:
+        batch: tensors (meta too) or specs, as for `plan`; a `Topology` may stand last. Without
+            a batch: that of the last plan or call of ``step``.
+
+    Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank, ``save("trace.json")``.
+    """
+    if batch and isinstance(batch[-1], Topology) and topology is None:
+        batch, topology = batch[:-1], batch[-1]
+    _check_step("simulate", step)
+    grid = step.grid if isinstance(step, TrainStep) else None
+    if step.plans.latest is not None and not batch and not kwargs:
+        return simulated(step.plans.latest.plan, grid, topology)
+    return simulated(step.plan(*batch, **kwargs), grid, topology)
+
+
+def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace:
+    """Run one call of ``step`` and return its measured timeline, of every rank.
+
+    A training step is taken: state moves on. The names of spans are those of `simulate`; the first,
+    "call", is what the controller's call takes beside the ranks' instructions. Times are of the
+    host's monotonic clock, so of ranks on several hosts they are offset to one another. In
+    one process all ranks share a thread: there each waits while others compute.
+    """
+    _check_step("trace", step)
+    session = session_for(step.model.mesh if isinstance(step, TrainStep) else step.mesh)
+    with session.timing():
+        step(*batch, **kwargs)
+    assert session.timed is not None
+    handle, future, called = session.timed
+    session.timed = None
+    outputs = future.get()
+    return measured(handle, outputs, time.monotonic() - called)
+
+
+def _check_step(verb: str, step: object) -> None:
+    if not isinstance(step, TrainStep | CompiledFunction):
+        raise PlanningError(
+            f"{verb} takes what dt.train_step or dt.compile returns, not "
+            f"{type(step).__name__}.\nfix: dt.{verb}(step, *batch)"
+        )
+
+
+def calibrate(
+    mesh: Mesh | None = None,
+    *,
+    backend: Backend | None = None,
+    device: str | None = None,
+    address: str | None = None,
+    deadline_s: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Topology:
+    """Measure what the ranks of ``mesh`` do in a second; about a second itself.
+
+    Inside a `launch` its cluster is measured, and ``mesh`` is its own. Outside, the arguments are
+    those of `launch`, by default in this process; with no mesh, one rank.
+
+    Args:
+        dtype: of the tensors that are multiplied, gone through and sent.
+
+    Returns a `Topology` with a latency and a bandwidth for each axis of more than one rank; its
+    repr can be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors, as a run
+    does, where a rank fails or makes no progress for ``deadline_s``.
+    """
+    if not dtype.is_floating_point:
+        raise PlanningError(
+            f"calibrate(dtype={dtype}): matrices of {dtype} are not what a model multiplies.\n"
+            f"fix: dt.calibrate(dtype=torch.bfloat16), or torch.float32"
+        )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise PlanningError(
+            f"calibrate takes a mesh, not {type(mesh).__name__}.\nfix: dt.calibrate(dt.Mesh(tp=2))"
+        )
+    running = launched()
+    if running is None:
+        whole = mesh or Mesh()
+        with launch(
+            whole,
+            backend or "inprocess",
+            device or "cpu",
+            address=address,
+            deadline_s=60.0 if deadline_s is None else deadline_s,
+        ) as session:
+            return measured_topology(session.cluster, whole, dtype)
+    given = dict(backend=backend, device=device, address=address, deadline_s=deadline_s)
+    stated = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if stated:
+        raise PlanningError(
+            f"calibrate({', '.join(stated)}) inside a launch: what is measured is the launch's "
+            f"cluster.\nfix: dt.calibrate(), or call it outside the launch"
+        )
+    session = session_for(mesh or running.mesh)
+    return measured_topology(session.cluster, session.mesh, dtype)
