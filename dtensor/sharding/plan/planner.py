@@ -18,11 +18,10 @@ from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.emit.emit import emit
 from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.passes.recompute import recomputed
-from dtensor.sharding.plan.passes.schedule import scheduled
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.precision import uncast
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.request import Request
+from dtensor.sharding.plan.request import Request, Timetable
 from dtensor.sharding.plan.verify import verify
 from dtensor.sharding.rules.registry import NoRule, rule_for
 from dtensor.sharding.rules.rule import Rule
@@ -32,8 +31,13 @@ from dtensor.sharding.rules.rule import Rule
 def plan(request: Request) -> Plan:
     """Decide every placement and collective. Raises PlanningError."""
     flow = trained(request)
-    found = cheapest(flow, lambda flow: placed(request, flow), keep_split=request.search != "free")
-    found = recomputed(found, request.recompute)
+    if any(op.expand is not None for op in flow.ops):
+        split = request.search != "free"
+        found = cheapest(flow, lambda flow: placed(request, flow), keep_split=split)
+    else:
+        found = placed(request, flow)
+    if request.recompute or any(op.checkpoint is not None for op in flow.ops):
+        found = recomputed(found, request.recompute)
     found = finished(found, request)
     verify(found)
     return Plan.of(found)
@@ -67,8 +71,27 @@ def placed(request: Request, flow: Dataflow) -> PlanRecord:
 def finished(plan: PlanRecord, request: Request) -> PlanRecord:
     """The last passes over the steps; the plan without recomputation goes the same way."""
     plain = None if plan.plain is None else finished(plan.plain, request)
-    plan = scheduled(gather_stored(plan), request.timetable)
+    if request.zero is not None:
+        plan = gather_stored(plan)
+    if request.timetable is not None:
+        plan = scheduled(plan, request.timetable)
     return replace(plan, plain=plain, auto=request.auto)
+
+
+def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
+    """The plan with the schedule that it runs under: what is held at a time, who waits.
+
+    Stages are rarely equal (one has the head), so the bubble is that of the grid whose actions last
+    as long as the plan says; transfers count at their sender, as in `stage_seconds`.
+    """
+    span, waiting = timetable.waits(plan) if plan.num_stages > 1 else (0.0, ())
+    return replace(
+        plan,
+        bubble=sum(waiting) / (span * len(waiting)) if span else 0.0,
+        waiting=waiting,
+        in_flight=timetable.in_flight,
+        schedule=timetable.text if plan.num_microbatches > 1 else "",
+    )
 
 
 def rules_of(flow: Dataflow) -> dict[str, Rule]:

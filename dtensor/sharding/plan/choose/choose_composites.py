@@ -43,8 +43,6 @@ def cheapest(
     ``keep_split``: those over a batch also where it is not.
     """
     best = make(flow)
-    if not any(op.expand for op in flow.ops):
-        return best
     over_batch = dict.fromkeys(_kind(op) for op in flow.ops if op.over_batch and keep_split)
     if any(kind in over_batch for kind in _gathered(best)):
         split = _written_out(flow, over_batch)
