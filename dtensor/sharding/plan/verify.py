@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import assert_never
 
 import torch
@@ -38,7 +37,7 @@ from dtensor.sharding.plan.steps import (
 from dtensor.sharding.redistribute.moves import Move, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard, same
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, same
 from dtensor.sharding.spec.spec import TensorSpec
 
 
@@ -58,14 +57,18 @@ def verify(plan: PlanRecord) -> None:
 @dataclass(slots=True)
 class _Seen:
     """The values so far: their specs, the stages that have them, whether they are of all
-    microbatches."""
+    microbatches. ``axes``: by axis of specs, its position and size."""
 
     plan: PlanRecord
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     once: set[str] = field(default_factory=set[str])
+    axes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    licensed: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
 
     def __post_init__(self) -> None:
+        inner = self.plan.inner
+        self.axes = {axis: (inner.index(axis), inner.axis_size(axis)) for axis in inner.axes}
         for item in self.plan.inputs:
             self.add(item.name, item.held, item.stages)
             self.once.add(item.name)
@@ -106,7 +109,7 @@ def _faults(seen: _Seen, step: Step) -> Iterator[str]:
             yield f"{name} is of one microbatch and is read once a step"
     match step:
         case Compute():
-            yield from _computed(step)
+            yield from _computed(seen, step)
         case Convert():
             yield from _moved(step.move)
         case Accumulate():
@@ -170,40 +173,43 @@ def _sums(part: TensorSpec, total: TensorSpec) -> bool:
 
 def _moved(move: Move) -> Iterator[str]:
     src, dst, axis = move.src, move.dst, move.axis
-    before, after = src.placement(axis), dst.placement(axis)
+    at = src.mesh.index(axis)
+    before, after = src.placements[at], dst.placements[at]
     if move.kind == "relabel":
         possible = same(before, after, src.shape, src.mesh.axis_size(axis))
     else:
         possible = move_kind(before, after) == move.kind
-    widens = move.kind in ("all_reduce", "reduce_scatter")
-    wanted = src.with_placements(**{axis: after})
-    if not possible or not (wanted == dst or (widens and _sums(wanted, dst))):
+    others = (p == q for i, (p, q) in enumerate(zip(src.placements, dst.placements)) if i != at)
+    dtypes = {src.dtype, dst.dtype}
+    if move.kind in ("all_reduce", "reduce_scatter") and is_narrow(src.dtype):
+        dtypes -= {torch.float32}
+    alike = src.shape == dst.shape and src.mesh == dst.mesh and src.on == dst.on
+    if not (possible and alike and len(dtypes) == 1 and all(others)):
         yield f"no {move.kind} over {axis} makes {dst} of {src}"
 
 
-def _computed(step: Compute) -> Iterator[str]:
-    metas = (*step.op.call.operands, *step.op.call.results)
+def _computed(seen: _Seen, step: Compute) -> Iterator[str]:
     specs = (*step.operand_specs, *step.result_specs)
-    for meta, spec in zip(metas, specs, strict=True):
+    for meta, spec in zip((*step.op.call.operands, *step.op.call.results), specs):
         if spec is not None and (
             meta is None or meta.shape != spec.shape or meta.dtype != spec.dtype
         ):
             yield f"the program has {meta} where the plan has {spec}"
     for axis, strategy in step.strategies:
-        placed = (*strategy.operands, *strategy.results)
-        for placement, spec in zip(placed, specs, strict=True):
-            if spec is not None and not _lies(spec, axis, placement):
+        at, num = seen.axes[axis]
+        for placement, spec in zip((*strategy.operands, *strategy.results), specs):
+            own = placement if spec is None else spec.placements[at]
+            if own is placement or own == placement:
+                continue
+            if spec is not None and not same(own, placement, spec.shape, num):
                 yield f"{spec}, and its strategy has {placement!r} on {axis}"
-        num = next((s.mesh.axis_size(axis) for s in specs if s is not None), 1)
-        if not _licensed(step.rule, strategy, num):
-            yield f"the rule {step.rule} has no strategy {strategy} over {num} ranks"
+        key = id(step.rule), id(strategy), num  # both are alive as long as the plan
+        if key not in seen.licensed:
+            if not _licensed(step.rule, strategy, num):
+                yield f"the rule {step.rule} has no strategy {strategy} over {num} ranks"
+            seen.licensed.add(key)
 
 
-def _lies(spec: TensorSpec, axis: str, placement: Placement) -> bool:
-    return same(spec.placement(axis), placement, spec.shape, spec.mesh.axis_size(axis))
-
-
-@lru_cache(maxsize=1 << 14)
 def _licensed(rule: Rule, strategy: Strategy, num: int) -> bool:
     match strategy.kind:
         case "replicate" | "linear":

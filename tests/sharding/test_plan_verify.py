@@ -1,0 +1,165 @@
+"""A plan that contradicts itself is refused, whatever the contradiction; those planned are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    Step,
+    TieSum,
+    Transfer,
+    Update,
+    operands_of,
+    results_of,
+)
+from dtensor.sharding.plan.verify import verify
+from dtensor.sharding.rules.rule import Strategy
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Shard
+from tests.models import GPT, batch, loss_fn
+from tests.plans import MEGATRON, plan_model
+
+STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]}
+
+
+@cache
+def planned() -> Plan:
+    """Every kind of step: tp, dp and pp, microbatches, a tied weight, clipping."""
+    return plan_model(
+        GPT(),
+        loss_fn,
+        batch(size=8),
+        Mesh(pp=2, dp=2, tp=2),
+        MEGATRON,
+        inputs=dict(dp=Shard(0)),
+        microbatches=2,
+        stages=STAGES,
+        clip_grad_norm=1.0,
+    )
+
+
+def first(kind: type[Step], wanted: Callable[[Step], bool] = lambda step: True) -> int:
+    return next(i for i, s in enumerate(planned().steps) if isinstance(s, kind) and wanted(s))
+
+
+def with_step(at: int, step: Step) -> tuple[Step, ...]:
+    steps = planned().steps
+    return (*steps[:at], step, *steps[at + 1 :])
+
+
+def of_microbatch(step: Step) -> bool:
+    """Whether it reads what another step of a microbatch on the same stage made."""
+    made = {n for s in planned().steps if not s.once and s.stage == 0 for n, _ in results_of(s)}
+    return step.stage == 0 and not step.once and any(n in made for n in operands_of(step))
+
+
+def changed(kind: type[Step], **fields: object) -> tuple[Step, ...]:
+    at = first(kind, of_microbatch if kind in (Compute, Convert) else lambda step: True)
+    return with_step(at, replace(planned().steps[at], **fields))  # type: ignore[arg-type]
+
+
+def other_strategy() -> tuple[Step, ...]:
+    """A product whose strategy splits a factor of one operand alone."""
+    at = first(Compute, lambda s: isinstance(s, Compute) and s.op.call.name == "aten.mm.default")
+    step = planned().steps[at]
+    assert isinstance(step, Compute)
+    wrong = Strategy((Shard(0), REPLICATE), (REPLICATE,), "split", ("m",))
+    return with_step(at, replace(step, strategies=(*step.strategies[:-1], ("mb", wrong))))
+
+
+def narrower() -> tuple[Step, ...]:
+    """A result under another dtype than the program's."""
+    at = first(Compute)
+    step = planned().steps[at]
+    assert isinstance(step, Compute) and step.result_specs[0] is not None
+    wrong = replace(step.result_specs[0], dtype=torch.float64)
+    return with_step(at, replace(step, result_specs=(wrong, *step.result_specs[1:])))
+
+
+def moved() -> tuple[Step, ...]:
+    """A collective that says that it is another."""
+    at = first(Convert, lambda s: isinstance(s, Convert) and s.move.kind == "all_reduce")
+    step = planned().steps[at]
+    assert isinstance(step, Convert)
+    return with_step(at, replace(step, move=replace(step.move, kind="all_gather")))
+
+
+def gone() -> tuple[Step, ...]:
+    at = first(Convert)
+    return (*planned().steps[:at], *planned().steps[at + 1 :])
+
+
+def twice() -> tuple[Step, ...]:
+    return (*planned().steps, planned().steps[first(Compute)])
+
+
+def early() -> tuple[Step, ...]:
+    """A step before what it reads."""
+    at = first(Convert, of_microbatch)
+    return (planned().steps[at], *planned().steps[:at], *planned().steps[at + 1 :])
+
+
+def accumulated() -> tuple[Step, ...]:
+    step = planned().steps[first(Accumulate)]
+    assert isinstance(step, Accumulate)
+    return changed(Accumulate, dst=step.src)
+
+
+def mixed() -> tuple[Step, ...]:
+    step = planned().steps[first(Bucket)]
+    assert isinstance(step, Bucket)
+    other = replace(step.moves[-1], kind="reduce_scatter")
+    return changed(Bucket, moves=(*step.moves[:-1], other))
+
+
+CORRUPT: dict[str, tuple[Callable[[], Sequence[Step]], str]] = {
+    "a strategy that the rule lacks": (other_strategy, "strategy"),
+    "a result of another dtype": (narrower, "the program has"),
+    "a move of another kind": (moved, "no all_gather"),
+    "a value that nothing makes": (gone, "nothing makes it"),
+    "a value that is made twice": (twice, "made twice"),
+    "a step before what it reads": (early, "nothing makes it"),
+    "an op on another stage": (lambda: changed(Compute, stage=1), "is read on stage 1"),
+    "a transfer from where it is not": (lambda: changed(Transfer, stage=1), "on stage 1"),
+    "once, of a microbatch": (lambda: changed(Convert, once=True), "is of one microbatch"),
+    "a sum over microbatches that stays pending": (accumulated, "is no sum"),
+    "a bucket of two kinds": (mixed, "of one kind"),
+    "a tie that counts a stage twice": (lambda: changed(TieSum, stages=(0, 0)), "on stage 0"),
+    "a norm of other specs": (
+        lambda: changed(Norm, specs=planned().steps[first(Norm)].specs[::-1]),  # type: ignore[union-attr]
+        "is read as",
+    ),
+    "an update of another gradient": (
+        lambda: changed(Update, gradient=planned().steps[first(Update) + 1].gradient),  # type: ignore[union-attr]
+        "is read as",
+    ),
+}
+
+
+def test_the_plan_as_it_is() -> None:
+    verify(planned())
+
+
+@pytest.mark.parametrize("name", CORRUPT)
+def test_a_contradiction_is_refused(name: str) -> None:
+    steps, said = CORRUPT[name]
+    with pytest.raises(AssertionError, match=said):
+        verify(replace(planned(), steps=tuple(steps())))
+
+
+def test_an_output_that_nothing_makes() -> None:
+    first_output, *others = planned().outputs
+    lost = replace(first_output, values=((0, "nowhere"),))
+    with pytest.raises(AssertionError, match="nowhere is read and nothing makes it"):
+        verify(replace(planned(), outputs=(lost, *others)))
