@@ -93,10 +93,18 @@ def _places(index: Tensor, pieces: Pieces, size: int) -> Tensor:
     message = f"an index is out of range for a dim of size {size}"
     torch.ops.aten._assert_async.msg(inside.all(), message)
     index = torch.where(index < 0, index + size, index).long()
-    held = sum(hi - lo for lo, hi in pieces)
-    local = torch.full_like(index, held)
+    here, local = local_positions(index, pieces)
+    return torch.where(here, local, sum(hi - lo for lo, hi in pieces))
+
+
+def local_positions(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """(whether a global index is in one of the pieces, its position in them or 0)."""
+    here = torch.zeros_like(index, dtype=torch.bool)
+    local = torch.zeros_like(index)
     offset = 0
     for lo, hi in pieces:
-        local = torch.where((index >= lo) & (index < hi), index - lo + offset, local)
+        inside = (index >= lo) & (index < hi)
+        local = torch.where(inside, index - lo + offset, local)
+        here |= inside
         offset += hi - lo
-    return local
+    return here, local

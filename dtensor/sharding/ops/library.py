@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor.sharding.local.indexing import local_positions
+
 LIBRARY = torch.library.Library("dt", "DEF")  # kept alive for the process
 
 
@@ -31,20 +33,17 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-    """Global indices -> (whether here, position here or 0), for a dim of local `length`."""
+    """Global indices -> (whether here, position here or 0), for a dim of local `length`.
+
+    ``intervals``: of the indices that are here, flat; empty: all of them, from 0.
+    """
     if not intervals:
         here = (index >= 0) & (index < length)
         return here, torch.where(here, index, 0)
-    here = torch.zeros_like(index, dtype=torch.bool)
-    local = torch.zeros_like(index)
-    offset = 0
-    for start, stop in zip(intervals[::2], intervals[1::2], strict=True):
-        inside = (index >= start) & (index < stop)
-        local = torch.where(inside, index - start + offset, local)
-        here |= inside
-        offset += stop - start
-    if offset != length:
+    pieces = list(zip(intervals[::2], intervals[1::2], strict=True))
+    held = sum(stop - start for start, stop in pieces)
+    if held != length:
         raise ValueError(
-            f"the intervals {list(intervals)} hold {offset} indices, but the local dim has {length}"
+            f"the intervals {list(intervals)} hold {held} indices, but the local dim has {length}"
         )
-    return here, local
+    return local_positions(index, pieces)
