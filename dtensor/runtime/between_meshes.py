@@ -33,10 +33,9 @@ from dtensor.sharding.redistribute.between_meshes import (
     Piece,
     TransferPlan,
     box_of,
-    box_shape,
     holders_of,
 )
-from dtensor.sharding.spec.shards import Where, block, join, positions
+from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of
 
 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
@@ -68,7 +67,7 @@ def shard_from(
     box = box_of(plan.target, index)
     mine = [p for p in plan.pieces if p.target_rank == plan.target_ranks[index]]
     wheres = tuple(positions(box, piece.ranges) for piece in mine)
-    return joined(blocks, box_shape(box), wheres, plan.target.dtype, device)
+    return joined(blocks, shape_of(box), wheres, plan.target.dtype, device)
 
 
 def joined(
@@ -115,7 +114,7 @@ def _rank(
         box = box_of(plan.target, target[rank])
         name = f"join {rank}"
         wheres = tuple(positions(box, p.ranges) for _, p in taken)
-        functions[name] = _join(name, box_shape(box), wheres, dtype, device)
+        functions[name] = _join(name, shape_of(box), wheres, dtype, device)
         items.append(Call(name, tuple(_block(i) for i, _ in taken), ("y",), label="transfer"))
         nbytes["y"] = plan.target.local_nbytes(plan.target.mesh.coordinates(target[rank]))
         outputs = ("y",)
@@ -165,4 +164,4 @@ def _block(index: int) -> str:
 
 
 def _buffer(piece: Piece, dtype: torch.dtype) -> Buffer:
-    return Buffer(box_shape(piece.ranges), dtype)
+    return Buffer(shape_of(piece.ranges), dtype)

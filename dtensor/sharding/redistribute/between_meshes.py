@@ -29,11 +29,9 @@ from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.placements import Intervals, Partial, intersect, length
+from dtensor.sharding.spec.placements import Partial, intersect
+from dtensor.sharding.spec.shards import Where, held, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
-
-Box = tuple[Intervals, ...]
-"""Per dim, the global indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Piece:
 
     source_rank: int
     target_rank: int
-    ranges: Box
+    ranges: Where
     bytes_sent: int
 
 
@@ -173,10 +171,9 @@ def holders_of(spec: TensorSpec) -> tuple[int, ...]:
     )
 
 
-def box_of(spec: TensorSpec, rank: int) -> Box:
+def box_of(spec: TensorSpec, rank: int) -> Where:
     """What the rank holds of the global tensor."""
-    here = spec.mesh.coordinates(rank)
-    return tuple(spec.intervals(dim, here) for dim in range(len(spec.shape)))
+    return held(spec, spec.mesh.coordinates(rank))
 
 
 def is_zero(spec: TensorSpec, rank: int) -> bool:
@@ -186,10 +183,6 @@ def is_zero(spec: TensorSpec, rank: int) -> bool:
         isinstance(p, Partial) and p.op == "sum" and here[axis] > 0
         for axis, p in spec.sharding.items()
     )
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(length(intervals) for intervals in box)
 
 
 # -- the pieces --------------------------------------------------------------------------------
@@ -202,7 +195,7 @@ def _pieces(
     there: tuple[int, ...],
     distinct: bool,
 ) -> list[Piece]:
-    holders: dict[Box, list[int]] = {}
+    holders: dict[Where, list[int]] = {}
     for rank in holders_of(source):
         holders.setdefault(box_of(source, rank), []).append(here[rank])
     found: list[Piece] = []
@@ -213,7 +206,7 @@ def _pieces(
         pieces: list[Piece] = []
         for box, owners in holders.items():
             ranges = tuple(intersect(a, b) for a, b in zip(box, wanted, strict=True))
-            count = math.prod(box_shape(ranges))
+            count = math.prod(shape_of(ranges))
             if count == 0:
                 continue
             kept = not distinct and own in owners
@@ -250,7 +243,7 @@ def _known(value: object, axis: str) -> bool:
     return not isinstance(value, dict) or axis in value
 
 
-def _box_text(box: Box, shape: tuple[int, ...]) -> str:
+def _box_text(box: Where, shape: tuple[int, ...]) -> str:
     parts: list[str] = []
     for intervals, size in zip(box, shape, strict=True):
         if intervals == ((0, size),):
