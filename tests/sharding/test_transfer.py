@@ -15,7 +15,6 @@ from dtensor.runtime.between_meshes import transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
-    box_shape,
     is_zero,
     plan_transfer,
 )
@@ -30,7 +29,7 @@ from dtensor.sharding.spec.placements import (
     intersect,
     length,
 )
-from dtensor.sharding.spec.shards import assemble, shard_of
+from dtensor.sharding.spec.shards import assemble, shape_of, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 SHAPE = (7, 6)
@@ -71,7 +70,7 @@ def lacking(plan: TransferPlan, index: int) -> int:
     """Elements that a target's rank wants and does not hold as a rank of the source."""
     wanted = box_of(plan.target, index)
     total = 1
-    for n in box_shape(wanted):
+    for n in shape_of(wanted):
         total *= n
     rank = plan.target_ranks[index]
     if is_zero(plan.target, index):
