@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtensor as dt
-from dtensor.runtime.simulate.measured import TraceComparison
+from dtensor.runtime.simulate.trace import TraceComparison
 from tests.models import GPT
 
 VOCAB, WIDTH, HEADS, BLOCKS = 512, 256, 8, 4
