@@ -1,6 +1,6 @@
 """What daft costs beyond the work itself: per instruction, and per run.
 
-    OMP_NUM_THREADS=1 python benchmarks/daft_overhead.py [--ray]
+    OMP_NUM_THREADS=1 python -m benchmarks.daft_overhead [--ray]
 
 A program of no-op calls, and the same calls as a plain loop over a dict (the peer that every
 engine must be measured against). Then, with Ray: the same inside an actor, an exchange of 4 KB

@@ -1,6 +1,6 @@
 """An all_reduce simulated in one process, beside torch's own simulator, LocalTensorMode.
 
-    OMP_NUM_THREADS=1 python benchmarks/inprocess_collectives.py [--ranks 4] [--numel 16]
+    OMP_NUM_THREADS=1 python -m benchmarks.inprocess_collectives [--ranks 4] [--numel 16]
 
 Both reduce a small f32 tensor over all ranks, on one thread. Ours runs as programs run: inside a
 loaded program of many all_reduces, each started, waited for and freed by every rank; and, dearer,

@@ -1,12 +1,12 @@
 """CPU seconds from a model to a verified program, stage by stage; and whether layers cost choices.
 
     python -m benchmarks.plan_time [--layers 12] [--microbatches 8] [--profile lower]
-    python -m benchmarks.plan_time --large [--depths 2 8 32]     # Llama-7B's shape: plan_large.py
 
 A GPT (width 768, 12 heads, 1024 positions, vocabulary 50304) on Mesh(pp=2, dp=2, tp=2) under
 Megatron's pins. Nothing is computed and no parameter is allocated: the model is on the meta
 device. The counts of variables of the integer programs are printed for the number of layers asked
-for and for half of it: repeated layers are solved once, so they agree.
+for and for half of it: repeated layers are solved once, so they agree. Llama-7B's shape:
+plan_large.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.plan_large import report
 from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.api.stating.stages import stage_of
 from dtensor.daft import verify
@@ -136,18 +135,13 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--case", choices=sorted(CASES), default="gpt")
-    parser.add_argument("--profile")
-    parser.add_argument("--large", action="store_true", help="Llama-7B's shape (plan_large.py)")
-    parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--profile", help="a phase, as `lower`: where its seconds go")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.large:
-        report(given.depths)
-        return
     seconds, full = measure(given.layers, given.microbatches, given.case, given.profile)
     fewer = max(2, given.layers // 2)
     _, half = measure(fewer, given.microbatches, given.case)

@@ -208,8 +208,8 @@ def random_loss(seed: int) -> Loss:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, default=60)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--programs", type=int, default=60, help="random ones")
     given = parser.parse_args()
     torch.set_num_threads(1)
     print("| program | axis after axis, us | jointly, us | loss |\n|---|---|---|---|")

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtensor as dt
-from dtensor.runtime.simulate.measured import TraceComparison
+from dtensor.runtime.simulate.trace import TraceComparison
 from tests.models import GPT
 
 VOCAB, WIDTH, HEADS, BLOCKS = 512, 256, 8, 4
@@ -137,8 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="in a round")
-    parser.add_argument("--only", nargs="*", default=list(CONFIGURATIONS))
-    parser.add_argument("--traces", nargs="*", default=["tp=2"])
+    names = list(CONFIGURATIONS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--traces", nargs="*", choices=names, default=["tp=2"])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Found] = {}

@@ -9,6 +9,7 @@ plan and to simulate, the peak of the process's memory, and what is predicted.
 
 from __future__ import annotations
 
+import argparse
 import resource
 import time
 
@@ -31,6 +32,7 @@ def stages() -> list[list[str]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     with torch.device("meta"):
         module = gpt(LAYERS)

@@ -42,8 +42,7 @@ from dtensor.runtime.schedule import (
     Schedule,
     Searched,
 )
-from dtensor.runtime.simulate.measured import compare_traces
-from dtensor.runtime.simulate.trace import Trace
+from dtensor.runtime.simulate.trace import Trace, compare_traces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import dtensor as dt
 from dtensor.runtime.schedule import bubble
+from dtensor.runtime.simulate.trace import Span
 from tests.api.test_schedules import Chain, data, loss_fn, step_of
 
 # compute alone: messages cost nothing
@@ -121,6 +126,204 @@ def test_a_trace_is_saved_printed_and_drawn(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in text[2:]] == ["rank 0", "rank 1"]
     drawing = trace._repr_svg_()
     assert drawing.count("<rect") >= 12 and "W1 stage 0" in drawing
+
+
+def test_messages_that_overlap_are_saved_on_several_threads(tmp_path: Path) -> None:
+    """The viewers take what is on one thread to be nested."""
+    trace = made(num_ranks=2, num_spans=50)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert len(drawn) == len(trace.spans)
+    ends: dict[tuple[int, int], float] = {}
+    for event in sorted(drawn, key=lambda e: e["ts"]):
+        thread = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(thread, 0.0) - 1e-6
+        ends[thread] = event["ts"] + event["dur"]
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert ends.keys() <= named.keys()
+    assert {named[0, 2], named[0, 3]} == {"communication", "communication 2"}
+
+
+# -- the picture -----------------------------------------------------------------------------------
+
+
+def made(num_ranks: int, num_spans: int) -> dt.Trace:
+    """Spans of very different lengths; messages of two channels overlap."""
+    rng = random.Random(0)
+    spans: list[Span] = []
+    for rank in range(num_ranks):
+        now = 0.0
+        for number in range(num_spans):
+            track, name = rng.choice(
+                [("compute", f"F{number} stage {rank}"), ("compute", "update"), ("wait", "update")]
+            )
+            end = now + 10 ** rng.uniform(-6, -3)
+            begun = dict(rank=rank, begin=now, source=f"model.py:{number}: x = a < b")
+            spans.append(Span(track=track, name=name, end=end, **begun))
+            if number % 3 == 0:
+                name, end = f"{name}: all_reduce x over tp", end + 10 ** rng.uniform(-6, -4)
+                spans.append(Span(track="communication", name=name, end=end, **begun))
+                spans.append(Span(track="communication", name=name, end=now + 1e-5, **begun))
+            now = end + rng.choice([0.0, 1e-6, 1e-4])
+    spans.sort(key=lambda s: (s.begin, s.rank, s.end))
+    return dt.Trace(
+        name="made",
+        ranks=tuple(range(num_ranks)),
+        alike=1,
+        spans=tuple(spans),
+        peak_bytes=(1,) * num_ranks,
+    )
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def painted(drawing: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """By rank and words of the legend, from where to where in seconds; by the ticks of the axis."""
+    root = ElementTree.fromstring(drawing)
+    texts = [(e, "".join(e.itertext())) for e in root.iter(f"{SVG}text")]
+    ticks: list[tuple[float, float]] = []
+    for element, text in texts:
+        if found := re.fullmatch(r"([\d.]+) (s|ms|us|ns)", text):
+            unit = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[found[2]]
+            ticks.append((float(element.attrib["x"]), float(found[1]) * unit))
+    (left, zero), (right, last) = ticks[0], ticks[-1]
+    assert zero == 0 and 2 <= len(ticks) <= 11
+    scale = (last - zero) / (right - left)
+    shown = [e for e in root if e.tag == f"{SVG}path" and e.attrib.get("fill", "").startswith("#")]
+    words = [text for element, text in texts if element.attrib["y"] == "38.0"]
+    kind = dict(zip([e.attrib["fill"] for e in shown[1:]], words, strict=False))
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for rank in root.iter(f"{SVG}g"):
+        for lane in rank if "aria-label" in rank.attrib else ():
+            at, _ = re.findall(r"[\d.]+", lane.attrib["transform"])
+            offset = (float(at) - left) * scale
+            boxes = [
+                (e.attrib["fill"], e.attrib["x"], e.attrib["width"])
+                for e in lane.findall(f"{SVG}rect")
+            ]
+            for path in lane.findall(f"{SVG}path"):
+                lines = re.findall(r"M([\d.]+) [\d.]+h([\d.e-]+)", path.attrib["d"])
+                boxes += [(path.attrib["stroke"], x, width) for x, width in lines]
+            for colour, x, width in boxes:
+                begin = offset + float(x) * scale
+                spans = found.setdefault((rank.attrib["aria-label"], kind[colour]), [])
+                spans.append((begin, begin + float(width) * scale))
+    return found
+
+
+COMPUTING = ("forward", "backward", "backward of inputs", "backward of weights", "once a step")
+
+
+def check_picture(trace: dt.Trace) -> str:
+    """What is painted is what `spent` says, and stands where it took place."""
+    drawing = trace._repr_svg_()
+    pixel = trace.seconds / 840
+    found = painted(drawing)
+    for rank in trace.ranks:
+        for track, words in (
+            ("compute", COMPUTING),
+            ("wait", ("waits",)),
+            ("communication", ("messages",)),
+        ):
+            lane = sorted(s for word in words for s in found.get((f"rank {rank}", word), ()))
+            lasting = sum(end - begin for begin, end in lane)
+            assert lasting == pytest.approx(trace.spent(rank, track), abs=pixel, rel=1e-3)
+        lane = sorted(
+            s for word in (*COMPUTING, "waits") for s in found.get((f"rank {rank}", word), ())
+        )
+        for (_, end), (begin, _) in itertools.pairwise(lane):
+            assert begin >= end - 0.1 * pixel  # widths have four digits
+        assert lane[-1][1] <= trace.seconds + 0.1 * pixel
+        assert f">{100 * trace.spent(rank, 'compute') / trace.seconds:.1f}%</text>" in drawing
+    assert f"{100 * trace.bubble:.1f}% not computing" in drawing
+    assert f"{100 * trace.bubble:.1f}% not computing" in str(trace)
+    return drawing
+
+
+def test_a_picture_of_a_pipeline() -> None:
+    step = step_of(4, dt.Mesh(pp=2), dt.ZBV(4))
+    drawing = check_picture(dt.simulate(step, *data(), topology=COMPUTE))
+    for text in ("3F0", "0W3", "1I0"):
+        assert f">{text}</text>" in drawing
+    assert "test_schedules.py:" in drawing and "F1 stage 2\ncomputes " in drawing
+    for words in (*COMPUTING[:1], *COMPUTING[2:], "waits"):
+        assert f">{words}</text>" in drawing
+    assert ">backward</text>" not in drawing  # it stands in halves
+
+
+def test_a_picture_of_little_work_and_long_messages() -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
+    trace = dt.simulate(step, *data(), topology=MESSAGES)
+    assert trace.bubble > 0.999
+    check_picture(trace)
+
+
+def test_a_picture_of_a_measured_step() -> None:
+    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(4))
+    with dt.launch(dt.Mesh(pp=2)):
+        trace = dt.trace(step, *data())
+        dt.gather_state_dict(step.model, step.optimizer)
+    assert ">once a step</text>" in check_picture(trace)
+
+
+def test_a_picture_of_very_many_spans() -> None:
+    trace = made(num_ranks=16, num_spans=2500)
+    drawing = check_picture(trace)
+    assert len(drawing) < 1e6
+    (shorter,) = re.findall(r"spans shorter than ([\d.]+ \w+) are drawn together", drawing)
+    # what is longer stands for itself
+    (number, unit), scale = shorter.split(), {"ms": 1e-3, "us": 1e-6}
+    assert float(number) * scale[unit] > 1.9 * trace.seconds / 840
+    long = max((s for s in trace.spans if s.track == "compute"), key=lambda s: s.seconds)
+    pixel = trace.seconds / 840
+    ends = [
+        s for words in COMPUTING for s in painted(drawing).get((f"rank {long.rank}", words), ())
+    ]
+    assert any(
+        begin == pytest.approx(long.begin, abs=pixel) and end == pytest.approx(long.end, abs=pixel)
+        for begin, end in ends
+    )
+
+
+def test_an_action_of_narrow_spans_has_a_title() -> None:
+    step = step_of(4, dt.Mesh(pp=2), dt.ZBV(120))
+    topology = dt.Topology(flops=1e9, memory_bandwidth=1e9)
+    trace = dt.simulate(step, *data(), topology=topology)
+    drawing = check_picture(trace)
+    assert len(trace.spans) > 3000 and len(drawing) < 1e5
+    unseen = re.findall(r'<g fill="none" pointer-events="all">(.*?)</g>', drawing, re.DOTALL)
+    assert any("<title>F0 stage 3\nwaits " in each for each in unseen)
+    assert ", computes " in unseen[0] and "test_schedules.py:" in unseen[0]
+
+
+def test_the_height_of_a_picture() -> None:
+    def height(num_ranks: int) -> float:
+        drawing = made(num_ranks, num_spans=3)._repr_svg_()
+        return float(ElementTree.fromstring(drawing).attrib["height"])
+
+    assert height(1) < 120
+    assert 25 < (height(16) - height(8)) / 8 < 45  # each rank of a few has room for its text
+    assert height(64) < 1000
+    assert height(400) / 400 < 7
+
+
+def test_a_picture_is_the_same_in_a_dark_notebook() -> None:
+    trace = made(num_ranks=1, num_spans=2)
+    root = ElementTree.fromstring(trace._repr_svg_())
+    ground = root[0].attrib
+    assert ground["fill"] == "#ffffff"
+    assert ground["d"] == f"M0 0H{root.attrib['width']}V{root.attrib['height']}H0Z"
+    for element in root.iter(f"{SVG}text"):
+        red, green, blue = (int(element.attrib["fill"][i : i + 2], 16) for i in (1, 3, 5))
+        assert 0.3 * red + 0.6 * green + 0.1 * blue < 128
+    assert not any("id" in e.attrib or "style" in e.attrib for e in root.iter())
+
+
+def test_a_picture_of_nothing() -> None:
+    nothing = dt.Trace(name="f", ranks=(0,), alike=1, spans=(), peak_bytes=(0,))
+    assert "0.0%</text>" in nothing._repr_svg_() and "0 s a step" in nothing._repr_svg_()
 
 
 def test_what_cannot_be_simulated() -> None:

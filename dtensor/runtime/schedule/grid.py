@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtensor.errors import PlanningError
-from dtensor.runtime.drawing import Box, drawing
+from dtensor.runtime.drawing import Box, RankRow, drawing, round_step
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -148,13 +148,29 @@ class Grid:
 
     def _repr_svg_(self) -> str:
         """A box for each action in its step, as a notebook shows it."""
-        texts = self._entries()
-        boxes = (
-            Box(rank, step, step + 1, a.kind, str(a), texts[rank][step])
-            for step, rank, a in self.actions()
+        rows = [
+            RankRow(
+                name=f"rank {rank}",
+                lanes=(
+                    tuple(
+                        Box(step, step + 1, action.kind, str(action), text)
+                        for step, (action, text) in enumerate(zip(row, texts, strict=True))
+                        if action is not None
+                    ),
+                ),
+            )
+            for rank, (row, texts) in enumerate(zip(self.ranks, self._entries(), strict=True))
+        ]
+        every = max(1, int(round_step(self.num_steps, 24)))
+        return drawing(
+            rows,
+            heights=(18.0,),
+            length=self.num_steps,
+            ticks=[(step + 0.5, str(step)) for step in range(0, self.num_steps, every)],
+            title=f"{self.num_stages} stages, {self.num_microbatches} microbatches, "
+            f"{self.num_steps} steps in order",
+            width=max(6.0, min(34.0, 1700 / self.num_steps)) * self.num_steps,
         )
-        names = [f"rank {rank}" for rank in range(self.num_ranks)]
-        return drawing(names, boxes, width=60 + 34.0 * self.num_steps)
 
     @classmethod
     def parse(cls, text: str) -> Grid:

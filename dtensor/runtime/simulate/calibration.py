@@ -2,8 +2,17 @@
 
     calibrate(cluster, Mesh(tp=2))      # Topology(latency={"tp": 7e-05}, bandwidth=..., flops=...)
 
-The programs of calibration_programs.py run on all ranks at once, so that contention for what ranks
-share is in the figures; the actors time their own instructions. A figure is the mean over rounds
+Small programs run on all ranks at once, so that contention for what ranks share is in the figures;
+the actors time their own instructions. An instruction's label says what its seconds count for:
+
+    a, b, q, s0, ..., x0 = call made()
+    [barrier]  call matmul(a, b)  call attention(q)  call stream(s0, ...)
+               call update(optimizer, s0, ...)  x1 = call tiny(x0)  ...  x50 = call tiny(x49)
+               and so on, NUM_ROUNDS times
+
+Those of the first round have no label, as caches are cold and connections unused. All rounds are
+one run: a rank is as busy as in a step, and ranks do the same at about the same time. On a GPU each
+timed call, and each message, is followed by a wait for the device. A figure is the mean over rounds
 and ranks, not the median: a step is a sum, and a core that is shared is lost for a while at a time.
 The two numbers of an axis, latency and bandwidth, are those with which the alpha-beta model comes
 closest to the seconds of all its messages, by least squares of the relative error.
@@ -16,33 +25,68 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 
-from dtensor.daft import Cluster, Program
+from dtensor.daft import (
+    Buffer,
+    Call,
+    Cluster,
+    Collective,
+    Free,
+    Function,
+    Instruction,
+    Program,
+    RankProgram,
+    Recv,
+    Send,
+    Wait,
+)
 from dtensor.daft.cluster.cluster import TIMES
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.runtime.lower.builder import MAX_LINES
-from dtensor.runtime.simulate.calibration_programs import (
-    CPU,
-    GPU,
-    NUM_PRODUCTS,
-    NUM_ROUNDS,
-    NUM_TINY,
-    SMALL,
-    STREAMED,
-    UPDATED,
-    empty_program,
-    local_program,
-    message_program,
-)
+from dtensor.runtime.lower.step_end import step_optimizer
+from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
 from dtensor.runtime.simulate.measured import Times
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
 NUM_EMPTY = 20
+NUM_ROUNDS = 8
+"""After the first one, which is not counted."""
+NUM_TINY = 50
+"""Calls of MAX_LINES tiny ops each: a Call of a step has up to so many lines too."""
+NUM_PRODUCTS = 3
+STREAMED = 11
+"""Tensors that "stream" reads and writes for each of its values."""
+UPDATED = 7
+"""The same of "update": a parameter, its gradient and the two of AdamW's state, as step_seconds
+counts them."""
+SMALL = 16
+"""Numbers of a small message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """How much work is timed: enough to keep a device busy, little enough to be done soon.
+
+    matrix: rows and columns; attention: batch, heads, positions, width of a head; stream: numbers
+    of a tensor, of which ``streams`` are gone through in turn, more than caches hold; message:
+    numbers of the large one.
+    """
+
+    matrix: int
+    attention: tuple[int, int, int, int]
+    stream: int
+    streams: int
+    message: int
+
+
+CPU = _Sizes(matrix=384, attention=(1, 8, 128, 64), stream=2**18, streams=6, message=2**19)
+GPU = _Sizes(matrix=4096, attention=(4, 16, 2048, 64), stream=2**25, streams=4, message=2**24)
 
 
 def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Topology:
@@ -50,13 +94,13 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     device = cluster.device
     sizes = GPU if device.type == "cuda" else CPU
     busy = not isinstance(cluster, InProcessCluster)  # there no rank waits for another
-    local = _seconds(cluster, local_program(mesh, sizes, dtype, device))
+    local = _seconds(cluster, _local_program(mesh, sizes, dtype, device))
     nbytes = sizes.streams * sizes.stream * dtype.itemsize
     memory_bandwidth = STREAMED * nbytes / local["stream"]
     fits: dict[str, tuple[float, float]] = {}
     for axis, num in mesh.shape.items():
         if num > 1:
-            found = _seconds(cluster, message_program(mesh, axis, sizes, dtype, device, busy=busy))
+            found = _seconds(cluster, _message_program(mesh, axis, sizes, dtype, device, busy=busy))
             numbers = {"small": SMALL, "large": sizes.message}
             sent = {size: n * dtype.itemsize for size, n in numbers.items()}
             fits[axis] = _fitted(found, num, sent, memory_bandwidth)
@@ -125,7 +169,13 @@ def _fitted(
 
 def _empty_seconds(cluster: Cluster, mesh: Mesh) -> float:
     """From the call of a run that does nothing to its answer."""
-    handle = cluster.load(empty_program(mesh))
+    nothing = Program(
+        name="calibrate nothing",
+        ranks=(RankProgram(instructions=()),) * mesh.size,
+        functions=(),
+        stage_of=(0,) * mesh.size,
+    )
+    handle = cluster.load(nothing)
     found: list[float] = []
     for _ in range(NUM_EMPTY):
         start = time.perf_counter()
@@ -138,3 +188,209 @@ def _empty_seconds(cluster: Cluster, mesh: Mesh) -> float:
 def _rounded(figure: float) -> float:
     """To three digits: no more are repeated by a second measurement."""
     return float(f"{figure:.3g}")
+
+
+# -- the programs ----------------------------------------------------------------------------------
+
+_Functions = Mapping[str, tuple[tuple[str, ...], str]]
+"""By name: inputs and body."""
+
+
+def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> Program:
+    """What a rank does alone, labelled "matmul", "attention", "stream", "update" and "tiny"."""
+    streams = tuple(f"s{i}" for i in range(sizes.streams))
+    parameters, gradients = streams[: len(streams) // 2], streams[len(streams) // 2 :]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (sizes.stream,))
+    shapes.update(a=(sizes.matrix,) * 2, b=(sizes.matrix,) * 2, q=sizes.attention, x0=(1,))
+    updated = ("optimizer", *streams)
+    functions: _Functions = {
+        "optimizer": ((), f"return (ShardOptimizer(AdamW, ({parameters!r},)),)"),
+        "matmul": (("a", "b"), _MATMUL),
+        "attention": (("q",), _ATTENTION),
+        "stream": (streams, _stream(streams)),
+        "update": (updated, _update(parameters, gradients)),
+        "tiny": (("x",), "x = add(x, 1)\n" * MAX_LINES + "return (x,)"),
+    }
+
+    def rank(_: int) -> Iterator[Instruction]:
+        at = 0
+        yield Call("optimizer", (), ("optimizer",))
+        for timed in (False, *[True] * NUM_ROUNDS):
+
+            def label(name: str, timed: bool = timed) -> str:
+                return name if timed else ""
+
+            yield Call("matmul", ("a", "b"), (), label=label("matmul"))
+            yield Call("attention", ("q",), (), label=label("attention"))
+            yield Call("stream", streams, (), label=label("stream"))
+            writes = ("optimizer", *parameters)
+            yield Call("update", updated, (), writes, label=label("update"))
+            for _ in range(NUM_TINY):
+                yield Call("tiny", (f"x{at}",), (f"x{at + 1}",), label=label("tiny"))
+                yield Free((f"x{at}",), label=label("tiny"))
+                at += 1
+        yield Free((f"x{at}", "a", "b", "q", "optimizer", *streams))
+
+    return _program("calibrate", mesh, shapes, rank, functions, dtype, device)
+
+
+def _message_program(
+    mesh: Mesh, axis: str, sizes: _Sizes, dtype: torch.dtype, device: torch.device, *, busy: bool
+) -> Program:
+    """Messages along an axis, labelled "KIND small" and "KIND large".
+
+    ``busy``: collectives come after a piece of computation, as in a step: that ranks end it at
+    different times, and that one whose core is shared wakes late, is in their seconds. A transfer
+    goes there and back between neighbours; a rank without a neighbour has none.
+    """
+    shapes = dict(small=(SMALL,), large=(sizes.message,), a=(sizes.matrix,) * 2)
+    functions: _Functions = {"matmul": (("a", "b"), _MATMUL), "done": ((), "return ()")}
+
+    def collectives(
+        group: tuple[int, ...], value: str, buffer: Buffer, timed: bool
+    ) -> Iterator[Instruction]:
+        for kind in ("all_reduce", "all_gather"):
+            reduces = kind == "all_reduce"
+            results = ("result",) if reduces else tuple(f"part{m}" for m in range(len(group)))
+            buffers = (buffer,) * len(results)
+            label = f"{kind} {value}" if timed else ""
+            if busy:
+                yield Call("matmul", ("a", "a"), ())
+            yield Collective(
+                kind,
+                group,
+                (value,),
+                results,
+                (buffer,),
+                buffers,
+                "sum" if reduces else None,
+                axis,
+                label=label,
+            )
+            yield from _done(results, label, device)
+
+    def transfers(
+        at: int, pair: tuple[int, int], value: str, buffer: Buffer, timed: bool
+    ) -> Iterator[Instruction]:
+        label = f"transfer {value}" if timed else ""
+        there, back = f"{axis} there", f"{axis} back"
+        if at == pair[0]:
+            yield Send(value, pair[1], there, buffer, label=label)
+            yield Recv("result", pair[1], back, buffer, label=label)
+            yield from _done((value, "result"), label, device, free=("result",))
+        else:
+            yield Recv("result", pair[0], there, buffer, label=label)
+            yield from _done(("result",), label, device, free=())
+            yield Send("result", pair[0], back, buffer, label=label)
+            yield from _done(("result",), label, device)
+
+    def rank(number: int) -> Iterator[Instruction]:
+        group = mesh.group(number, axis)
+        first = group.index(number) // 2 * 2
+        pair = group[first : first + 2]
+        for timed in (False, *[True] * NUM_ROUNDS):
+            for value in ("small", "large"):
+                buffer = Buffer(shapes[value], dtype)
+                yield from collectives(group, value, buffer, timed)
+                if len(pair) == 2:
+                    yield from transfers(number, (pair[0], pair[1]), value, buffer, timed)
+        yield Free(tuple(shapes))
+
+    return _program(f"calibrate {axis}", mesh, shapes, rank, functions, dtype, device)
+
+
+def _done(
+    values: tuple[str, ...],
+    label: str,
+    device: torch.device,
+    *,
+    free: tuple[str, ...] | None = None,
+) -> Iterator[Instruction]:
+    yield Wait(values, label=label)
+    if device.type == "cuda":
+        yield Call("done", (), (), label=label)
+    if free != ():
+        yield Free(values if free is None else free)
+
+
+def _program(
+    name: str,
+    mesh: Mesh,
+    made: Mapping[str, tuple[int, ...]],
+    rank: Callable[[int], Iterator[Instruction]],
+    functions: _Functions,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Program:
+    """On each rank: what is made, of the shapes given; a barrier; the instructions of ``rank``."""
+    everyone, one = tuple(range(mesh.size)), (Buffer((), torch.float32),)
+    barrier = (
+        Call("one", (), ("one",)),
+        Collective("all_reduce", everyone, ("one",), ("all",), one, one, "sum", "barrier"),
+        Wait(("all",)),
+        Free(("one", "all")),
+    )
+    head = (Call("made", (), tuple(made)), *(barrier if mesh.size > 1 else ()))
+    full = [f"full({shape!r}, 0.5, dtype=dtype, device=device)," for shape in made.values()]
+    filled: _Functions = {
+        "made": ((), f"return ({' '.join(full)})"),
+        "one": ((), "return (full((), 1.0),)"),
+    }
+    return Program(
+        name=name,
+        ranks=tuple(RankProgram(instructions=(*head, *rank(r))) for r in everyone),
+        functions=tuple(
+            (name, _function(name, inputs, body, dtype, device))
+            for name, (inputs, body) in {**functions, **filled}.items()
+        ),
+        stage_of=(0,) * mesh.size,
+    )
+
+
+# the product of a layer, and the two of its backward, which read a factor across its rows
+_MATMUL = "mm(a, b), mm(t(a), b), mm(a, t(b))\nreturn ()"
+
+_ATTENTION = """out, lse = attention(q, q, q, True, 0.1)
+attention_backward(out, q, q, q, out, lse, True, 0.1)
+return ()"""
+
+
+def _stream(values: Sequence[str]) -> str:
+    """A forward that keeps a sum and a function of it for each value in turn, then a backward that
+    reads them in reverse and drops them: so memory is taken from the system and reused in a step.
+    """
+    lines = [f"y{i} = add({v}, {v})\nz{i} = gelu(y{i})" for i, v in enumerate(values)]
+    for i, v in reversed(list(enumerate(values))):
+        lines.append(f"g = add(y{i}, z{i})\ndel y{i}, z{i}\ng = add(g, {v})")
+    return "\n".join([*lines, "return ()"])
+
+
+def _update(parameters: Sequence[str], gradients: Sequence[str]) -> str:
+    shards, given = (f"({''.join(f'{n}, ' for n in names)})" for names in (parameters, gradients))
+    return f"step(optimizer, options, {tuple(parameters)!r}, {shards}, {given}, None)\nreturn ()"
+
+
+def _function(
+    name: str, inputs: tuple[str, ...], body: str, dtype: torch.dtype, device: torch.device
+) -> Function:
+    lines = body.splitlines()
+    if device.type == "cuda":  # a call is over when the device has done its work
+        lines.insert(len(lines) - 1, "synchronize()")
+    source = f"def forward({', '.join(inputs)}):\n" + "".join(f"    {line}\n" for line in lines)
+    bindings: dict[str, object] = dict(
+        AdamW=torch.optim.AdamW,
+        ShardOptimizer=ShardOptimizer,
+        add=torch.add,  # as the code of a step calls it: see lower/quick.py
+        attention=torch.ops.dt.attention.default,
+        attention_backward=torch.ops.dt.attention_backward.default,
+        device=device,
+        dtype=dtype,
+        full=torch.full,
+        gelu=torch.ops.aten.gelu.default,
+        mm=torch.ops.aten.mm.default,
+        options=hyperparameters(torch.optim.AdamW([torch.empty(0)])),
+        step=step_optimizer,
+        synchronize=torch.cuda.synchronize,
+        t=torch.ops.aten.t.default,
+    )
+    return Function(name=name, source=source, bindings=tuple(bindings.items()))

@@ -1,16 +1,13 @@
-"""What a timed run says, as a `Trace`; and a predicted trace beside a measured one."""
+"""What a timed run says, as a `Trace`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from dtensor.daft import Call, Collective, Free, Handle, Recv, Send, Wait
 from dtensor.daft.cluster.cluster import TIMES
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
-from dtensor.sharding.plan.text.words import seconds_text
 
 Times = Sequence[tuple[int, float, float]]
 
@@ -70,74 +67,3 @@ def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
             case Free():
                 pass
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class TraceComparison:
-    """Rows: (rank, what, predicted seconds, measured seconds) of one step."""
-
-    rows: tuple[tuple[int, str, float, float], ...]
-    predicted: float
-    measured: float
-
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted time of the step."""
-        return self.measured / self.predicted if self.predicted else float("inf")
-
-    def __str__(self) -> str:
-        rows = [["", "", "predicted", "measured", "ratio"]]
-        for rank, what, before, after in self.rows:
-            rows.append([f"rank {rank}", what, *_cells(before, after)])
-        rows.append(["step", "", *_cells(self.predicted, self.measured)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if number < 2 else cell.rjust(width)
-                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        )
-
-
-def _cells(before: float, after: float) -> list[str]:
-    ratio = f"{after / before:.2f}" if before else ""
-    return [seconds_text(before), seconds_text(after), ratio]
-
-
-def compare_traces(predicted: Trace, measured: Trace) -> TraceComparison:
-    """Seconds of each kind of action and message, summed over microbatches, side by side.
-
-    For the ranks that both have: a simulated trace has one for all that are alike.
-    """
-    rows: list[tuple[int, str, float, float]] = []
-    for rank in predicted.ranks:
-        if rank not in measured.ranks:
-            continue
-        before, after = _summed(predicted, rank), _summed(measured, rank)
-        for what in dict.fromkeys((*before, *after)):
-            rows.append((rank, what, before.get(what, 0.0), after.get(what, 0.0)))
-    return TraceComparison(tuple(rows), predicted.seconds, measured.seconds)
-
-
-def _summed(trace: Trace, rank: int) -> dict[str, float]:
-    """What to its seconds: `F stage 0`, `update`, `wait`, `all_reduce over tp`."""
-    found: dict[str, float] = {}
-    for span in trace.spans:
-        if span.rank == rank:
-            what = _kind(span)
-            found[what] = found.get(what, 0.0) + span.end - span.begin
-    return dict(sorted(found.items(), key=lambda item: (item[0] == "wait", item[0])))
-
-
-def _kind(span: Span) -> str:
-    action, _, rest = span.name.partition(": ")
-    match span.track:
-        case "compute":
-            return re.sub(r"^([FBIW])\d+ ", r"\1 ", action)
-        case "wait":
-            return CALL if span.name == CALL else "wait"
-        case "communication":
-            verb = rest.partition(" ")[0]
-            over = re.search(r" over \S+$| from stage .*$", rest)
-            return verb + (over.group() if over else "")

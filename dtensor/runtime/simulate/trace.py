@@ -3,25 +3,36 @@
     trace.seconds, trace.bubble
     print(trace)                  # a line for each rank
     trace.save("trace.json")      # opens in Perfetto and chrome://tracing
+    compare_traces(predicted, measured)
 
-Invariants: spans of one track of a rank do not overlap and stand in order of time; times are in
-seconds from the start of the step. `_repr_svg_` draws the timeline in a notebook.
+In a notebook a trace draws itself. Invariants: times are in seconds from the start of the step;
+spans stand in order of their begin; what a rank computes and waits for does not overlap. Its
+messages may, as each channel has its own. Where traces come from: clock.py and measured.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dtensor.runtime.drawing import Box, drawing
+from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text
 
 Track = Literal["compute", "wait", "communication"]
-_TRACKS: tuple[Track, ...] = ("compute", "wait", "communication")
+_TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
+_HELD = "at most holds"
 CALL = "call"
 """Name of the first span of each rank: it waits for the controller."""
+_WIDTH = 840.0
+"""Pixels of a picture's time."""
+_MOST = 30_000
+"""Boxes of a picture: narrow ones take a dozen bytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,10 @@ class Span:
     begin: float
     end: float
     source: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,76 +71,280 @@ class Trace:
 
     def spent(self, rank: int, track: Track) -> float:
         """Seconds of one rank in spans of a track."""
-        return sum(s.end - s.begin for s in self.spans if s.rank == rank and s.track == track)
+        return self._spent()[rank, track]
+
+    def _spent(self) -> Mapping[tuple[int, Track], float]:
+        found: dict[tuple[int, Track], float] = defaultdict(float)
+        for span in self.spans:
+            found[span.rank, span.track] += span.seconds
+        return found
 
     @property
     def bubble(self) -> float:
         """The fraction of the ranks' time in which they do not compute."""
         total = self.seconds * len(self.ranks)
-        busy = sum(self.spent(rank, "compute") for rank in self.ranks)
+        busy = sum(span.seconds for span in self.spans if span.track == "compute")
         return 1.0 - busy / total if total else 0.0
 
     def __str__(self) -> str:
-        rows = [["", "computes", "waits", "messages", "at most holds"]]
-        for rank, held in zip(self.ranks, self.peak_bytes, strict=True):
-            spent = [seconds_text(self.spent(rank, track)) for track in _TRACKS]
-            rows.append([f"rank {rank}", *spent, size_text(held)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
-        ]
+        rows = [["", *_TRACKS.values(), _HELD], *self._table()]
+        return "\n".join([self._head(), *_aligned(rows, 1)])
+
+    def _head(self) -> str:
         many = f", each like {self.alike - 1} more" if self.alike > 1 else ""
         head = f"trace {self.name}    {seconds_text(self.seconds)} a step, "
-        head += f"{100 * self.bubble:.1f}% not computing; {len(self.ranks)} ranks{many}"
-        return "\n".join([head, *table])
+        return head + f"{100 * self.bubble:.1f}% not computing; {len(self.ranks)} ranks{many}"
+
+    def _table(self) -> Iterator[list[str]]:
+        """By rank: its name, seconds of each track, bytes."""
+        spent = self._spent()
+        for rank, held in zip(self.ranks, self.peak_bytes, strict=True):
+            seconds = [seconds_text(spent[rank, track]) for track in _TRACKS]
+            yield [f"rank {rank}", *seconds, size_text(held)]
+
+    def _lanes(self) -> dict[tuple[int, int], list[Span]]:
+        """By rank: 0 is what it computes and waits for, from 1 on messages; nothing overlaps."""
+        found: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        for span in self.spans:
+            lane = 0
+            if span.track == "communication":
+                lane = 1
+                while found[span.rank, lane] and found[span.rank, lane][-1].end > span.begin:
+                    lane += 1
+            found[span.rank, lane].append(span)
+        return found
 
     def save(self, path: str | Path) -> None:
-        """As Chrome's trace event format: a process for each rank, a thread for each track."""
+        """As Chrome's trace event format: a process for each rank, threads for its tracks.
+
+        Messages that overlap are on several threads: the viewers nest what is on one.
+        """
+        meta: list[dict[str, object]] = []
         events: list[dict[str, object]] = []
+
+        def name(kind: str, rank: int, thread: int, words: str) -> None:
+            of = {"ph": "M", "pid": rank, "tid": thread}
+            meta.append({**of, "name": f"{kind}_name", "args": {"name": words}})
+
         for rank in self.ranks:
-            named = {"ph": "M", "pid": rank, "tid": 0}
-            events.append({**named, "name": "process_name", "args": {"name": f"rank {rank}"}})
-            for tid, track in enumerate(_TRACKS):
-                events.append({**named, "tid": tid, "name": "thread_name", "args": {"name": track}})
-        for span in self.spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.track,
-                    "pid": span.rank,
-                    "tid": _TRACKS.index(span.track),
-                    "ts": span.begin * 1e6,
-                    "dur": (span.end - span.begin) * 1e6,
-                    "args": {"source": span.source or ""},
-                }
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            name("process", rank, 0, f"rank {rank}")
+            for thread, track in enumerate(_TRACKS):
+                name("thread", rank, thread, track)
+        for (rank, lane), spans in self._lanes().items():
+            if lane > 1:
+                name("thread", rank, lane + 1, f"communication {lane}")
+            for span in spans:
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": span.name,
+                        "cat": span.track,
+                        "pid": rank,
+                        "tid": lane + 1 if lane else int(span.track == "wait"),
+                        "ts": span.begin * 1e6,
+                        "dur": span.seconds * 1e6,
+                        "args": {"source": span.source or ""},
+                    }
+                )
+        text = json.dumps({"traceEvents": [*meta, *events], "displayTimeUnit": "ms"})
+        Path(path).write_text(text)
 
     def _repr_svg_(self) -> str:
-        rows = {rank: number for number, rank in enumerate(self.ranks)}
+        """What a notebook shows: what each rank computes and waits for, and below it messages.
+
+        As wide as `spent` says. Where there are more than `FEW` spans, those narrower than a pixel
+        that begin in one pixel are one box for each colour, as wide as their sum; where boxes are
+        still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The picture says it.
+        """
+        lanes = self._lanes()
+        grain = self.seconds / _WIDTH if len(self.spans) > FEW else 0.0
+        while sum(len(set(_places(spans, grain))) for spans in lanes.values()) > _MOST:
+            grain *= 2
+        stages = {(s.rank, _stage(s)[1]) for s in self.spans if _stage(s)[1]}
+        several = len(stages) > len({rank for rank, _ in stages})
+        boxes = {key: tuple(_boxes(spans, grain, several)) for key, spans in lanes.items()}
+        most = max((lane for _, lane in lanes), default=0)
+        spent, words = self._spent(), (*_TRACKS.values(), _HELD)
+        rows = [
+            RankRow(
+                name=name,
+                lanes=tuple(boxes.get((rank, lane), ()) for lane in range(most + 1)),
+                stretches=tuple(_actions(lanes[rank, 0])),
+                note=f"{100 * spent[rank, 'compute'] / (self.seconds or 1.0):.1f}%",
+                title="\n".join(map(" ".join, zip(words, cells, strict=True))),
+            )
+            for rank, (name, *cells) in zip(self.ranks, self._table(), strict=True)
+        ]
+        merged = any(span.seconds < grain for span in self.spans)
+        foot = f"spans shorter than {seconds_text(grain)} are drawn together, as wide as their sum"
         return drawing(
-            [f"rank {rank}" for rank in self.ranks],
-            (
-                Box(rows[rank], begin, end, label[:1], f"{label}: {seconds_text(end - begin)}")
-                for label, rank, begin, end in _joined(self.spans)
-            ),
+            rows,
+            heights=(18.0, *[max(8.0, min(24.0, 4.0 * most)) / max(most, 1)] * most),
+            length=self.seconds,
+            ticks=_ticks(self.seconds),
+            title=self._head().replace("    ", ": "),
+            note=words[0],
+            foot=foot if merged else "",
+            width=_WIDTH,
         )
 
 
-def _joined(spans: tuple[Span, ...]) -> list[tuple[str, int, float, float]]:
-    """(action, rank, begin, end): computing spans of one action that follow one another, as one."""
-    found: list[tuple[str, int, float, float]] = []
-    at: dict[int, int] = {}
+# -- the picture -----------------------------------------------------------------------------------
+
+
+def _places(lane: Sequence[Span], grain: float) -> Iterator[tuple[bool, float]]:
+    """By span, whether it is shorter than ``grain``, and where it is drawn: with those alike."""
+    for span in lane:
+        small = span.seconds < grain
+        yield small, span.begin // grain if small else span.begin
+
+
+def _boxes(lane: Sequence[Span], grain: float, several: bool) -> Iterator[Box]:
+    """Of spans that do not overlap. Nor do those that are drawn together, as their sum is at most
+    what is between the first one's begin and the last one's end. ``several``: stages on a rank.
+    """
+    placed = zip(_places(lane, grain), lane, strict=True)
+    for _, group in itertools.groupby(placed, key=lambda item: item[0]):
+        by_kind: dict[str, list[Span]] = defaultdict(list)
+        for _, span in group:
+            by_kind[_kind(span)].append(span)
+        begin = min(spans[0].begin for spans in by_kind.values())
+        for kind, spans in by_kind.items():
+            actions = {_stage(span) for span in spans if span.track == "compute"}
+            action, stage = actions.pop() if len(actions) == 1 else ("", "")
+            title = _title(_ends(s.name for s in spans), spans, _ends(s.source for s in spans))
+            end = begin + sum(span.seconds for span in spans)
+            yield Box(begin, end, kind, title, stage * several + action)
+            begin = end
+
+
+def _actions(lane: Sequence[Span]) -> Iterator[Box]:
+    """Of each action of several spans, from the first one's begin to the last one's end."""
+    for action, group in itertools.groupby(lane, key=lambda span: span.name.partition(":")[0]):
+        spans = list(group)
+        if len(spans) > 1:
+            lines = re.findall(r"(?:^| )([^ :]+:\d+)", _ends(s.source for s in spans))
+            yield Box(spans[0].begin, spans[-1].end, "", _title(action, spans, _ends(lines)))
+
+
+def _stage(span: Span) -> tuple[str, str]:
+    """("F0", "1") of `F0 stage 1: ...`, ("update", "") of `update`."""
+    action, _, stage = span.name.partition(":")[0].partition(" stage ")
+    return action, stage
+
+
+def _title(name: str, spans: Sequence[Span], source: str) -> str:
+    """What, how long, and the user's lines."""
+    seconds: dict[Track, float] = defaultdict(float)
     for span in spans:
-        if span.track != "compute":
+        seconds[span.track] += span.seconds
+    each = ", ".join(f"{_TRACKS[track]} {seconds_text(s)}" for track, s in seconds.items())
+    return "\n".join([name, f"{each} from {seconds_text(spans[0].begin)}", source]).rstrip()
+
+
+def _ends(texts: Iterable[str | None]) -> str:
+    """The first, and the last where it is another."""
+    found = list(dict.fromkeys(filter(None, texts)))
+    return " ... ".join([*found[:1], *found[1:][-1:]])
+
+
+def _kind(span: Span) -> str:
+    """That of its box, in `COLOURS`."""
+    match span.track:
+        case "compute":
+            return span.name[0] if re.match(r"[FBIW]\d", span.name) else "once"
+        case "wait":
+            return "wait"
+        case "communication":
+            return "message"
+
+
+def _ticks(seconds: float) -> list[tuple[float, str]]:
+    """Round times, at most ten."""
+    if not seconds:
+        return [(0.0, "0 s")]
+    step = round_step(seconds, 10)
+    scale, unit = next(
+        (scale, unit)
+        for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+        if seconds >= scale or unit == "ns"
+    )
+    return [(n * step, f"{n * step / scale:.6g} {unit}") for n in range(int(seconds / step) + 1)]
+
+
+# -- two of them side by side ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TraceComparison:
+    """Rows: (rank, what, predicted seconds, measured seconds) of one step."""
+
+    rows: tuple[tuple[int, str, float, float], ...]
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted time of the step."""
+        return self.measured / self.predicted if self.predicted else float("inf")
+
+    def __str__(self) -> str:
+        rows = [["", "", "predicted", "measured", "ratio"]]
+        for rank, what, before, after in self.rows:
+            rows.append([f"rank {rank}", what, *_cells(before, after)])
+        rows.append(["step", "", *_cells(self.predicted, self.measured)])
+        return "\n".join(_aligned(rows, 2))
+
+
+def _cells(before: float, after: float) -> list[str]:
+    ratio = f"{after / before:.2f}" if before else ""
+    return [seconds_text(before), seconds_text(after), ratio]
+
+
+def compare_traces(predicted: Trace, measured: Trace) -> TraceComparison:
+    """Seconds of each kind of action and message, summed over microbatches, side by side.
+
+    For the ranks that both have: a simulated trace has one for all that are alike.
+    """
+    rows: list[tuple[int, str, float, float]] = []
+    for rank in predicted.ranks:
+        if rank not in measured.ranks:
             continue
-        label = span.name.split(":")[0]
-        index = at.get(span.rank)
-        if index is not None and found[index][0] == label:
-            found[index] = (*found[index][:3], span.end)
-        else:
-            at[span.rank] = len(found)
-            found.append((label, span.rank, span.begin, span.end))
-    return found
+        before, after = _summed(predicted, rank), _summed(measured, rank)
+        for what in dict.fromkeys((*before, *after)):
+            rows.append((rank, what, before.get(what, 0.0), after.get(what, 0.0)))
+    return TraceComparison(tuple(rows), predicted.seconds, measured.seconds)
+
+
+def _summed(trace: Trace, rank: int) -> dict[str, float]:
+    """What to its seconds: `F stage 0`, `update`, `wait`, `all_reduce over tp`."""
+    found: dict[str, float] = {}
+    for span in trace.spans:
+        if span.rank == rank:
+            what = _what(span)
+            found[what] = found.get(what, 0.0) + span.seconds
+    return dict(sorted(found.items(), key=lambda item: (item[0] == "wait", item[0])))
+
+
+def _what(span: Span) -> str:
+    action, _, rest = span.name.partition(": ")
+    match span.track:
+        case "compute":
+            return re.sub(r"^([FBIW])\d+ ", r"\1 ", action)
+        case "wait":
+            return CALL if span.name == CALL else "wait"
+        case "communication":
+            verb = rest.partition(" ")[0]
+            over = re.search(r" over \S+$| from stage .*$", rest)
+            return verb + (over.group() if over else "")
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Lines of a table, whose first ``left`` columns are words."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if number < left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
