@@ -1,5 +1,6 @@
 """The pages of docs/ run as they stand, each as one program, and print what stands below each
-example. docs/testing.md and docs/daft.md have files of their own: tests/testing, tests/daft."""
+example. docs/testing.md, docs/daft.md and docs/from_scratch.md have files of their own:
+tests/testing, tests/daft, tests/test_from_scratch.py."""
 
 from __future__ import annotations
 
@@ -49,4 +50,4 @@ def test_a_page_prints_what_it_shows(page: str) -> None:
 
 def test_every_page_with_examples_is_run() -> None:
     having = {p.stem for p in DOCS.glob("*.md") if "```python" in p.read_text()}
-    assert having - {"testing", "daft"} == set(PAGES)
+    assert having - {"testing", "daft", "from_scratch"} == set(PAGES)
