@@ -1,5 +1,6 @@
 """The pages of docs/ run as they stand, each as one program, and print what stands below each
-example. docs/testing.md and docs/daft.md have files of their own: tests/testing, tests/daft."""
+example. docs/testing.md, docs/daft.md and docs/from_scratch.md have files of their own:
+tests/testing, tests/daft, tests/test_from_scratch.py."""
 
 from __future__ import annotations
 
@@ -18,25 +19,35 @@ PAGES = ("compare", "eager", "precision", "randomness", "recompute", "schedules"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_prints_what_it_shows(page: str) -> None:
-    names: dict[str, Any] = {"__name__": f"docs_{page}"}
+def run_page(name: str, text: str) -> dict[str, Any]:
+    """Runs a page's examples; AssertionError where one prints other than what stands below it.
+
+    Returns the names that they leave.
+    """
+    names: dict[str, Any] = {"__name__": name}
     printed, shown = "", 0
     with dt.implicit_redistribution("warn"):  # and what a page sets ends here
-        for language, text in _BLOCK.findall((DOCS / f"{page}.md").read_text()):
+        for language, block in _BLOCK.findall(text):
             if language == "text":
-                assert printed == text
+                assert printed == block
                 printed = ""
                 shown += 1
                 continue
             assert language == "python"
             assert not printed, "what an example prints stands below it"
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(text, f"docs_{page}.py", "exec"), names)
+                # dont_inherit: as a file of its own, without this one's `from __future__`
+                exec(compile(block, f"{name}.py", "exec", dont_inherit=True), names)
             printed = out.getvalue()
     assert shown and not printed
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_prints_what_it_shows(page: str) -> None:
+    run_page(f"docs_{page}", (DOCS / f"{page}.md").read_text())
 
 
 def test_every_page_with_examples_is_run() -> None:
     having = {p.stem for p in DOCS.glob("*.md") if "```python" in p.read_text()}
-    assert having - {"testing", "daft"} == set(PAGES)
+    assert having - {"testing", "daft", "from_scratch"} == set(PAGES)

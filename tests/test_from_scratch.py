@@ -1,0 +1,75 @@
+"""docs/from_scratch.md runs as it stands, prints what it shows, and says what is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_docs import DOCS, run_page
+
+TEXT = (DOCS / "from_scratch.md").read_text()
+FROM_TORCH_ALONE, WITH_DTENSOR = TEXT.split("\n## 10.")
+
+
+def test_the_page_prints_what_it_shows() -> None:
+    names = run_page("docs_from_scratch", TEXT)
+
+    # Section 4: with 65,536 rows "it would gather the weights and split the batch".
+    resize(names, m=65536, d=1024, f=4096)
+    free = names["choose"](names["start"], names["wanted"], {"m", "d", "f"})
+    assert [s.value for s in free.values() if s.does == "all_gather"] == ["w1", "w2"]
+    assert free["y", names["Shard"](0)].does == "product"
+
+    assert list(free.values())[-1].does == "reduce_scatter"
+
+    # Its code holds beyond what it runs: such a plan, which ends in collectives, on uneven shards.
+    resize(names, m=7, d=5, f=6)
+    tensors = {v: torch.randn(names["shapes"][v], dtype=torch.float64) for v in names["inputs"]}
+    for value, op, operands in names["graph"]:
+        tensors[value] = op.fn(*(tensors[operand] for operand in operands))
+    for names["TP"] in (2, 3):
+        results = names["execute"](free, tensors, seed=0)
+        torch.testing.assert_close(results, [tensors[value] for value in names["wanted"]])
+
+
+def resize(names: dict[str, Any], **sizes: int) -> None:
+    """Gives the factors of the page's MLP other sizes."""
+    for value, factors in names["factors"].items():
+        names["shapes"][value] = tuple(sizes[factor] for factor in factors)
+        names["nbytes"][value] = 4 * prod(names["shapes"][value])
+    names["sizes"].update(sizes)
+
+
+def test_a_wrong_number_is_found() -> None:
+    first_three_sections, _, _ = TEXT.partition("\n## 4.")
+    assert "524,288 bytes" in first_three_sections
+    with pytest.raises(AssertionError):
+        run_page("docs_from_scratch", first_three_sections.replace("524,288", "524,289"))
+    run_page("docs_from_scratch", first_three_sections)
+
+
+def test_it_stands_on_torch_alone_until_dtensor_comes_in() -> None:
+    for code in re.findall(r"```python\n(.*?)```", FROM_TORCH_ALONE, re.DOTALL):
+        for node in ast.walk(ast.parse(code)):
+            match node:
+                case ast.Import(names=names):
+                    modules = [alias.name for alias in names]
+                case ast.ImportFrom(module=str(module)):
+                    modules = [module]
+                case _:
+                    continue
+            assert {m.partition(".")[0] for m in modules} <= {"torch", *sys.stdlib_module_names}
+
+
+def test_what_it_names_is_there_and_its_lines_fit() -> None:
+    package = DOCS.parent / "dtensor"
+    named = re.findall(r"`(\w+(?:/\w+)+|\w+\.py|api)`", WITH_DTENSOR)
+    assert len(named) >= 10
+    assert [path for path in named if not (package / path).exists()] == []
+    assert [line for line in TEXT.splitlines() if len(line) > 100] == []
