@@ -18,7 +18,6 @@ Not here: placements, ranks, devices. Shapes are global.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,19 +27,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from dtensor.frontend.text import type_text, value_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A line of the user's program: the innermost frame that is neither torch's nor ours."""
-
-    file: str
-    line: int
-    text: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

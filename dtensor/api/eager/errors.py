@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dtensor.api.eager import policy
 from dtensor.errors import PlanningError
+from dtensor.frontend.source import source_here
 from dtensor.frontend.text import type_text
 
 
@@ -57,7 +57,7 @@ def op_name(target: Any) -> str:
 
 def with_line(error: PlanningError) -> PlanningError:
     """The error with the user's line after its first sentence."""
-    source = policy.user_line()
+    source = source_here()
     if source is None:
         return error
     fact, _, rest = str(error).partition("\n")

@@ -14,10 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dtensor.api.eager import policy
 from dtensor.api.eager.values import Value, held_by
 from dtensor.daft import DaftError
-from dtensor.frontend.source import line_of
+from dtensor.frontend.source import line_of, user_place
 
 if TYPE_CHECKING:
     from dtensor.api.session import Session
@@ -33,7 +32,7 @@ def run_on(
     lines = _lines.get(session)
     if lines is None:
         lines = _lines[session] = OrderedDict()
-    place = policy.user_place() if session.cluster.failure is None else None
+    place = user_place() if session.cluster.failure is None else None
     if place is not None:
         lines[session.cluster.runs] = place
         if len(lines) > MAX_LINES:

@@ -14,28 +14,17 @@ anything runs, operands unchanged.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import TracebackType
 from typing import Literal, get_args
 
-import torch
-
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import Source
-from dtensor.frontend.source import line_of
+from dtensor.frontend.source import Source, source_here
 from dtensor.sharding.redistribute.moves import Move
 
 Policy = Literal["allow", "warn", "error"]
-
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
 
 
 class implicit_redistribution:
@@ -80,7 +69,7 @@ def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
         case "allow":
             pass
         case "warn":
-            source = user_line()
+            source = source_here()
             place = (source.file, source.line) if source is not None else ("", 0)
             if place not in _state.warned:
                 _state.warned.add(place)
@@ -88,7 +77,7 @@ def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
                 warnings.warn_explicit(message, UserWarning, *place)
         case "error":
             raise PlanningError(
-                f"{_text(op, moves, user_line())}".replace(
+                f"{_text(op, moves, source_here())}".replace(
                     op, f"{op} would redistribute implicitly", 1
                 )
             )
@@ -114,24 +103,3 @@ def _size(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes} B"
-
-
-@lru_cache(maxsize=4096)
-def _is_users(file: str) -> bool:
-    return not file.startswith("<") and not os.path.abspath(file).startswith(_LIBRARIES)
-
-
-def user_place() -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if _is_users(code.co_filename):
-            return code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
-    return None
-
-
-def user_line() -> Source | None:
-    place = user_place()
-    return None if place is None else line_of(*place)

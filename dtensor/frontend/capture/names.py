@@ -28,11 +28,10 @@ from dtensor.frontend.graph import (
     Input,
     Output,
     Param,
-    Source,
     Tangent,
     op_text,
 )
-from dtensor.frontend.source import frames_of_trace, source_of_trace
+from dtensor.frontend.source import Source, frames_of_trace, source_of_trace
 
 _ASSIGNED = re.compile(
     r"^(?P<names>[A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?(?:[-+*/@]|//)?=(?!=)"

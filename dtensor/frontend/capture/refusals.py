@@ -32,9 +32,8 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import Source
 from dtensor.frontend.marks import is_capturing
-from dtensor.frontend.source import source_here, source_of_trace
+from dtensor.frontend.source import Source, source_here, source_of_trace
 from dtensor.frontend.text import type_text
 
 

@@ -40,10 +40,9 @@ from dtensor.frontend.graph import (
     Output,
     Param,
     Result,
-    Source,
     Tangent,
 )
-from dtensor.frontend.source import source_of_callable, source_of_trace
+from dtensor.frontend.source import Source, source_of_callable, source_of_trace
 
 
 def finish(
