@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from dtensor.api.eager.tensor import DTensor, fresh_name
+from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.values import fresh_name
 from dtensor.api.plan_call import Call, Options, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for

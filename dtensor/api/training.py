@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dtensor.api.compiled import load, on_stage
-from dtensor.api.eager.tensor import held_by
+from dtensor.api.eager.values import held_by
 from dtensor.api.loss import Loss
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.placed_optimizer import OptimizerHome, agreed, place_optimizer

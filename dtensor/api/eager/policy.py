@@ -5,8 +5,8 @@
 
     dt.implicit_redistribution("allow")       # from now on, for the whole process
 
-Implicit is what one op's plan sends. Not implicit: `redistribute`, `full_tensor`, `local_tensors`,
-reading a value; nor what sends nothing (taking a part of a replicated value).
+Implicit is what one op's plan sends (`moves_of`). Not implicit: `redistribute`, `full_tensor`,
+`local_tensors`, reading a value; nor what sends nothing (taking a part of a replicated value).
 
 Invariants: "warn", the default, warns once per line of the user's program. "error" raises before
 anything runs, operands unchanged.
@@ -15,14 +15,16 @@ anything runs, operands unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, get_args
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.source import Source, source_here
-from dtensor.sharding.redistribute.moves import Move
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Compute, Convert
+from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -103,3 +105,34 @@ def _size(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes} B"
+
+
+# -- what one op sends -----------------------------------------------------------------------------
+
+_REARRANGING = ("aten.reshape.default", "aten.permute.default", "aten.expand.default")
+
+
+def moves_of(
+    planned: Plan, places: Mapping[str, int], operands: Sequence[str]
+) -> tuple[tuple[str, Move], ...]:
+    """What an op's plan sends: the operand's name in torch's schema, or the op whose result it is.
+
+    ``places``: the operands among the plan's inputs, as indices of ``operands``, their names.
+    """
+    labels = {name: operands[index] for name, index in places.items()}
+    found: list[tuple[str, Move]] = []
+    for step in planned.steps:
+        match step:
+            case Convert():
+                label = labels[step.result] = labels.get(step.operand, step.operand)
+                if step.move.kind not in FREE_KINDS:
+                    found.append((label, step.move))
+            case Compute():
+                name = step.op.call.name
+                view = name in _REARRANGING and len(step.operands) == 1
+                source = labels.get(step.operands[0]) if view else None
+                made = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
+                labels.update((result, made) for result in step.results if result is not None)
+            case _:
+                pass
+    return tuple(found)

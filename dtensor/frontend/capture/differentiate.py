@@ -29,13 +29,14 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dtensor.frontend.capture.decompose import GraphAndConstants
 from dtensor.frontend.capture.layers import Segment, attribute_of, segments_of
-from dtensor.frontend.capture.stitch import Joint, Kind, NotAlone, Part, stitch
+from dtensor.frontend.capture.stitch import Kind, NotAlone, Part, stitch
 
 
 def differentiate(
     forward: fx.GraphModule, tensors: Sequence[torch.Tensor], mode: FakeTensorMode
-) -> Joint | fx.GraphModule:
+) -> GraphAndConstants | fx.GraphModule:
     """``forward``: the exported graph, of fake parameters; ``tensors``: its fake arguments."""
     segments = segments_of(forward)
     if segments:

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
 from dtensor.frontend.capture.checkpoints import CHECKPOINT
+from dtensor.frontend.capture.decompose import GraphAndConstants
 from dtensor.frontend.capture.layers import RANDOM, Segment, attribute_of, is_random, renamed
 
 _KEPT = ("val", "stack_trace", "partitioner_tag")
@@ -32,16 +33,6 @@ _KEPT = ("val", "stack_trace", "partitioner_tag")
 
 class NotAlone(Exception):
     """A segment has to do with others in ways that its own joint graph does not show."""
-
-
-class Joint(nn.Module):
-    """A joint graph and the constants that its get_attr nodes name."""
-
-    def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.graph = graph
-        for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -60,7 +51,7 @@ class Part:
     kind: Kind
 
 
-def stitch(forward: fx.GraphModule, parts: Sequence[Part]) -> Joint:
+def stitch(forward: fx.GraphModule, parts: Sequence[Part]) -> GraphAndConstants:
     """The joint graph of ``forward``, of which ``parts`` are the segments in order.
 
     Raises NotAlone where gradients meet in a way that needs the whole.
@@ -115,7 +106,7 @@ class _Stitcher:
         self.gradients: dict[Any, fx.Node] = {}  # by the descriptor of the input
         self.sequence = itertools.count()
 
-    def run(self) -> Joint:
+    def run(self) -> GraphAndConstants:
         for name, _ in self.forward.named_parameters(remove_duplicate=False):
             self._placeholder(aot.ParamAOTInput(name))
         for name, _ in self.forward.named_buffers(remove_duplicate=False):
@@ -134,7 +125,7 @@ class _Stitcher:
         for copy in reversed(copies):
             copy.backward(tangents, last=copy is copies[-1])
         self._output(copies[-1])
-        return Joint(self.graph, self.constants)
+        return GraphAndConstants(self.graph, self.constants)
 
     def _placeholder(self, desc: Any) -> fx.Node:
         node = self.graph.placeholder(f"input_{len(self.inputs)}")

@@ -20,14 +20,13 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor.frontend.capture.decompose import decompose
+from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
 from dtensor.frontend.capture.effects import settle_effects
 from dtensor.frontend.capture.invocation import Call, Program
 from dtensor.frontend.capture.layers import exact
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
 from dtensor.frontend.capture.refusals import check_joint, planning_error
 from dtensor.frontend.capture.simplify import simplify
-from dtensor.frontend.capture.stitch import Joint
 from dtensor.frontend.capture.sums import order_sums
 from dtensor.frontend.graph import (
     Arg,
@@ -48,7 +47,7 @@ from dtensor.frontend.source import Source, source_of_callable, source_of_trace
 def finish(
     call: Call,
     root: Program,
-    joint: Joint | fx.GraphModule,
+    joint: Held,
     forward: fx.GraphModule,
     mode: FakeTensorMode,
 ) -> Graph:
@@ -62,10 +61,10 @@ def finish(
         node: _input(node.meta["desc"], call, names, forward)
         for node in graph.find_nodes(op="placeholder")
     }
-    _lift_constants(joint, inputs, mode)
+    _lift(joint, inputs, mode)
     simplify(graph)
     if decompose(joint, mode):
-        _lift_constants(joint, inputs, mode)
+        _lift(joint, inputs, mode)
         simplify(graph)
     order_sums(graph)
     if root.grads == "loss":
@@ -182,24 +181,11 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
     return None
 
 
-def _lift_constants(
-    joint: Joint | fx.GraphModule, inputs: dict[fx.Node, Input], mode: FakeTensorMode
-) -> None:
-    """Each tensor attribute becomes one placeholder after the others, and a `Const`."""
-    graph = joint.graph
-    check_joint(graph)
-    lifted: dict[str, fx.Node] = {}
-    for node in graph.find_nodes(op="get_attr"):
-        target = str(node.target)
-        value = joint.get_buffer(target)
-        if target not in lifted:
-            with graph.inserting_after(list(inputs)[-1] if inputs else None):
-                placeholder = graph.placeholder(f"const_{len(lifted)}")
-            placeholder.meta["val"] = mode.from_tensor(value)
-            inputs[placeholder] = Const(f"const_{len(lifted)}", value.detach().cpu())
-            lifted[target] = placeholder
-        node.replace_all_uses_with(lifted[target])
-        graph.erase_node(node)
+def _lift(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> None:
+    """Each tensor attribute becomes a placeholder after the others, and a `Const`."""
+    check_joint(joint.graph)
+    for number, (node, value) in enumerate(lift_constants(joint, mode).items()):
+        inputs[node] = Const(f"const_{number}", value)
 
 
 def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
