@@ -17,8 +17,8 @@ from dtensor.api.eager.values import Handle
 from dtensor.api.session import Session
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Place, line_of, source_here, user_place
-from dtensor.frontend.text import type_text
 
 MAX_LINES = 65536
 _lines: WeakKeyDictionary[Session, OrderedDict[int, Place]] = WeakKeyDictionary()

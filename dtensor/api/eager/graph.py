@@ -43,8 +43,7 @@ from dtensor.frontend.capture.decompose import (
 )
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.graph import Arg, Graph, OutTree, Result
-from dtensor.frontend.op_calls import op_call
+from dtensor.frontend.graph import Arg, Graph, OutTree, Result, op_call
 from dtensor.sharding.ops.call import Operand, Slot, slots_of
 from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan

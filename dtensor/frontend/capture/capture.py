@@ -62,8 +62,8 @@ def capture(
     """The graph of `fn(*args, **kwargs)`; of tensors only shape, dtype and requires_grad count.
 
     Args:
-        fn: a function or nn.Module. Modules among args, or fn itself, give `Param`s and `Buffer`s
-            under their own names; with several modules the argument's name comes first.
+        fn: a function or nn.Module. Modules among args, or fn itself, give inputs `Param` and
+            `ModuleBuffer` under their own names; with several modules the argument's name first.
         grads: "none": forward only. "loss": fn returns a scalar or (scalar, {name: scalar}) and
             the first is differentiated by all parameters and tensor arguments that require grad,
             with cotangent 1. "tangents": each result that requires grad gets a `Tangent`.

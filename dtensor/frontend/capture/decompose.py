@@ -24,7 +24,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor.frontend.capture.refusals import data_dependent_errors
-from dtensor.frontend.op_calls import op_call
+from dtensor.frontend.graph import op_call
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.registry import NoRule, rule_for
 

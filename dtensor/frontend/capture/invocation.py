@@ -29,9 +29,8 @@ from torch.utils import _pytree as pytree
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.autocast import region
 from dtensor.frontend.capture.refusals import Watch, assigned_attribute, planning_error
-from dtensor.frontend.graph import Arg, OutTree
+from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.source import source_of_callable
-from dtensor.frontend.text import type_text
 
 Grads = Literal["none", "loss", "tangents"]
 

@@ -22,10 +22,10 @@ from torch.fx.graph import _Namespace as Namespace
 from dtensor.frontend.capture.checkpoints import CHECKPOINT
 from dtensor.frontend.graph import (
     Arg,
-    Buffer,
     Const,
     Grad,
     Input,
+    ModuleBuffer,
     Output,
     Param,
     Tangent,
@@ -145,7 +145,7 @@ def _returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 def _input_name(what: Input) -> str:
     match what:
-        case Param(name) | Buffer(name) | Arg(name=name) | Const(name=name):
+        case Param(name) | ModuleBuffer(name) | Arg(name=name) | Const(name=name):
             return name
         case Tangent(output):
             return f"tangent_{output}"

@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import type_text
 from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import Source, source_here, source_of_trace
-from dtensor.frontend.text import type_text
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:

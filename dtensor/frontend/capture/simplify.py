@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.frontend.capture.rewrite import bound
+from dtensor.frontend.graph import bound
 
 aten = torch.ops.aten
 dt = torch.ops.dt

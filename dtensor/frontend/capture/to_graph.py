@@ -30,11 +30,11 @@ from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.capture.sums import order_sums
 from dtensor.frontend.graph import (
     Arg,
-    Buffer,
     Const,
     Grad,
     Graph,
     Input,
+    ModuleBuffer,
     Mutation,
     Output,
     Param,
@@ -75,7 +75,7 @@ def finish(
     ordered = tuple(inputs[node] for node in graph.find_nodes(op="placeholder"))
     name_nodes(graph, ordered, outputs)
     _refresh_vals(graph, mode)
-    used = {i.name for i in ordered if isinstance(i, (Param, Buffer))}
+    used = {i.name for i in ordered if isinstance(i, (Param, ModuleBuffer))}
     return Graph(
         fx=graph,
         inputs=ordered,
@@ -109,7 +109,7 @@ def _input(desc: Any, call: Call, names: Mapping[str, str], forward: fx.GraphMod
         case aot.ParamAOTInput(target=target):
             return Param(names[target])
         case aot.BufferAOTInput(target=target):
-            return Buffer(names[target])
+            return ModuleBuffer(names[target])
         case aot.PlainAOTInput(idx=index):
             return call.args[index]
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
@@ -141,7 +141,7 @@ def _outputs(
                 outputs.append(Result(index))
             case aot.GradAOTOutput(grad_of=of):
                 what = _input(of, call, names, forward)
-                assert isinstance(what, (Param, Buffer, Arg))
+                assert isinstance(what, (Param, ModuleBuffer, Arg))
                 outputs.append(Grad(what))
             case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput(target=target)):
                 outputs.append(Mutation(names[target]))
@@ -215,7 +215,7 @@ def _drop_unused(
     written = {o.name for o in outputs if isinstance(o, Mutation)}  # though it may not be read
     for node, what in list(inputs.items()):
         needed = what in differentiated and what not in used
-        needed |= isinstance(what, Buffer) and what.name in written and what not in used
+        needed |= isinstance(what, ModuleBuffer) and what.name in written and what not in used
         if not node.users and not isinstance(what, Tangent) and not needed:
             del inputs[node]
             graph.erase_node(node)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from dtensor.frontend.capture.decompose import has_rule, table
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.dataflow.batch_norm import FORMS
-from dtensor.frontend.op_calls import op_call
+from dtensor.frontend.graph import op_call
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.plan.dataflow import Expansion
 
