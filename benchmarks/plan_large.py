@@ -31,7 +31,7 @@ import dtensor as dt
 PHASES: dict[str, tuple[str, str]] = {
     "export of the forward": ("dtensor.frontend.capture.capture", "_export"),
     "differentiation": ("dtensor.frontend.capture.differentiate", "differentiate"),
-    "rewrites and names": ("dtensor.frontend.capture.to_graph", "finish"),
+    "rewrites and names": ("dtensor.frontend.capture.to_graph", "to_graph"),
     "dataflow": ("dtensor.api.plan_call", "dataflow"),
     "choice of placements": ("dtensor.sharding.plan.planner", "choose_axis"),
     "steps laid down": ("dtensor.sharding.plan.planner", "emit"),

@@ -31,8 +31,8 @@ from dtensor.api.stating.placing import (
 from dtensor.api.stating.recompute_globs import recomputed_modules
 from dtensor.api.stating.stages import NO_STAGES, StagePlan
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.sharding.ops.call import Meta

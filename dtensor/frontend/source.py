@@ -14,8 +14,7 @@ as einops' Rearrange, is an op.) So the line of a call is that of the innermost 
 user's own or that of the model which is running. Where there is none at all, as where a library's
 function is itself what is captured, it is that of the outermost frame of a library.
 
-Torch keeps only frames of functions named `forward` in a node's stack trace; `whole_traces` makes
-it keep all that count. Not here: rendering of errors (refusals.py).
+Not here: rendering of errors (refusals.py).
 """
 
 from __future__ import annotations
@@ -26,16 +25,12 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from types import FrameType
-from typing import Any
-from unittest import mock
+from types import CodeType, FrameType
 
 import torch
-from torch.fx.proxy import TracerBase
 
 Place = tuple[str, int, str]  # file, line, function
 
@@ -143,23 +138,14 @@ def source_here() -> Source | None:
     return None if place is None else line_of(*place)
 
 
-@contextmanager
-def whole_traces(entry_file: str) -> Iterator[None]:
-    """Within: stack traces of traced nodes hold every frame that counts below `entry_file`'s."""
-
-    def keep(_tracer: Any, _frames: traceback.StackSummary) -> traceback.StackSummary:
-        below: list[tuple[FrameType, int]] = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != entry_file:
-            below.append((frame, frame.f_lineno))
-            frame = frame.f_back
-        users = _users(reversed(below)) if frame is not None else []
-        return traceback.StackSummary.from_list(
-            [traceback.FrameSummary(*place, lookup_line=False) for place in users]
-        )
-
-    with mock.patch.object(TracerBase, "_filter_traceback_frames", keep):
-        yield
+def places_below(entry: CodeType) -> list[Place]:
+    """Those that count below ``entry`` in the calling stack, outermost first; none outside it."""
+    below: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not entry:
+        below.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _users(reversed(below)) if frame is not None else []
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')

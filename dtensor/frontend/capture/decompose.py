@@ -8,8 +8,9 @@ left to expand; what then lacks a rule is refused by the planner, under the user
 
 Invariants: values are those of torch's decomposition; the new nodes have the line, the phase and
 the module of the op that they replace. Random ops are never expanded: their numbers would depend
-on the placement. Not here: rewrites to ops of the project (`canonical`), alternatives that the
-planner prices (`dtensor.sharding.composite`).
+on the placement. Tensors that a decomposition makes are constants of the graph, which become inputs
+(`lift_constants`). Not here: rewrites to ops of the project (canonical.py), alternatives that the
+planner prices (dataflow/composites.py).
 """
 
 from __future__ import annotations

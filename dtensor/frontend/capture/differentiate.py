@@ -6,45 +6,91 @@
 Torch's joint export runs every op of the program through autograd, about a millisecond each, and a
 model of 32 layers is 32 times the same. Where the exported graph is a chain of segments, alike up
 to the names of their parameters (layers.py), each kind is exported by itself, with the tangents
-of what it makes as inputs, and the graphs are put together (stitch.py). The result is that of the
-whole export, node by node; where that is not certain the whole is exported:
+of what it makes as inputs, copied for each segment with the parameters, the lines' modules and the
+numbers of its own, and put together:
+
+    forward of 0, 1, ..., n, then backward of n, ..., 1, 0; the gradient of what a segment reads is
+    the tangent of what the segment before it made
+
+A parameter that several segments read has the sum of their gradients, added in the order of
+autograd, from the last segment to the first. The result is that of the whole export, node by node;
+where that is not certain the whole is exported:
 
 - a value that requires grad is read by two segments, or two of them leave one segment: autograd
   would add their gradients in the order in which it comes by;
 - a segment changes in place what others see.
 
-The joint export is private to torch; it is called in this file alone, and the tests hold it for
-each supported version. Not here: what the nodes mean (to_graph.py).
+Invariants: placeholders and output carry the meta "desc" of torch's joint export of the whole, in
+its order. Sequence numbers link a copy's backward to its forward. The joint export is private to
+torch; it is called in this file alone, and the tests hold it for each supported version. Not here:
+what makes segments alike (layers.py), what the nodes mean (to_graph.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
-from dtensor.frontend.capture.decompose import GraphAndConstants
-from dtensor.frontend.capture.layers import Segment, attribute_of, segments_of
-from dtensor.frontend.capture.stitch import Kind, NotAlone, Part, stitch
+from dtensor.frontend.capture.decompose import GraphAndConstants, Held
+from dtensor.frontend.capture.layers import (
+    RANDOM,
+    GraphSegment,
+    attribute_of,
+    is_random,
+    renamed,
+    segments_of,
+)
+from dtensor.frontend.capture.patches import CHECKPOINT
+
+_KEPT = ("val", "stack_trace", "partitioner_tag")
+
+
+class _NotAlone(Exception):
+    """A segment has to do with others in ways that its own joint graph does not show."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Kind:
+    """The joint graph of a segment. made: of each value that it makes, a tensor like it and
+    whether it has a tangent."""
+
+    segment: GraphSegment
+    joint: fx.GraphModule
+    made: tuple[tuple[torch.Tensor, bool], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Occurrence:
+    """A segment where it stands, and the kind that it is of."""
+
+    segment: GraphSegment
+    kind: _Kind
 
 
 def differentiate(
     forward: fx.GraphModule, tensors: Sequence[torch.Tensor], mode: FakeTensorMode
-) -> GraphAndConstants | fx.GraphModule:
+) -> Held:
     """``forward``: the exported graph, of fake parameters; ``tensors``: its fake arguments."""
     segments = segments_of(forward)
     if segments:
         try:
-            return stitch(forward, _parts(forward, segments, tensors, mode))
-        except NotAlone:
+            return _stitch(forward, _parts(forward, segments, tensors, mode))
+        except _NotAlone:
             pass
     return _export(forward, tensors)
+
+
+# -- the kinds -----------------------------------------------------------------------------------
 
 
 def _export(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -57,18 +103,18 @@ def _export(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModul
 
 def _parts(
     forward: fx.GraphModule,
-    segments: Sequence[Segment],
+    segments: Sequence[GraphSegment],
     tensors: Sequence[torch.Tensor],
     mode: FakeTensorMode,
-) -> list[Part]:
+) -> list[_Occurrence]:
     """Each segment with its kind, which is exported where it comes first.
 
-    Raises NotAlone.
+    Raises _NotAlone.
     """
     values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
     readers = Counter(node for segment in segments for node in segment.reads)
-    kinds: dict[Hashable, Kind] = {}
-    parts: list[Part] = []
+    kinds: dict[Hashable, _Kind] = {}
+    parts: list[_Occurrence] = []
     for segment in segments:
         reads = [values[node] for node in segment.reads]
         held = [attribute_of(forward, node) for node in segment.attributes]
@@ -76,14 +122,14 @@ def _parts(
         if key not in kinds:
             kinds[key] = _kind(forward, segment, reads, mode)
         kind = kinds[key]
-        parts.append(Part(segment=segment, kind=kind))
+        parts.append(_Occurrence(segment=segment, kind=kind))
         if segment is not segments[-1]:
             wanted = [node for node, (_, w) in zip(segment.makes, kind.made, strict=True) if w]
             if len(wanted) > 1 or any(readers[node] > 1 for node in wanted):
-                raise NotAlone
+                raise _NotAlone
             for node, (like, wants) in zip(segment.makes, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
-                    raise NotAlone  # a bit of the tensor that a made one would not have
+                    raise _NotAlone  # a bit of the tensor that a made one would not have
                 values[node] = _fake(like, wants, mode)
     return parts
 
@@ -103,10 +149,10 @@ def _fake(like: torch.Tensor, requires_grad: bool, mode: FakeTensorMode) -> torc
 
 def _kind(
     forward: fx.GraphModule,
-    segment: Segment,
+    segment: GraphSegment,
     reads: Sequence[torch.Tensor],
     mode: FakeTensorMode,
-) -> Kind:
+) -> _Kind:
     joint = _export(_module(forward, segment), reads)
     outputs: Any = joint.graph.output_node().args[0]
     made: dict[int, torch.Tensor] = {}
@@ -117,22 +163,22 @@ def _kind(
             case aot.GradAOTOutput() | None:
                 pass
             case _:
-                raise NotAlone  # it changes one of its inputs
+                raise _NotAlone  # it changes one of its inputs
     wanted = {
         node.meta["desc"].output.idx
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], aot.TangentAOTInput)
     }
     if len(made) != len(segment.makes):
-        raise NotAlone
-    return Kind(
+        raise _NotAlone
+    return _Kind(
         segment=segment,
         joint=joint,
         made=tuple((made[i], i in wanted) for i in range(len(segment.makes))),
     )
 
 
-def _module(forward: fx.GraphModule, segment: Segment) -> fx.GraphModule:
+def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
     """The segment as a program. What it makes is cloned: an output that is a view of an input, or
     of another output, would have no tangent. The clones are erased later (simplify.py)."""
     graph = fx.Graph()
@@ -142,7 +188,7 @@ def _module(forward: fx.GraphModule, segment: Segment) -> fx.GraphModule:
     outputs: list[fx.Node] = []
     for node in segment.makes:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
-            raise NotAlone
+            raise _NotAlone
         outputs.append(graph.call_function(torch.ops.aten.clone.default, (env[node],)))
         outputs[-1].meta.update(node.meta)
     graph.output(tuple(outputs))
@@ -158,3 +204,231 @@ def _module(forward: fx.GraphModule, segment: Segment) -> fx.GraphModule:
             del owner._buffers[leaf]
             setattr(owner, leaf, value)
     return module
+
+
+# -- put together --------------------------------------------------------------------------------
+
+
+def _stitch(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> GraphAndConstants:
+    """The joint graph of ``forward``, of which ``parts`` are the segments in order.
+
+    Raises _NotAlone where gradients meet in a way that needs the whole.
+    """
+    _check(forward, parts)
+    return _Stitcher(forward, parts).run()
+
+
+def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
+    """That what several segments read has gradients that are added one a segment."""
+    readers: dict[fx.Node, list[_Occurrence]] = {}
+    uses: dict[int, dict[str, None]] = {}
+    for part in parts:
+        for node in (*part.segment.reads, *part.segment.attributes):
+            readers.setdefault(node, []).append(part)
+        for node in part.segment.attributes:
+            uses.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = None
+    if any(len(names) > 1 for names in uses.values()):
+        raise _NotAlone  # one tensor under two names
+    for node, found in readers.items():
+        value = attribute_of(forward, node) if node.op == "get_attr" else None
+        argument = node.op == "placeholder" and len(found) > 1 and _wants(node, found[0])
+        if argument or (
+            isinstance(value, torch.Tensor) and value.requires_grad and _sums(node, found)
+        ):
+            raise _NotAlone
+
+
+def _wants(node: fx.Node, part: _Occurrence) -> bool:
+    """Whether an argument of the program requires grad."""
+    index = part.segment.reads.index(node)
+    return any(
+        isinstance(desc, aot.GradAOTOutput) and desc.grad_of == aot.PlainAOTInput(index)
+        for desc in part.kind.joint.graph.output_node().meta["desc"]
+    )
+
+
+def _sums(node: fx.Node, found: Sequence[_Occurrence]) -> bool:
+    """Whether autograd would not add a parameter's gradients segment by segment: one but the last
+    has several of its own, which it would add one by one to those of later segments."""
+    inside = [sum(user in part.segment.nodes for user in node.users) for part in found]
+    return any(count > 1 for count in inside[:-1])
+
+
+class _Stitcher:
+    def __init__(self, forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
+        self.forward, self.parts = forward, parts
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.inputs: dict[Any, fx.Node] = {}  # by torch's descriptor
+        self.values: dict[fx.Node, fx.Node] = {}  # of the exported graph: what holds it here
+        self.gradients: dict[Any, fx.Node] = {}  # by the descriptor of the input
+        self.sequence = itertools.count()
+
+    def run(self) -> GraphAndConstants:
+        for name, _ in self.forward.named_parameters(remove_duplicate=False):
+            self._placeholder(aot.ParamAOTInput(name))
+        for name, _ in self.forward.named_buffers(remove_duplicate=False):
+            self._placeholder(aot.BufferAOTInput(name))
+        for index, node in enumerate(self.forward.graph.find_nodes(op="placeholder")):
+            self.values[node] = self._placeholder(aot.PlainAOTInput(index))
+        last = self.parts[-1]
+        for index, (_, wanted) in enumerate(last.kind.made):
+            if wanted:
+                output: Any = aot.PlainAOTOutput(index)
+                self._placeholder(aot.TangentAOTInput(output))
+        copies = [_Copy(self, part) for part in self.parts]
+        for copy in copies:
+            copy.forward()
+        tangents: dict[fx.Node, fx.Node] = {}
+        for copy in reversed(copies):
+            copy.backward(tangents, last=copy is copies[-1])
+        self._output(copies[-1])
+        return GraphAndConstants(self.graph, self.constants)
+
+    def _placeholder(self, desc: Any) -> fx.Node:
+        node = self.graph.placeholder(f"input_{len(self.inputs)}")
+        node.meta["desc"] = desc
+        self.inputs[desc] = node
+        return node
+
+    def _output(self, last: _Copy) -> None:
+        made = {i: last.outputs[aot.PlainAOTOutput(i)] for i in range(len(last.part.kind.made))}
+        values: list[fx.Node | None] = list(made.values())
+        descs: list[Any] = [aot.PlainAOTOutput(i) for i in made]
+        for desc in self.inputs:
+            if not isinstance(desc, aot.TangentAOTInput):
+                values.append(self.gradients.get(desc))
+                descs.append(aot.GradAOTOutput(desc))
+        self.graph.output(tuple(values)).meta["desc"] = descs
+
+    def accumulate(self, of: Any, gradient: fx.Node) -> None:
+        """Adds to the gradient of an input, as autograd does with what comes by."""
+        if of in self.gradients:
+            total = self.graph.call_function(
+                torch.ops.aten.add.Tensor, (self.gradients[of], gradient)
+            )
+            total.meta = {k: gradient.meta[k] for k in _KEPT if k in gradient.meta}
+            trace = f"{gradient.meta.get('stack_trace') or ''}{GRADIENT_ACC_SPECIAL_STACK}"
+            total.meta |= {"stack_trace": trace, "partitioner_tag": "is_backward"}
+            gradient = total
+        self.gradients[of] = gradient
+
+
+class _Copy:
+    """One segment's copy of its kind's graph."""
+
+    def __init__(self, whole: _Stitcher, part: _Occurrence) -> None:
+        self.whole, self.part = whole, part
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.outputs: dict[Any, fx.Node] = {}
+        numbers = zip(part.kind.segment.numbers, part.segment.numbers, strict=True)
+        self.numbers = {old: number for old, (_, number) in numbers}
+        self.sequence: dict[int, int] = {}
+        self.stacks: dict[int, dict[str, Any]] = {}
+        self.late: list[fx.Node] = []
+
+    def forward(self) -> None:
+        segment, graph = self.part.segment, self.part.kind.joint.graph
+        names = {str(n.target): i for i, n in enumerate(self.part.kind.segment.attributes)}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                desc = node.meta["desc"]
+                match desc:
+                    case aot.ParamAOTInput(target=target) if target in names:
+                        own = str(segment.attributes[names[target]].target)
+                        self._read(node, aot.ParamAOTInput(own))
+                    case aot.BufferAOTInput(target=target) if target in names:
+                        own = str(segment.attributes[names[target]].target)
+                        self._read(node, aot.BufferAOTInput(own))
+                    case aot.PlainAOTInput(idx=index):
+                        self.env[node] = self.whole.values[segment.reads[index]]
+                        self._like(self.env[node], node)
+                    case _:
+                        pass  # tangents come later
+            elif node.meta.get("partitioner_tag") == "is_backward":
+                self.late.append(node)
+            elif node.op != "output":
+                self._copy(node)
+        made = graph.output_node()
+        for value, desc in zip(made.args[0], made.meta["desc"], strict=True):  # type: ignore[arg-type]
+            if isinstance(desc, aot.PlainAOTOutput):
+                self.outputs[desc] = self.env[value]  # type: ignore[index]
+        if self.part is not self.whole.parts[-1]:
+            for index, node in enumerate(segment.makes):
+                self.whole.values[node] = self.outputs[aot.PlainAOTOutput(index)]
+
+    def backward(self, tangents: dict[fx.Node, fx.Node], *, last: bool) -> None:
+        """``tangents``: by value of the exported graph, of what later segments read."""
+        segment, graph = self.part.segment, self.part.kind.joint.graph
+        for node in graph.find_nodes(op="placeholder"):
+            desc = node.meta["desc"]
+            if isinstance(desc, aot.TangentAOTInput):
+                made = segment.makes[desc.output.idx]  # type: ignore[union-attr]
+                if not last and made not in tangents:
+                    raise _NotAlone  # it is read where no gradient comes from
+                self.env[node] = self.whole.inputs[desc] if last else tangents[made]
+                self._like(self.env[node], node)
+        for node in self.late:
+            self._copy(node)
+        output = graph.output_node()
+        for value, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+            if value is None or not isinstance(desc, aot.GradAOTOutput):
+                continue
+            gradient = self.env[value]  # type: ignore[index]
+            match desc.grad_of:
+                case aot.PlainAOTInput(idx=index):
+                    read = segment.reads[index]
+                    if read.op == "placeholder":
+                        own = self.whole.values[read].meta["desc"]
+                        self.whole.accumulate(own, gradient)
+                    else:
+                        tangents[read] = gradient
+                case of:
+                    node = next(n for n in self.env if n.meta.get("desc") == of)
+                    self.whole.accumulate(self.env[node].meta["desc"], gradient)
+
+    def _read(self, node: fx.Node, desc: Any) -> None:
+        self.env[node] = self.whole.inputs[desc]
+        self._like(self.env[node], node)
+
+    def _like(self, own: fx.Node, node: fx.Node) -> None:
+        """An input of the whole is what the first segment that reads it knows it to be."""
+        if own.op == "placeholder" and "val" not in own.meta:
+            own.meta |= {k: v for k, v in node.meta.items() if k != "desc"}
+
+    def _copy(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            name = f"_constant_{len(self.whole.constants)}"
+            self.whole.constants[name] = self.part.kind.joint.get_buffer(str(node.target))
+            new = self.whole.graph.get_attr(name)
+        else:
+            new = self.whole.graph.node_copy(node, self.env.__getitem__)
+        new.meta = self._meta(node)
+        if is_random(new):
+            number = self.numbers[RANDOM, new.kwargs["op"]]  # type: ignore[index]
+            new.kwargs = {**new.kwargs, "op": number}
+        self.env[node] = new
+
+    def _meta(self, node: fx.Node) -> dict[str, Any]:
+        meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+        sequence = node.meta.get("seq_nr")
+        if sequence is not None:
+            if sequence not in self.sequence:
+                self.sequence[sequence] = next(self.whole.sequence)
+            meta["seq_nr"] = self.sequence[sequence]
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            if node.meta.get(key):
+                meta[key] = self._stack(node.meta[key])
+        checkpoint = (node.meta.get("custom") or {}).get(CHECKPOINT)
+        if checkpoint is not None:
+            meta["custom"] = {CHECKPOINT: self.numbers[CHECKPOINT, checkpoint]}
+        return meta
+
+    def _stack(self, stack: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+        """The modules around a node, of this segment's layer."""
+        if id(stack) not in self.stacks:
+            old, new = self.part.kind.segment.prefix, self.part.segment.prefix
+            self.stacks[id(stack)] = {
+                key: (renamed(path, old, new), cls) for key, (path, cls) in stack.items()
+            }
+        return self.stacks[id(stack)]

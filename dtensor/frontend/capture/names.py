@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 from torch.fx.graph import _Namespace as Namespace
 
-from dtensor.frontend.capture.checkpoints import CHECKPOINT
+from dtensor.frontend.capture.patches import CHECKPOINT
 from dtensor.frontend.graph import (
     Arg,
     Const,

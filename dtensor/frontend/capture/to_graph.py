@@ -1,16 +1,22 @@
-"""From torch's joint graph to our `Graph`: inputs, outputs, constants, then simplify and name.
+"""From torch's joint graph to our `Graph`: effects, inputs, outputs, constants, then the rest.
 
 Torch describes each placeholder and output of the joint graph by a descriptor; here they become
 `Input`s and `Output`s under the user's names. Constants become inputs. With `grads="loss"` the
-tangent becomes the number 1.
+tangent becomes the number 1. Ops that act without a result become ops on values, so that the graph
+is one of values alone:
+
+    token = with_effects(token, _linalg_check_errors, info, "linalg.inv")
+        ->   every use of the inverse reads  dt.linalg_checked(inverse, info, "linalg.inv", False)
 
 Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
-no `Grad`. Mutations of anything but buffers are refused.
-Not here: the export, and what a rewrite means (`joint`).
+no `Grad`. Mutations of anything but buffers are refused. A check comes before every use of what it
+checks, so an error is raised where torch raises it; other effects stay and are refused.
+Not here: the export (differentiate.py), what the rewrites are (simplify.py, decompose.py), names.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,14 +26,13 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import dtensor.sharding.ops.checks  # noqa: F401  (registers the op)
+from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
 from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
-from dtensor.frontend.capture.effects import settle_effects
-from dtensor.frontend.capture.invocation import Call, Program
 from dtensor.frontend.capture.layers import exact
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
 from dtensor.frontend.capture.refusals import check_joint, planning_error
-from dtensor.frontend.capture.simplify import simplify
-from dtensor.frontend.capture.sums import order_sums
+from dtensor.frontend.capture.simplify import order_sums, simplify
 from dtensor.frontend.graph import (
     Arg,
     Const,
@@ -43,17 +48,16 @@ from dtensor.frontend.graph import (
 )
 from dtensor.frontend.source import Source, source_of_callable, source_of_trace
 
+aten = torch.ops.aten
+dt = torch.ops.dt
 
-def finish(
-    call: Call,
-    root: Program,
-    joint: Held,
-    forward: fx.GraphModule,
-    mode: FakeTensorMode,
+
+def to_graph(
+    root: CallAsModule, joint: Held, forward: fx.GraphModule, mode: FakeTensorMode
 ) -> Graph:
     """The `Graph` of a joint graph module; `forward` is the exported one, for lines in errors."""
-    graph = joint.graph
-    settle_effects(graph)
+    call, graph = root.call, joint.graph
+    _settle_effects(graph)
     check_joint(graph)
     names, aliases = _names_of(call)
     outputs = _outputs(graph, call, names, forward)  # first: it refuses mutations
@@ -85,7 +89,60 @@ def finish(
     )
 
 
-def _names_of(call: Call) -> tuple[dict[str, str], Mapping[str, str]]:
+# -- effects -------------------------------------------------------------------------------------
+
+
+def _settle_effects(graph: fx.Graph) -> None:
+    """In place, on torch's joint graph with its descriptors."""
+    for node in list(graph.nodes):
+        is_effect = node.target is torch.ops.higher_order.with_effects
+        if is_effect and node.args[1] is aten._linalg_check_errors.default:
+            _check(graph, node)
+    if not graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        _drop_tokens(graph)
+
+
+def _check(graph: fx.Graph, node: fx.Node) -> None:
+    values: Any = node.args
+    token, _, info, api_name = values
+    assert isinstance(info, fx.Node) and info.target is operator.getitem
+    maker: Any = info.args[0]
+    parts = [u for u in maker.users if u.target is operator.getitem and u is not info]
+    last = [n for n in graph.nodes if n is info or n in parts][-1]
+    for part in parts:
+        with graph.inserting_after(last):
+            checked = graph.call_function(
+                dt.linalg_checked.default,
+                (part, info, api_name, bool(node.kwargs.get("is_matrix", False))),
+            )
+        checked.meta.update(part.meta)
+        part.replace_all_uses_with(checked, delete_user_cb=lambda u, own=checked: u is not own)
+    for user in list(node.users):
+        user.replace_all_uses_with(token)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+_TOKENS_IN = (aot.ForwardTokenAOTInput, aot.BackwardTokenAOTInput)
+_TOKENS_OUT = (aot.ForwardTokenAOTOutput, aot.BackwardTokenAOTOutput)
+
+
+def _drop_tokens(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    values: Any = output.args[0]
+    pairs = list(zip(values, output.meta["desc"], strict=True))
+    kept = [(v, d) for v, d in pairs if not isinstance(d, _TOKENS_OUT)]
+    output.args = (tuple(v for v, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], _TOKENS_IN) and not node.users:
+            graph.erase_node(node)
+
+
+# -- inputs and outputs ----------------------------------------------------------------------------
+
+
+def _names_of(call: FlatCall) -> tuple[dict[str, str], Mapping[str, str]]:
     """(the root's name -> canonical user name, for all names; alias -> canonical user name)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -104,7 +161,7 @@ def _names_of(call: Call) -> tuple[dict[str, str], Mapping[str, str]]:
     return names, dict(sorted(aliases.items()))
 
 
-def _input(desc: Any, call: Call, names: Mapping[str, str], forward: fx.GraphModule) -> Input:
+def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule) -> Input:
     match desc:
         case aot.ParamAOTInput(target=target):
             return Param(names[target])
@@ -127,7 +184,7 @@ def _input(desc: Any, call: Call, names: Mapping[str, str], forward: fx.GraphMod
 
 
 def _outputs(
-    graph: fx.Graph, call: Call, names: Mapping[str, str], forward: fx.GraphModule
+    graph: fx.Graph, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule
 ) -> tuple[Output, ...]:
     """The outputs that have a value; the graph's output node is cut down to the same."""
     node = graph.output_node()
@@ -154,7 +211,7 @@ def _outputs(
     return tuple(outputs)
 
 
-def _mutation_error(what: Input, desc: Any, call: Call, forward: fx.GraphModule) -> Exception:
+def _mutation_error(what: Input, desc: Any, call: FlatCall, forward: fx.GraphModule) -> Exception:
     assert isinstance(what, (Param, Arg))
     kind = "a parameter" if isinstance(what, Param) else "an argument"
     return planning_error(
