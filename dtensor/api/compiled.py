@@ -21,7 +21,7 @@ from dtensor.api.eager.values import fresh_name
 from dtensor.api.plan_call import Call, Options, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for
-from dtensor.api.stating.outputs import Out, pinned_results
+from dtensor.api.stating.placing import Out, pinned_results
 from dtensor.daft import Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh

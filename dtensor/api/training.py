@@ -29,7 +29,7 @@ from dtensor.api.plan_call import Call, Options, Planned, parameter_labels, plan
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.scheduled import scheduled
 from dtensor.api.session import Session, session_for
-from dtensor.api.stating.recompute_globs import recompute_of
+from dtensor.api.stating.options import recompute_of
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
