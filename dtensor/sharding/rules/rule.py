@@ -79,6 +79,7 @@ class Rule:
     reduce: how the parts of a contracted factor combine.
     localize: rewrites the call for one rank where the local form differs from the global one.
     flops: floating-point operations of the global call, 0 where memory traffic dominates.
+    of_loss: its sums over a split factor are parts of a loss, one number a row: wanted as they are.
     """
 
     operands: tuple[Dims, ...]
@@ -91,6 +92,7 @@ class Rule:
     reduce: ReduceOp = "sum"
     localize: Localizer | None = None
     flops: int = 0
+    of_loss: bool = False
 
     @cached_property
     def size(self) -> dict[str, int]:
