@@ -33,13 +33,13 @@ from dtensor.api.eager.values import (
     ViewStep,
     contiguous_strides,
     fresh_name,
-    held_by,
     layout_of,
 )
 from dtensor.api.session import Session
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import lower
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
@@ -364,6 +364,6 @@ def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
 def fetch(value: Value) -> list[torch.Tensor]:
     """The shards, one per rank that holds them. Waits."""
     try:
-        return value.session.fetch(value.name, held_by(value.spec))
+        return value.session.fetch(value.name, holders_of(value.spec))
     except DaftError as error:
         raise located(value.session, error) from error

@@ -32,7 +32,6 @@ from dtensor.api.eager.values import (
     ViewStep,
     contiguous_strides,
     fresh_name,
-    held_by,
     layout_of,
 )
 from dtensor.api.session import Session, session_for
@@ -40,6 +39,7 @@ from dtensor.api.stating.checks import check_fit
 from dtensor.api.stating.placing import restated
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import Placement
@@ -110,7 +110,7 @@ class DTensor(Handle):
     def full_value(self) -> torch.Tensor:
         """The global value, without history."""
         value = self.value(told=True)
-        shards = dict(zip(held_by(value.spec), fetch(value), strict=True))
+        shards = dict(zip(holders_of(value.spec), fetch(value), strict=True))
         return assemble_at(shards, value.spec)
 
     def redistribute(self, **placements: Placement) -> DTensor:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from dtensor.api.session import Session
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -32,19 +33,6 @@ _names = itertools.count()
 
 def fresh_name() -> str:
     return f"tensor {next(_names)}"
-
-
-def held_by(spec: TensorSpec) -> tuple[int, ...]:
-    """The ranks of the part of the mesh that holds the value."""
-    mesh = spec.mesh
-    if not spec.on:
-        return tuple(range(mesh.size))
-    on = dict(spec.on)
-    return tuple(
-        rank
-        for rank in range(mesh.size)
-        if all(mesh.coordinates(rank)[axis] == index for axis, index in on.items())
-    )
 
 
 class Value:
@@ -58,7 +46,7 @@ class Value:
         self.spec = spec
 
     def __del__(self) -> None:
-        self.session.forget(self.name, held_by(self.spec), self.spec.nbytes)
+        self.session.forget(self.name, holders_of(self.spec), self.spec.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
