@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.errors import op_name
 from dtensor.api.eager.policy import moves_of
-from dtensor.api.eager.values import Layout, ViewStep
+from dtensor.api.eager.values import Layout, ViewStep, layout_of
 from dtensor.api.eager.views import functional, written_back
 from dtensor.frontend.capture.decompose import (
     GraphAndConstants,
@@ -145,14 +145,6 @@ class OneOp:
 
 
 @dataclass(frozen=True, slots=True)
-class ResultMeta:
-    """A tensor that an op returns; ``strides`` as on one device."""
-
-    spec: TensorSpec
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Reduced:
     """Result ``index`` of the program is operand ``operand``, reduced on the op's behalf."""
 
@@ -172,7 +164,7 @@ class PlannedOp:
     """
 
     plan: Plan
-    results: tuple[ResultMeta | None, ...]
+    results: tuple[Layout | None, ...]
     structure: type
     inputs: tuple[str | None, ...]
     constants: Mapping[str, torch.Tensor]
@@ -211,7 +203,7 @@ def plan_op(op: OneOp) -> PlannedOp:
     return PlannedOp(
         plan=planned,
         results=tuple(
-            None if strides is None else ResultMeta(specs[next(results)], strides)
+            None if strides is None else layout_of(specs[next(results)], strides)
             for strides in built.strides
         ),
         structure=built.structure,

@@ -24,6 +24,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.source import Source, source_here
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Convert
+from dtensor.sharding.plan.text.words import size_text
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
 
 Policy = Literal["allow", "warn", "error"]
@@ -90,7 +91,7 @@ def _text(op: str, moves: Sequence[tuple[str, Move]], source: Source | None) -> 
     for label, move in moves:
         lines.append(
             f"  {label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
-            f"{_size(move.bytes_sent)} sent per rank"
+            f"{size_text(move.bytes_sent)} sent per rank"
         )
     if source is not None:
         lines.append(f"  {source}: {source.text}")
@@ -98,13 +99,6 @@ def _text(op: str, moves: Sequence[tuple[str, Move]], source: Source | None) -> 
         'fix: say it with x.redistribute(...) before the op, or dt.implicit_redistribution("allow")'
     )
     return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"
 
 
 # -- what one op sends -----------------------------------------------------------------------------

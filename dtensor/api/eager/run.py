@@ -81,10 +81,8 @@ class Ran:
     def cells(self) -> tuple[Cell | None, ...]:
         """A new cell for each value that the op returned."""
         return tuple(
-            None
-            if value is None or meta is None
-            else Cell(value.session, layout_of(value.spec, meta.strides), value)
-            for value, meta in zip(self.values, self.planned.results, strict=True)
+            None if value is None or layout is None else Cell(value.session, layout, value)
+            for value, layout in zip(self.values, self.planned.results, strict=True)
         )
 
 
@@ -239,7 +237,8 @@ def _run(session: Session, entry: Entry, call: CallKey, reads: Sequence[ReadValu
         raise located(session, error) from error
     made = iter(names)
     values = tuple(
-        None if meta is None else Value(session, next(made), meta.spec) for meta in planned.results
+        None if layout is None else Value(session, next(made), layout.spec)
+        for layout in planned.results
     )
     for extra in planned.reduced:
         kept = Value(session, names[extra.index], extra.spec)
