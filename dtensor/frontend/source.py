@@ -143,7 +143,8 @@ def places_below(entry: CodeType) -> list[Place]:
     below: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:
-        below.append((frame, frame.f_lineno))
+        if _owner(frame) is not None:  # first: most are torch's, and each op asks
+            below.append((frame, frame.f_lineno))
         frame = frame.f_back
     return _users(reversed(below)) if frame is not None else []
 

@@ -25,7 +25,7 @@ import torch
 from dtensor.api.eager.errors import op_name, refused
 from dtensor.api.eager.graph import fake, fakes
 from dtensor.api.eager.run import execute, fill, own_value
-from dtensor.api.eager.values import Alias, Cell, Handle, layout_of
+from dtensor.api.eager.values import Alias, Cell, CellTensor, layout_of
 from dtensor.api.eager.views import view_step
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
@@ -94,7 +94,7 @@ def _in_place(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _require_dtensor(target: Any, x: Any) -> None:
-    if not isinstance(x, Handle):  # a plain tensor that is to take a DTensor's value
+    if not isinstance(x, CellTensor):  # a plain tensor that is to take a DTensor's value
         raise refused(
             op_name(target),
             "it would write a DTensor's value into a plain tensor",
@@ -138,7 +138,7 @@ def _view(target: Any, args: Args, kwargs: Kwargs) -> Alias:
     return _seen_as(x, target, *rest)
 
 
-def _seen_as(x: Handle, target: Any, *args: Any) -> Alias:
+def _seen_as(x: CellTensor, target: Any, *args: Any) -> Alias:
     return Alias(x._cell, view_step(x, target, args))
 
 
@@ -224,7 +224,7 @@ def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     x, source = args[0], args[1]
     _require_dtensor(target, x)
     cell = x._cell
-    alike = isinstance(source, Handle) and source.session is cell.session
+    alike = isinstance(source, CellTensor) and source.session is cell.session
     alike = alike and (source.shape, source.dtype, source.mesh) == (x.shape, x.dtype, x.mesh)
     if alike and x._view is None:
         value = own_value(source)

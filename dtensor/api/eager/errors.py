@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dtensor.api.eager.values import Handle
+from dtensor.api.eager.values import CellTensor
 from dtensor.api.session import Session
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
@@ -65,8 +65,8 @@ def plain(target: Any, operands: Sequence[Any]) -> PlanningError:
     """For a DTensor beside plain tensors."""
     lines = [f"{op_name(target)} takes a DTensor together with a plain tensor."]
     for x in operands:
-        lines.append(f"  {_text(x) if isinstance(x, Handle) else type_text(x)}")
-    mesh = next(x.mesh for x in operands if isinstance(x, Handle))
+        lines.append(f"  {_text(x) if isinstance(x, CellTensor) else type_text(x)}")
+    mesh = next(x.mesh for x in operands if isinstance(x, CellTensor))
     lines.append(
         f"fix: dt.distribute(x, {mesh!r}) for the plain one; its placements default to Replicate"
     )

@@ -25,7 +25,7 @@ from dtensor.api.eager.graph import CallKey, OneOp, PlannedOp, plan_op
 from dtensor.api.eager.policy import check
 from dtensor.api.eager.values import (
     Cell,
-    Handle,
+    CellTensor,
     Layout,
     Made,
     ReadValue,
@@ -95,7 +95,7 @@ def execute(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    write: Handle | None = None,
+    write: CellTensor | None = None,
     pinned: Mapping[str, Placement] | None = None,
     like: Cell | None = None,
     told: bool = False,
@@ -163,7 +163,7 @@ def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Sess
     """Where the op runs: where its operands are. PlanningError where they are in two places."""
     first: Any = None
     for x in operands:
-        if isinstance(x, Handle):
+        if isinstance(x, CellTensor):
             first = x if first is None else first
             if x.session is not first.session:
                 raise elsewhere(target, first, x)
@@ -173,7 +173,7 @@ def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Sess
     assert cell is not None
     cell.session.check()
     for x in operands:
-        if isinstance(x, Handle) and x._cell.layout.spec.on:
+        if isinstance(x, CellTensor) and x._cell.layout.spec.on:
             raise with_line(
                 PlanningError(
                     f"{op_name(target)} takes a DTensor that only a part of the mesh holds.\n"
@@ -243,7 +243,7 @@ def _run(session: Session, entry: Entry, call: CallKey, reads: Sequence[ReadValu
     for extra in planned.reduced:
         kept = Value(session, names[extra.index], extra.spec)
         x = call.operands[extra.operand]
-        if isinstance(x, Handle) and x._cell.value is reads[extra.operand].value:
+        if isinstance(x, CellTensor) and x._cell.value is reads[extra.operand].value:
             x._cell.reduced = kept
     return Ran(planned, values)
 
@@ -285,7 +285,7 @@ def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
     whatever it takes. A plain tensor is one number, or in a backward pass what autograd makes:
     zeros for a part of a split that has no gradient.
     """
-    if not isinstance(x, Handle):
+    if not isinstance(x, CellTensor):
         spec = make_spec(tuple(x.shape), x.dtype, mesh)
         return ReadValue(x.detach(), layout_of(spec, contiguous_strides(spec.shape)), None)
     cell, view = x._cell, x._view
@@ -300,7 +300,7 @@ def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
     return ReadValue(made, layout_of(made.spec, x.stride()), None)
 
 
-def own_value(x: Handle, *, told: bool = False) -> Value:
+def own_value(x: CellTensor, *, told: bool = False) -> Value:
     """Its own shards, not those of what it is a view of; ``told``: to be read by the user.
 
     A view's is made where what it was made from has changed, and kept, so that its name stays
@@ -321,7 +321,7 @@ def own_value(x: Handle, *, told: bool = False) -> Value:
     return x._made.value
 
 
-def spec_of(x: Handle) -> TensorSpec:
+def spec_of(x: CellTensor) -> TensorSpec:
     layout = x._cell.layout
     if x._view is None:
         return layout.spec

@@ -27,7 +27,7 @@ from dtensor.api.eager.run import execute, fetch, own_value, spec_of
 from dtensor.api.eager.values import (
     Alias,
     Cell,
-    Handle,
+    CellTensor,
     Value,
     ViewStep,
     contiguous_strides,
@@ -47,7 +47,7 @@ from dtensor.sharding.spec.shards import assemble_at, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 
-class DTensor(Handle):
+class DTensor(CellTensor):
     """Global ``shape`` and ``dtype``; ``spec`` says how it is split. Made by `distribute`, by
     compiled functions and by ops on DTensors."""
 

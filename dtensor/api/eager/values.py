@@ -5,8 +5,8 @@
     v.mul_(2)              a new Value is computed and the Cell holds it; w and v both see it
 
 So aliasing is PyTorch's: tensors that share storage there share a cell here, and a view is read
-from what its cell holds now. A Value is dropped on the ranks when nothing refers to it. A Handle is
-the tensor that a user has: a cell, or a view of one.
+from what its cell holds now. A Value is dropped on the ranks when nothing refers to it. What a user
+has is a CellTensor: a cell, or a view of one.
 
 Invariants: a Value's shards are never written again, so cells may share one (a clone costs
 nothing). A cell's shape, dtype and strides are fixed; its placement is that of the value it holds.
@@ -118,7 +118,7 @@ class Made:
     value: Value
 
 
-class Handle(torch.Tensor):
+class CellTensor(torch.Tensor):
     """A tensor that is a cell, or a view of one: what ops take apart. `DTensor` is the only kind.
 
     ``_made``: the view's own value, where it took communication to see it.

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from dtensor.api.eager.errors import op_name, refused
-from dtensor.api.eager.values import Handle, ViewStep
+from dtensor.api.eager.values import CellTensor, ViewStep
 from dtensor.errors import PlanningError
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 _steps: dict[Any, ViewStep] = {}
 
 
-def view_step(x: Handle, target: Any, args: tuple[Any, ...]) -> ViewStep:
+def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
     """``target(x, *args)`` as a view of x's cell. Torch's own errors where x has no such view."""
     parent = x._view
     seen = (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)

@@ -6,7 +6,7 @@
     ce_backward   "n, n v, n, n, n -> n v"       nothing contracted
 
 Invariants: where the vocabulary is split, localizers tell the op which global rows or columns the
-rank holds. The ops themselves are defined in ops/attention.py.
+rank holds. The ops themselves: ops/attention.py, ops/cross_entropy.py.
 """
 
 from __future__ import annotations
