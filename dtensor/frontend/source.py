@@ -3,9 +3,9 @@
     q = rearrange(q, "b t (h d) -> b h t d", h=4)       mlp.py:14, and not einops/_backends.py:96
     h = self.act(self.c_fc(h))                          modeling_gpt2.py:230, of an installed model
 
-A frame is the user's own when its file belongs neither to torch, nor to this package, nor to an
-installed library, nor to Python. What is typed at a prompt, in a cell or after ``-c`` is the
-user's; other code without a file is generated, and nobody's.
+A frame is the user's own when its file belongs neither to torch, nor to this package, nor to
+Python, nor to an installed library. What is typed at a prompt, in a cell or after ``-c`` is the
+user's; other code without a file is generated: nobody's, as are torch's, ours and Python's.
 
 A library's function is an op like torch's: its caller's line is wanted. A library's *model* is
 looked at like one's own: from where the `forward` of a module with parameters or parts runs, the
@@ -70,14 +70,14 @@ _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 
 @lru_cache(maxsize=4096)
 def owner_of_file(file: str) -> str | None:
-    """OWN, the name of a library, or None for torch and this package."""
+    """OWN, the name of a library, or None for torch, this package and Python's own."""
     path = os.path.abspath(file)
     if path.startswith(_NOBODYS):
         return None
     library = _INSTALLED.match(path)
     if library is not None:
         return library[1]
-    return "python" if path.startswith(_PYTHON) else OWN
+    return None if path.startswith(_PYTHON) else OWN
 
 
 def _owner(frame: FrameType) -> str | None:

@@ -3,12 +3,13 @@ library's function. The same in a captured graph, in what eager ops warn of, and
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import linecache
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -219,6 +220,18 @@ def test_a_layer_with_weights_is_a_model() -> None:
     lines = texts(lambda layer, x: layer(x), EinMix("b i -> b o", weight_shape="i o", i=6, o=3),
                   torch.randn(4, 6))  # fmt: skip
     assert len(lines) == 1 and "einsum" in lines.pop()
+
+
+def test_pythons_own_modules_have_no_lines() -> None:
+    @contextlib.contextmanager
+    def nothing() -> Iterator[None]:
+        yield
+
+    def fn(x: Tensor) -> Tensor:
+        return nothing()(torch.sin)(x)  # runs in contextlib.py
+
+    assert texts(fn) == {"return nothing()(torch.sin)(x)  # runs in contextlib.py"}
+    assert texts(nothing()(torch.sin)) == set()
 
 
 def test_what_has_no_other_line_has_the_librarys(library: ModuleType) -> None:
