@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.leaves import check_leaf, for_capture, leaf_key
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.stating.auto_stages import cut
 from dtensor.api.stating.options import recomputed_modules
 from dtensor.api.stating.placing import (
     InputPins,
@@ -28,7 +29,7 @@ from dtensor.api.stating.placing import (
     planner_pins,
     restated,
 )
-from dtensor.api.stating.stages import NO_STAGES, StagePlan, cut
+from dtensor.api.stating.stages import NO_STAGES, StagePlan
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.api.stating import stages
+from dtensor.api.stating import auto_stages
 from dtensor.sharding.plan.cost.cut_chain import Chain, Partition, partition
 from dtensor.sharding.plan.cost.memory import stage_seconds
 from dtensor.sharding.plan.cost.unit_costs import SECOND
@@ -45,7 +45,7 @@ def test_predicted_is_planned(
         found.append(made)
         return made
 
-    monkeypatch.setattr(stages, "partition", noted)
+    monkeypatch.setattr(auto_stages, "partition", noted)
     module = GPT(layers=2, vocab=128)
     model = dt.parallelize(module, mesh, pins, stages="auto", **placed)
     optimizer = torch.optim.AdamW(module.parameters())

@@ -1,18 +1,8 @@
-"""Which stage holds which parameter, as stated by patterns per stage or chosen ("auto").
+"""Which stage holds which parameter, as stated by patterns per stage.
 
     stage_of(model, Mesh(pp=2, tp=2), {"pp": [["embed*", "blocks.[0-1].*"],
                                               ["blocks.[2-3].*", "norm*", "head*"]]})
     # StagePlan(axis="pp", num_stages=2, held={"embed.weight": (0,), ...})
-
-    model = parallelize(GPT(config), Mesh(pp=2, tp=2), MEGATRON, stages="auto")
-    train_step(model, loss_fn, opt).plan(tokens, targets)    # the first plan cuts the model
-    model.stages                # {"pp": [["embed.*", "blocks.{0..2}.*"], ["blocks.3.*", "head.*"]]}
-
-With "auto" the stages are those whose slowest is as fast as can be, by the prices of the plan: the
-program is planned once without stages; what that says of each unit (a module that computes with
-parameters) is a chain, and the chain is cut where the dearest stage is cheapest (`cut`). The result
-is patterns, read as stated ones are, so that who states them gets the same plan. It holds for the
-model from then on: parameters stay where they are, whatever else is planned.
 
 Invariants: every parameter is held by exactly one stage, but for a tied one, which each of its
 names may put on another stage, and one that several stages name in full, without a wildcard; the
@@ -20,29 +10,20 @@ number of stages is a multiple of the axis. A buffer that no
 pattern matches goes where the parameters of its module are (or of the module around it, and so
 on); where those are on several stages it is left out of ``held`` and is kept where it is used.
 
-Not here: units (frontend/dataflow/units.py), their prices (sharding/plan/cost/unit_costs.py), the
-search (sharding/plan/cost/cut_chain.py); which stage an op runs on
+Not here: how "auto" chooses (auto_stages.py), which stage an op runs on
 (frontend/dataflow/assign_stages.py), when it runs (the schedule).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
 
 from dtensor.api.stating.patterns import Named, listing, matches, names_of, nearest, no_match
 from dtensor.errors import PlanningError
-from dtensor.frontend.dataflow.units import Units, units_of
-from dtensor.sharding.plan.cost.cut_chain import partition
-from dtensor.sharding.plan.cost.unit_costs import chain_of
-from dtensor.sharding.plan.passes.gather_stored import gather_stored
-from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import Request
-from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.mesh import Mesh
 
 
@@ -267,159 +248,3 @@ def _stage_around(
             return inside.pop() if len(inside) == 1 else None
         path = path.rpartition(".")[0]
     return None
-
-
-# -- "auto" ----------------------------------------------------------------------------------------
-
-
-def cut(
-    module: nn.Module,
-    stages: StagePlan,
-    request: Request,
-    make: Callable[[Request], Plan],
-    in_flight: Sequence[int] = (),
-) -> StagePlan:
-    """``stages`` with its stages chosen.
-
-    Args:
-        request: of the program, its flow without stages.
-        make: plans a request.
-        in_flight: by stage, the microbatches that the schedule holds at a time.
-
-    Raises PlanningError where the program has too few modules with parameters.
-    """
-    axis = stages.axis
-    assert axis is not None
-    mesh = request.mesh
-    whole = gather_stored(
-        make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
-    )
-    names = names_of(module)
-    aliases = {n.name: n.names for n in names if n.kind == "parameter"}
-    found = units_of(whole.flow, aliases, _containers(module))
-    if len(found.units) < stages.num_stages:
-        raise _too_few(found, stages, mesh)
-    uses = found.of_label()
-    owners = [unit.owner for unit in found.units]
-    chain = chain_of(
-        whole,
-        found.flow,
-        uses=uses,
-        reused=found.reused,
-        depth=tuple(_shared_path(a, b) for a, b in itertools.pairwise(owners)),
-        axis=axis,
-    )
-    a_rank = stages.num_stages // mesh.axis_size(axis)
-    parts = partition(
-        chain,
-        stages.num_stages,
-        in_flight=in_flight,
-        memory_bytes=request.topology.memory_bytes / a_rank,
-    )
-    if parts is None:
-        raise _reused(found, stages)
-    stage = {
-        unit: number
-        for number in range(stages.num_stages)
-        for unit in range(parts.bounds[number], parts.bounds[number + 1])
-    }
-    homes = {name: {stage[unit] for unit in units} for name, units in found.of_name().items()}
-    every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    first = {label: stage[units[0]] for label, units in uses.items()}
-    for named in names:  # a tied parameter's other names, by which no op uses it
-        if named.name in first:
-            for name in named.names:
-                homes.setdefault(name, {first[named.name]})
-    _neighbours(every, homes)
-    patterns = [_patterns(every, homes, number) for number in range(stages.num_stages)]
-    chosen = stage_of(module, mesh, {axis: patterns})
-    return replace(chosen, auto=True, ranks=stages.ranks)
-
-
-def _containers(module: nn.Module) -> frozenset[str]:
-    return frozenset(
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.ParameterList | nn.ParameterDict)
-    )
-
-
-def _shared_path(one: str, other: str) -> int:
-    """How many modules two are both within."""
-    count = 0
-    for a, b in zip(one.split("."), other.split("."), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
-def _neighbours(every: Sequence[str], homes: dict[str, set[int]]) -> None:
-    """Parameters that nothing uses go where the nearest one before them is, in the innermost module
-    around them that has any; else the nearest one behind."""
-    used = [name for name in every if name in homes]
-    place = {name: number for number, name in enumerate(every)}
-    for name, number in place.items():
-        if name in homes:
-            continue
-        path = name
-        while path:
-            path = path.rpartition(".")[0]
-            inside = [n for n in used if not path or n.startswith(f"{path}.")]
-            if inside:
-                before = [n for n in inside if place[n] < number]
-                near = before[-1] if before else inside[0]
-                homes[name] = {max(homes[near]) if before else min(homes[near])}
-                break
-
-
-def _patterns(every: Sequence[str], homes: Mapping[str, set[int]], stage: int) -> list[str]:
-    """Globs that match the stage's parameters, whole modules where the stage has them whole."""
-    own = {name for name in every if homes[name] == {stage}}
-    found: list[str] = []
-    _within("", every, own, {n for n in every if stage in homes[n]}, found)
-    return list(collapse(found))
-
-
-def _within(
-    path: str, names: Iterable[str], own: set[str], held: set[str], found: list[str]
-) -> None:
-    """The patterns for what is under ``path``, in the module's order."""
-    start = f"{path}." if path else ""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(start + name[len(start) :].split(".")[0], []).append(name)
-    for part, inside in groups.items():
-        if inside == [part]:  # a parameter
-            found += [part] if part in held else []
-        elif own.issuperset(inside):
-            found.append(f"{part}.*")
-        elif held.intersection(inside):
-            _within(part, inside, own, held, found)
-
-
-def _too_few(found: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
-    have = [unit.owner or ", ".join(unit.names) for unit in found.units]
-    size = mesh.axis_size(stages.axis or "")
-    most = len(have) // size * size
-    fix = "state the stages by patterns, or leave stages= out"
-    if most:
-        fix = f'stages={{"{stages.axis}": dt.Auto(num_stages={most})}}'
-    elif have:
-        fix = f"a mesh with {stages.axis}={len(have)}"
-    return PlanningError(
-        f"the program cannot be cut into {stages.num_stages} stages: a stage has a module that "
-        f"computes with parameters, and there are {len(have)}.\n"
-        f"  {listing(have)}\n"
-        f"fix: {fix}"
-    )
-
-
-def _reused(found: Units, stages: StagePlan) -> PlanningError:
-    twice = [name for name, units in found.of_name().items() if len(units) > 1]
-    return PlanningError(
-        f"no cut into {stages.num_stages} stages goes forward: parameters are used again after "
-        f"others.\n"
-        f"  {listing(twice)}\n"
-        f"fix: fewer stages, or state them by patterns"
-    )

@@ -4,7 +4,7 @@
 
 The route: the call as a module of fake tensors (call_as_module.py), non-strict `torch.export` of
 it, rewrites on that forward graph (canonical.py), torch's joint export, of repeated layers once
-(differentiate.py), which is then simplified (simplify.py), named (names.py) and described
+(layers.py, stitch.py), which is then simplified (simplify.py), named (names.py) and described
 (to_graph.py). The joint export was chosen because it keeps phase tags, parameter names and the link
 from a backward op to its forward, and captured every model it was tried on; `make_fx` of a gradient
 has none of these.
@@ -28,7 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor.frontend.capture.call_as_module import CallAsModule, Grads, faked, flat_call
 from dtensor.frontend.capture.canonical import canonicalise
-from dtensor.frontend.capture.patches import patched, surrounding, whole_layers
+from dtensor.frontend.capture.decompose import Held
+from dtensor.frontend.capture.layers import segments_of
+from dtensor.frontend.capture.patches import export_joint, patched, surrounding, whole_layers
 from dtensor.frontend.capture.refusals import (
     ASSIGNED,
     assigned_attribute,
@@ -63,8 +65,7 @@ def capture(
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
-    # Not at the top: these load torch's compiler, and with it triton where that is installed.
-    from dtensor.frontend.capture.differentiate import differentiate
+    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
     from dtensor.frontend.capture.to_graph import to_graph
 
     call = flat_call(fn, args, kwargs or {})
@@ -81,7 +82,7 @@ def capture(
         check_forward(forward)
         # Attention that `canonicalise` leaves decomposes the same on every machine.
         with sdpa_kernel(SDPBackend.MATH), whole_layers():
-            joint = differentiate(forward, tensors, mode)
+            joint = _differentiate(forward, tensors, mode)
             return to_graph(root, joint, forward, mode)
 
 
@@ -96,3 +97,18 @@ def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphMo
             raise
         names = assigned_names(str(warning))
         raise assigned_attribute(names, source_of_callable(root.call.fn)) from warning
+
+
+def _differentiate(
+    forward: fx.GraphModule, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode
+) -> Held:
+    """The joint graph of forward and backward; repeated layers are differentiated once."""
+    segments = segments_of(forward)
+    if segments:
+        from dtensor.frontend.capture.stitch import NotAlone, stitch  # as to_graph
+
+        try:
+            return stitch(forward, segments, tensors, mode)
+        except NotAlone:
+            pass
+    return export_joint(forward, tensors)

@@ -9,7 +9,7 @@ compared, which was captured layer by layer, not the user's classes: nothing is 
 
 What may differ are the parameters' values, the names of numbered modules, and the numbers of random
 ops and of checkpoints, which are listed. Not here: shapes and strides of what a layer reads, which
-are known once the layers before it were differentiated (differentiate.py).
+are known once the layers before it were differentiated (stitch.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What is changed in torch while a program is captured, all of it here, and put back.
 
     with patched(below=CallAsModule.forward):
-        torch.export.export(...)
+        forward = torch.export.export(...).module()
         with whole_layers():
-            aot_export_joint_with_descriptors(...)
+            joint = export_joint(forward, tensors)
 
 - Stack traces of nodes keep every frame that counts (source.py), not only those of `forward`.
 - A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
@@ -13,6 +13,8 @@
   differentiates through the forward that it sees), autocast for another device than the CPU.
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - Layers that torch takes apart while differentiating, and that have rules, stay whole.
+
+The joint export of forward and backward, `export_joint`, is private to torch too.
 
 Autocast. A program is captured on fake CPU tensors, whatever runs it. So the ops that "cpu"
 autocast chooses are the program's, on every device; autocast for "cuda" would touch none of those
@@ -34,7 +36,7 @@ from __future__ import annotations
 import itertools
 import traceback as python_traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
@@ -280,3 +282,12 @@ def whole_layers() -> Iterator[None]:
         for op, key, kernel in taken:
             op.py_kernels[key] = kernel  # type: ignore[assignment]
             op._dispatch_cache.clear()
+
+
+def export_joint(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Forward and backward in one graph, its placeholders and output with meta "desc"."""
+    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with ExitStack() as stack:
+        return aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module

@@ -1,6 +1,6 @@
-"""The joint graph of forward and backward, of which repeated layers are differentiated once.
+"""The joint graph of repeated layers: each kind is differentiated once, and its copies stitched.
 
-    joint = differentiate(forward, tensors, mode)
+    joint = stitch(forward, segments_of(forward), tensors, mode)
     joint.graph         # placeholders and output with meta "desc", as torch's joint export gives
 
 Torch's joint export runs every op of the program through autograd, about a millisecond each, and a
@@ -14,16 +14,15 @@ numbers of its own, and put together:
 
 A parameter that several segments read has the sum of their gradients, added in the order of
 autograd, from the last segment to the first. The result is that of the whole export, node by node;
-where that is not certain the whole is exported:
+where that is not certain, `NotAlone` is raised, and the whole is to be exported:
 
 - a value that requires grad is read by two segments, or two of them leave one segment: autograd
   would add their gradients in the order in which it comes by;
 - a segment changes in place what others see.
 
 Invariants: placeholders and output carry the meta "desc" of torch's joint export of the whole, in
-its order. Sequence numbers link a copy's backward to its forward. The joint export is private to
-torch; it is called in this file alone, and the tests hold it for each supported version. Not here:
-what makes segments alike (layers.py), what the nodes mean (to_graph.py).
+its order. Sequence numbers link a copy's backward to its forward. Not here: what makes segments
+alike (layers.py), what the nodes mean (to_graph.py).
 """
 
 from __future__ import annotations
@@ -31,31 +30,29 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
-from dtensor.frontend.capture.decompose import GraphAndConstants, Held
+from dtensor.frontend.capture.decompose import GraphAndConstants
 from dtensor.frontend.capture.layers import (
     RANDOM,
     GraphSegment,
     attribute_of,
     is_random,
     renamed,
-    segments_of,
 )
-from dtensor.frontend.capture.patches import CHECKPOINT
+from dtensor.frontend.capture.patches import CHECKPOINT, export_joint
 
 _KEPT = ("val", "stack_trace", "partitioner_tag")
 
 
-class _NotAlone(Exception):
+class NotAlone(Exception):
     """A segment has to do with others in ways that its own joint graph does not show."""
 
 
@@ -77,31 +74,26 @@ class _Occurrence:
     kind: _Kind
 
 
-def differentiate(
-    forward: fx.GraphModule, tensors: Sequence[torch.Tensor], mode: FakeTensorMode
-) -> Held:
-    """``forward``: the exported graph, of fake parameters; ``tensors``: its fake arguments."""
-    segments = segments_of(forward)
-    if segments:
-        try:
-            return _stitch(forward, _parts(forward, segments, tensors, mode))
-        except _NotAlone:
-            pass
-    return _export(forward, tensors)
+def stitch(
+    forward: fx.GraphModule,
+    segments: Sequence[GraphSegment],
+    tensors: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> GraphAndConstants:
+    """The joint graph of ``forward``: the exported graph, of fake parameters, of which ``segments``
+    are the parts in order; ``tensors``: its fake arguments.
+
+    Raises NotAlone where gradients meet in a way that needs the whole.
+    """
+    parts = _occurrences(forward, segments, tensors, mode)
+    _check(forward, parts)
+    return _Stitcher(forward, parts).run()
 
 
 # -- the kinds -----------------------------------------------------------------------------------
 
 
-def _export(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
-    with ExitStack() as stack:
-        return aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module
-
-
-def _parts(
+def _occurrences(
     forward: fx.GraphModule,
     segments: Sequence[GraphSegment],
     tensors: Sequence[torch.Tensor],
@@ -109,7 +101,7 @@ def _parts(
 ) -> list[_Occurrence]:
     """Each segment with its kind, which is exported where it comes first.
 
-    Raises _NotAlone.
+    Raises NotAlone.
     """
     values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
     readers = Counter(node for segment in segments for node in segment.reads)
@@ -126,10 +118,10 @@ def _parts(
         if segment is not segments[-1]:
             wanted = [node for node, (_, w) in zip(segment.makes, kind.made, strict=True) if w]
             if len(wanted) > 1 or any(readers[node] > 1 for node in wanted):
-                raise _NotAlone
+                raise NotAlone
             for node, (like, wants) in zip(segment.makes, kind.made, strict=True):
                 if like.is_conj() or like.is_neg():
-                    raise _NotAlone  # a bit of the tensor that a made one would not have
+                    raise NotAlone  # a bit of the tensor that a made one would not have
                 values[node] = _fake(like, wants, mode)
     return parts
 
@@ -153,7 +145,7 @@ def _kind(
     reads: Sequence[torch.Tensor],
     mode: FakeTensorMode,
 ) -> _Kind:
-    joint = _export(_module(forward, segment), reads)
+    joint = export_joint(_module(forward, segment), reads)
     outputs: Any = joint.graph.output_node().args[0]
     made: dict[int, torch.Tensor] = {}
     for node, desc in zip(outputs, joint.graph.output_node().meta["desc"], strict=True):
@@ -163,14 +155,14 @@ def _kind(
             case aot.GradAOTOutput() | None:
                 pass
             case _:
-                raise _NotAlone  # it changes one of its inputs
+                raise NotAlone  # it changes one of its inputs
     wanted = {
         node.meta["desc"].output.idx
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], aot.TangentAOTInput)
     }
     if len(made) != len(segment.makes):
-        raise _NotAlone
+        raise NotAlone
     return _Kind(
         segment=segment,
         joint=joint,
@@ -188,7 +180,7 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
     outputs: list[fx.Node] = []
     for node in segment.makes:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
-            raise _NotAlone
+            raise NotAlone
         outputs.append(graph.call_function(torch.ops.aten.clone.default, (env[node],)))
         outputs[-1].meta.update(node.meta)
     graph.output(tuple(outputs))
@@ -209,15 +201,6 @@ def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
 # -- put together --------------------------------------------------------------------------------
 
 
-def _stitch(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> GraphAndConstants:
-    """The joint graph of ``forward``, of which ``parts`` are the segments in order.
-
-    Raises _NotAlone where gradients meet in a way that needs the whole.
-    """
-    _check(forward, parts)
-    return _Stitcher(forward, parts).run()
-
-
 def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
     """That what several segments read has gradients that are added one a segment."""
     readers: dict[fx.Node, list[_Occurrence]] = {}
@@ -228,14 +211,14 @@ def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
         for node in part.segment.attributes:
             uses.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = None
     if any(len(names) > 1 for names in uses.values()):
-        raise _NotAlone  # one tensor under two names
+        raise NotAlone  # one tensor under two names
     for node, found in readers.items():
         value = attribute_of(forward, node) if node.op == "get_attr" else None
         argument = node.op == "placeholder" and len(found) > 1 and _wants(node, found[0])
         if argument or (
             isinstance(value, torch.Tensor) and value.requires_grad and _sums(node, found)
         ):
-            raise _NotAlone
+            raise NotAlone
 
 
 def _wants(node: fx.Node, part: _Occurrence) -> bool:
@@ -365,7 +348,7 @@ class _Copy:
             if isinstance(desc, aot.TangentAOTInput):
                 made = segment.makes[desc.output.idx]  # type: ignore[union-attr]
                 if not last and made not in tangents:
-                    raise _NotAlone  # it is read where no gradient comes from
+                    raise NotAlone  # it is read where no gradient comes from
                 self.env[node] = self.whole.inputs[desc] if last else tangents[made]
                 self._like(self.env[node], node)
         for node in self.late:
