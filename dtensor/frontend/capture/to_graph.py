@@ -11,7 +11,7 @@ is one of values alone:
 Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
 no `Grad`. Mutations of anything but buffers are refused. A check comes before every use of what it
 checks, so an error is raised where torch raises it; other effects stay and are refused.
-Not here: the export (differentiate.py), what the rewrites are (simplify.py, decompose.py), names.
+Not here: the export (capture.py), what the rewrites are (simplify.py, decompose.py), names.
 """
 
 from __future__ import annotations
