@@ -31,8 +31,8 @@ import dtensor as dt
 
 PHASES: dict[str, tuple[str, str]] = {
     "export of the forward": ("dtensor.frontend.capture.capture", "_export"),
-    "differentiation": ("dtensor.frontend.capture.differentiate", "differentiate"),
-    "rewrites and names": ("dtensor.frontend.capture.to_graph", "finish"),
+    "differentiation": ("dtensor.frontend.capture.capture", "_differentiate"),
+    "rewrites and names": ("dtensor.frontend.capture.to_graph", "to_graph"),
     "dataflow": ("dtensor.api.plan_call", "dataflow"),
     "choice of placements": ("dtensor.sharding.plan.planner", "choose_axis"),
     "steps laid down": ("dtensor.sharding.plan.planner", "emit"),
@@ -143,9 +143,10 @@ class Counts(contextlib.ExitStack):
     exports = variables = 0
 
     def __enter__(self) -> Counts:
-        differentiate = importlib.import_module("dtensor.frontend.capture.differentiate")
+        capture = importlib.import_module("dtensor.frontend.capture.capture")
+        stitch = importlib.import_module("dtensor.frontend.capture.stitch")
         choose = importlib.import_module("dtensor.sharding.plan.choose.choose_axis")
-        export, solve = differentiate._export, choose.solve
+        export, solve = capture.export_joint, choose.solve
 
         def exported(*args: Any) -> Any:
             self.exports += 1
@@ -156,7 +157,8 @@ class Counts(contextlib.ExitStack):
             self.variables += found.num_variables
             return found
 
-        self.enter_context(mock.patch.object(differentiate, "_export", exported))
+        for module in (capture, stitch):
+            self.enter_context(mock.patch.object(module, "export_joint", exported))
         self.enter_context(mock.patch.object(choose, "solve", solved))
         return self
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 
@@ -28,13 +29,10 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = (
-            part.view(b, t, d // self.head_width, self.head_width).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, -1)
-        )
+        heads = "b t (three h d) -> three b h t d"
+        q, k, v = rearrange(self.qkv(x), heads, three=3, d=self.head_width)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(b, t, d))
+        return self.proj(rearrange(y, "b h t d -> b t (h d)"))
 
 
 class MLP(nn.Module):

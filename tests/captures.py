@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.graph import Graph
 
 _found: dict[object, Graph] = {}

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from dtensor.api.eager.tensor import DTensor, fresh_name
+from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.values import fresh_name
 from dtensor.api.plan_call import BoundCall, Options, PlanCache, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Session, session_for
-from dtensor.api.stating.outputs import Out, pinned_results
+from dtensor.api.stating.placing import Out, pinned_results
 from dtensor.daft import Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.builder import Roles

@@ -2,9 +2,11 @@
 
     derive(flow, size=2)   # (Choice("up.weight", Shard(0), "column: ..."), ...)
 
-For each weight the split of its output dim is followed (sharding/plan/choose/trace_split.py) at the
-boundaries that the program itself accepts: whole heads where a view makes heads of the dim, whole
-groups where queries share keys, the parts of a split where projections are fused. A split is taken
+For each weight the split of its output dim is followed (`_follow`: the planner's closure, of the
+forward alone) at the boundaries that the program itself accepts: whole heads where a view makes
+heads of the dim, whole groups where queries share keys, the parts of a split where projections are
+fused. A split is *blocked* by an op that needs the dim whole, or that sums over it where no weight
+and no loss does; it is *crooked* where a view or a split cuts the dim at other places. It is taken
 where it gets through elementwise ops and attention to weights that contract it, or as a vocabulary
 to the loss. So column and row pairs, gates, fused and grouped projections come out; no class is
 named.
@@ -18,15 +20,24 @@ Not here: names by pattern, text (api/placements.py).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.choose.contractions import Contraction, batch_values, contractions_of
-from dtensor.sharding.plan.choose.trace_split import Blocked, Followed, Program, follow
-from dtensor.sharding.plan.dataflow import Dataflow, without_numbers
+from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
+from dtensor.sharding.plan.dataflow import Dataflow, Op, without_numbers
 from dtensor.sharding.plan.planner import rules_of
-from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets, simplest
+from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.placements import (
+    Partial,
+    Shard,
+    block_sizes,
+    counted,
+    index_sets,
+    same,
+    simplest,
+)
 
 _SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by accident
 # a cut, the axes to try it over, whether they stand for axes of any size
@@ -44,6 +55,32 @@ class Choice:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """The op that a split does not get through, and what it does with the dim: "cannot split" or
+    "sums over"."""
+
+    op: Op
+    why: str
+
+
+@dataclass(slots=True)
+class _Followed:
+    """``shards``: every value that is split, along one dim each; ``summed``: the weights that
+    contract the split; ``ops``: the names of the ops on its way; both in the order met."""
+
+    shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
+    summed: dict[str, None] = field(default_factory=dict[str, None])
+    ops: dict[str, None] = field(default_factory=dict[str, None])
+    ends: bool = False  # in a loss, or in what the program returns
+    obstacle: _Obstacle | None = None
+    crooked: bool = False
+
+    @property
+    def gets_through(self) -> bool:
+        return self.obstacle is None and not self.crooked
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Split:
     """A split that gets through: ``units`` pieces may be dealt to ranks, per block."""
@@ -51,7 +88,7 @@ class _Split:
     value: str
     shard: Shard
     units: int
-    followed: Followed
+    followed: _Followed
     any_size: bool  # it lines up over axes of any size, not only over the one that was asked for
 
     @property
@@ -69,8 +106,9 @@ class _Derivation:
     flow: Dataflow
     size: int | None
     rules: Mapping[str, Rule]
-    program: Program
-    contractions: Mapping[str, tuple[Contraction, ...]]
+    batch: frozenset[str]  # the values that depend on arguments
+    contractions: Mapping[str, tuple[Contraction, ...]]  # of each parameter of two dims and more
+    weights: Mapping[tuple[str, int], str]  # (op, operand) to the parameter that it contracts
     chosen: dict[str, Choice] = field(default_factory=dict[str, Choice])
     whole: dict[str, str] = field(default_factory=dict[str, str])
     # of alike layers, by name without numbers: the boundaries found, the reasons for none
@@ -86,25 +124,22 @@ class _Derivation:
             for item in flow.inputs
             if item.kind == "parameter" and len(item.meta.shape) >= 2
         }
-        program = Program(
-            flow=flow,
-            rules=rules,
-            weights={
-                (c.op.name, c.operand): value
-                for value, found in contractions.items()
-                for c in found
-            },
-            batch=batch,
-            results=frozenset(o.value for o in flow.outputs if o.kind == "result"),
-        )
+        weights = {
+            (c.op.name, c.operand): value for value, found in contractions.items() for c in found
+        }
         return _Derivation(
-            flow=flow, size=size, rules=rules, program=program, contractions=contractions
+            flow=flow,
+            size=size,
+            rules=rules,
+            batch=batch,
+            contractions=contractions,
+            weights=weights,
         )
 
     def choose(self) -> tuple[Choice, ...]:
         splits = [s for value in self.contractions if (s := self._split(value)) is not None]
         order = {value: i for i, value in enumerate(self.contractions)}
-        for split in sorted(splits, key=lambda s: (s.followed.num_values, order[s.value])):
+        for split in sorted(splits, key=lambda s: (len(s.followed.shards), order[s.value])):
             self._take(split)
         for value in self.contractions:
             if value not in self.chosen:
@@ -128,7 +163,7 @@ class _Derivation:
         product = self._product(value)
         if product is None:
             return None
-        obstacle: Blocked | None = None
+        obstacle: _Obstacle | None = None
         alike = without_numbers(self._label(value))
         if alike in self.refused:
             self.whole[value] = self.refused[alike]
@@ -136,7 +171,7 @@ class _Derivation:
         for shard, sizes, any_size in self._candidates(value, product.output_dim, alike):
             followed = self._through(value, shard, sizes)
             if not followed.gets_through:
-                obstacle = obstacle or followed.blocked
+                obstacle = obstacle or followed.obstacle
                 continue
             self.boundaries[alike] = shard, sizes[-1:], any_size
             blocks = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
@@ -152,12 +187,58 @@ class _Derivation:
         self.refused[alike] = self.whole[value]
         return None
 
-    def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> Followed:
+    def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> _Followed:
         for num in sizes:
-            followed = follow(self.program, value, shard, num)
+            followed = self._follow(value, shard, num)
             if not followed.gets_through:
                 break
         return followed
+
+    def _follow(self, value: str, shard: Shard, num: int) -> _Followed:
+        """The split of a parameter over an axis of ``num`` ranks, up to the first obstacle: the
+        many trials of a derivation are to be cheap."""
+        found = _Followed()
+        returned = {o.value for o in self.flow.outputs if o.kind == "result"}
+        queue = deque([(value, shard)])
+        while queue and found.gets_through:
+            value, shard = queue.popleft()
+            shape = self.flow.metas[value].shape
+            plain = simplest(shard, shape, num)
+            assert isinstance(plain, Shard)
+            if value in found.shards:
+                found.crooked = not same(found.shards[value], plain, shape, num)
+                continue
+            found.shards[value] = plain
+            found.ends |= value in returned
+            for op, tensor, strategy in around(self.flow, self.rules, value, plain, num):
+                if strategy == CROOKED:
+                    found.crooked = True
+                elif strategy is None:
+                    # What depends on no argument (a mask) is made whole; each rank takes its part.
+                    if tensor < len(op.operands) or value in self.batch:
+                        found.obstacle = found.obstacle or _Obstacle(op, "cannot split")
+                elif self._sums_unasked(op, strategy, found):
+                    found.obstacle = found.obstacle or _Obstacle(op, "sums over")
+                else:
+                    found.ops[op.call.name] = None
+                    queue += split_by(op, strategy)
+        return found
+
+    def _sums_unasked(self, op: Op, strategy: Strategy, found: _Followed) -> bool:
+        """Whether there is a pending sum that neither a weight nor a loss gives."""
+        if not any(isinstance(p, Partial) for p in strategy.results):
+            return False
+        if self.rules[op.name].of_loss:
+            found.ends = True
+            return False
+        weights = [self.weights.get((op.name, i)) for i, _ in enumerate(op.operands)]
+        summed = [
+            weight
+            for weight, placed in zip(weights, strategy.operands, strict=True)
+            if weight is not None and isinstance(placed, Shard)
+        ]
+        found.summed.update(dict.fromkeys(summed))
+        return not summed
 
     def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
         """Cuts of the dim and the axes to try them over: first what a layer like this one has,
@@ -176,7 +257,7 @@ class _Derivation:
 
     def _take(self, split: _Split) -> None:
         """Place every weight that the split reaches, unless one of them is placed already."""
-        reached = [v for v in split.followed.parameters if self.contractions.get(v)]
+        reached = [v for v in split.followed.shards if self.contractions.get(v)]
         rows = [v for v in split.followed.summed if v != split.value]
         if split.value in self.chosen:
             return
@@ -204,7 +285,7 @@ class _Derivation:
 
     def _placement(self, split: _Split, value: str) -> Shard:
         """How the split lies on a weight that it reaches, with its boundaries stated."""
-        found = split.followed.parameters[value]
+        found = split.followed.shards[value]
         shape = self.flow.metas[value].shape
         if value == split.value:
             found = split.shard
@@ -229,7 +310,7 @@ class _Derivation:
             tied = any(c.lookup for c in self.contractions[value])
             also = ", and the embedding reads it by its rows" if tied else ""
             return f"vocabulary: the loss is computed on its parts{also}"
-        shard = split.followed.parameters[value]
+        shard = split.followed.shards[value]
         parts = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
         fused = f"; {len(parts)} projections in one" if len(parts) > 1 else ""
         others = [self._label(v) for v in columns if v != value]
@@ -245,24 +326,13 @@ class _Derivation:
         to = _list([self._label(v) for v in rows], own)
         return f"column{beside}: elementwise ops lead to {to}{fused}"
 
-    def _heads(self, split: _Split) -> str:
-        """``4 heads``; ``2 groups of heads`` where fewer keys than queries come out."""
-        sizes = {
-            self.flow.metas[v].shape[shard.dim]
-            for v, shard in split.followed.parameters.items()
-            if self.contractions.get(v)
-        }
-        what = "parts" if not split.in_attention else "heads"
-        grouped = "groups of " if split.in_attention and len(sizes) > 1 else ""
-        return f"{split.units} {grouped}{what}"
-
     def _pieces(self, split: _Split) -> str:
         """``4 heads``; ``2 groups of heads`` where fewer keys than queries come out."""
         if not split.in_attention:
             return f"{split.units} parts"
         sizes = {
             self.flow.metas[value].shape[shard.dim]
-            for value, shard in split.followed.parameters.items()
+            for value, shard in split.followed.shards.items()
             if self.contractions.get(value) and value not in split.followed.summed
         }
         return f"{split.units} {'groups of ' if len(sizes) > 1 else ''}heads"
@@ -294,12 +364,12 @@ class _Derivation:
         rows, features = (
             self.flow.metas[value].shape[d] for d in (table.contracted_dim, table.output_dim)
         )
-        given = any(n in self.program.batch for n in table.op.operands)
+        given = any(n in self.batch for n in table.op.operands)
         if not given:
             self.whole[value] = "a table of which no argument says what rows are read"
         elif rows <= features:
             self.whole[value] = f"a table of only {rows} rows of {features}"
-        elif follow(self.program, value, Shard(table.contracted_dim), self.size or 2).gets_through:
+        elif self._follow(value, Shard(table.contracted_dim), self.size or 2).gets_through:
             why = "vocabulary: rows that are elsewhere give zeros, and one sum joins them"
             self.chosen[value] = Choice(self._label(value), Shard(table.contracted_dim), why)
 

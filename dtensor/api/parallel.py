@@ -18,11 +18,10 @@ from torch import nn
 
 from dtensor.api.initial import Init, Initial
 from dtensor.api.randomness import Counter
+from dtensor.api.stating.options import recompute_of, zero_of
 from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
-from dtensor.api.stating.recompute_globs import recompute_of
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of
-from dtensor.api.stating.zero_axis import zero_of
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import dealt

@@ -25,6 +25,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.sharding.plan.dataflow import without_numbers
+from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.placements import Placement, Shard
 
 
@@ -95,7 +96,8 @@ def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Place
     reasons: dict[str, str] = {}
     for pattern, alike in groups.items():
         labels = [choice.label for choice in alike]
-        exact = (g for g in (pattern, _ranged(labels)) if _matched(g, names) == set(labels))
+        globs = (pattern, *collapse(labels))  # a star may match more
+        exact = (g for g in globs if _matched(g, names) == set(labels))
         glob = next(exact, None) if len({choice.placement for choice in alike}) == 1 else None
         named = [(choice.label, choice) for choice in alike] if glob is None else [(glob, alike[0])]
         for key, choice in named:
@@ -107,14 +109,6 @@ def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Place
 
 def _matched(glob: str, names: Sequence[str]) -> set[str]:
     return {name for name in names if matches(glob, name)}
-
-
-def _ranged(labels: Sequence[str]) -> str:
-    """``layer.{0..3}.up.weight``: where a star would match more."""
-    columns = zip(*(label.split(".") for label in labels))
-    return ".".join(
-        parts[0] if len(set(parts)) == 1 else f"{{{parts[0]}..{parts[-1]}}}" for parts in columns
-    )
 
 
 def _written(placement: Placement) -> str:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.stating.auto_stages import cut
+from dtensor.api.stating.options import recomputed_modules
 from dtensor.api.stating.placing import (
     InputPins,
     ParameterPlacement,
@@ -34,11 +35,10 @@ from dtensor.api.stating.placing import (
     planner_pins,
     restated,
 )
-from dtensor.api.stating.recompute_globs import recomputed_modules
 from dtensor.api.stating.stages import NO_STAGES, StagePlan
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.numerics import dtype_name

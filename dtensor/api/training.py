@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from dtensor.api.compiled import load, on_stage
-from dtensor.api.eager.tensor import held_by
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.plan_call import (
     BoundCall,
@@ -34,7 +33,7 @@ from dtensor.api.plan_call import (
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.session import OptimizerHome, Session, session_for
 from dtensor.api.state import agreed, place_optimizer
-from dtensor.api.stating.recompute_globs import recompute_of
+from dtensor.api.stating.options import recompute_of
 from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
@@ -47,6 +46,7 @@ from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, stat
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Search, Training, checked_search
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
@@ -277,7 +277,7 @@ class TrainStep:
             names = self._kept(session, self._last)
             last: dict[str, torch.Tensor] = {}
             for label, spec in _gradient_specs(self._last).items():
-                ranks = held_by(spec)
+                ranks = holders_of(spec)
                 shards = session.fetch(names[f"gradient {label}"], ranks)
                 last[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
             return self._shown(last, self._last)
@@ -287,7 +287,7 @@ class TrainStep:
         numbers = numbers_fed(self.model.steps.present(), "train")
         found = session.run(program.handle, program.feed(call, numbers), {}).get()
         whole = {
-            label: assemble_at({r: found[r][f"gradient {label}"] for r in held_by(spec)}, spec)
+            label: assemble_at({r: found[r][f"gradient {label}"] for r in holders_of(spec)}, spec)
             for label, spec in _gradient_specs(planned).items()
         }
         return self._shown(whole, planned)

@@ -13,34 +13,22 @@ which links a backward node to its forward, or None).
 
 Invariants (`Graph.verify`): one `Input` per placeholder and one `Output` per element of the output
 tuple, in order; all forward nodes come before all backward nodes; names are unique and stable.
-Not here: placements, ranks, devices. Shapes are global.
+Shapes are global. `op_call` says of one node what sharding wants to know. Not here: placements,
+ranks, devices.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from dtensor.frontend.text import type_text, value_text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A line of the user's program: the innermost frame that is neither torch's nor ours."""
-
-    file: str
-    line: int
-    text: str
-    function: str
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line}"
+from dtensor.numerics import dtype_name
+from dtensor.sharding.ops.call import Meta, OpCall, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +39,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class ModuleBuffer:
     name: str
 
 
@@ -87,7 +75,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Grad:
-    of: Param | Buffer | Arg
+    of: Param | ModuleBuffer | Arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +85,7 @@ class Mutation:
     name: str
 
 
-Input = Param | Buffer | Arg | Const | Tangent
+Input = Param | ModuleBuffer | Arg | Const | Tangent
 Output = Result | Grad | Mutation
 
 
@@ -198,6 +186,43 @@ class Graph:
         return "\n".join([*lines, "", "return", *returns])
 
 
+def _output_text(output: Output) -> str:
+    match output:
+        case Result(index):
+            return f"result {index}"
+        case Grad(of):
+            return f"grad {of.name}"
+        case Mutation(name):
+            return f"buffer {name}"
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def type_text(value: Any) -> str:
+    """`f32[8,16]`; a tuple of values is joined by commas; what is no tensor prints as itself."""
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)}[{','.join(str(int(s)) for s in value.shape)}]"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(type_text(v) for v in value)
+    return repr(value)
+
+
+def value_text(value: Any) -> str:
+    """An argument of a node as it prints: nodes by name, dtypes short."""
+    match value:
+        case fx.Node():
+            return value.name
+        case torch.dtype():
+            return dtype_name(value)
+        case list() | tuple():
+            return f"[{', '.join(value_text(v) for v in value)}]"
+        case torch.device():
+            return str(value)
+        case _:
+            return repr(value)
+
+
 def op_text(node: fx.Node) -> str:
     """`mm` for aten.mm.default, `dt.attention` for the project's own, `getitem`."""
     target = node.target
@@ -214,11 +239,45 @@ def call_text(node: fx.Node) -> str:
     return f"{op_text(node)}({', '.join(parts)})"
 
 
-def _output_text(output: Output) -> str:
-    match output:
-        case Result(index):
-            return f"result {index}"
-        case Grad(of):
-            return f"grad {of.name}"
-        case Mutation(name):
-            return f"buffer {name}"
+# -- one node --------------------------------------------------------------------------------------
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """A call's arguments by the schema's names, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    values = {a.name: a.default_value for a in node.target._schema.arguments}
+    return {**values, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def op_call(node: fx.Node) -> tuple[OpCall, tuple[fx.Node, ...]]:
+    """The call, and the nodes of its operands, one per occurrence; all have meta "val"."""
+    operands: list[fx.Node] = []
+
+    def encode(value: object) -> object:
+        if isinstance(value, fx.Node):
+            operands.append(value)
+            return Operand(len(operands) - 1)
+        if isinstance(value, (list, tuple)):
+            return tuple(encode(v) for v in cast(Iterable[object], value))
+        return value
+
+    args = tuple(encode(a) for a in node.args)
+    kwargs = tuple((k, encode(v)) for k, v in node.kwargs.items())
+    val = node.meta["val"]
+    multiple = isinstance(val, (tuple, list))
+    call = OpCall(
+        target=cast(Any, node.target),
+        args=args,
+        kwargs=kwargs,
+        operands=tuple(meta_of(n.meta["val"]) for n in operands),
+        results=tuple(None if v is None else meta_of(v) for v in val)
+        if multiple
+        else (meta_of(val),),
+        multiple=multiple,
+    )
+    return call, tuple(operands)
+
+
+def meta_of(value: torch.Tensor) -> Meta:
+    return Meta(tuple(int(s) for s in value.shape), value.dtype)

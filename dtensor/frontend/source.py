@@ -1,10 +1,20 @@
-"""Where a node or an error comes from: the user's innermost line.
+"""Whose line it is: where a node, a warning or an error comes from in the user's program.
 
-    source_of_trace('File "mlp.py", line 14, in forward\\n  h = self.up(x)\\n ...')  ->  mlp.py:14
+    q = rearrange(q, "b t (h d) -> b h t d", h=4)       mlp.py:14, and not einops/_backends.py:96
+    h = self.act(self.c_fc(h))                          modeling_gpt2.py:230, of an installed model
 
-A frame is the user's when its file belongs neither to torch nor to this package. Third-party model
-code counts as the user's. Torch keeps only frames of functions named `forward` in a node's stack
-trace; `whole_traces` makes it keep all of the user's. Not here: rendering of errors (`detect`).
+A frame is the user's own when its file belongs neither to torch, nor to this package, nor to
+Python, nor to an installed library. What is typed at a prompt, in a cell or after ``-c`` is the
+user's; other code without a file is generated: nobody's, as are torch's, ours and Python's.
+
+A library's function is an op like torch's: its caller's line is wanted. A library's *model* is
+looked at like one's own: from where the `forward` of a module with parameters or parts runs, the
+frames of its library count too, until that calls the user's own code again. (A module with neither,
+as einops' Rearrange, is an op.) So the line of a call is that of the innermost frame that is the
+user's own or that of the model which is running. Where there is none at all, as where a library's
+function is itself what is captured, it is that of the outermost frame of a library.
+
+Not here: rendering of errors (refusals.py).
 """
 
 from __future__ import annotations
@@ -13,30 +23,29 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-from types import FrameType
-from typing import Any
-from unittest import mock
+from types import CodeType, FrameType
 
 import torch
-from torch.fx.proxy import TracerBase
 
-from dtensor.frontend.graph import Source
-
-_OURS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+Place = tuple[str, int, str]  # file, line, function
 
 
-@lru_cache(maxsize=4096)
-def is_user_file(file: str) -> bool:
-    """Whether a frame in this file is the user's. Generated code (`<eval_with_key>`) is not."""
-    return not file.startswith("<") and not os.path.abspath(file).startswith(_OURS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A line of the user's program."""
+
+    file: str
+    line: int
+    text: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
 
 
 @lru_cache(maxsize=4096)
@@ -46,55 +55,120 @@ def line_of(file: str, line: int, function: str) -> Source:
     return Source(file=file, line=line, text=text, function=function)
 
 
-@contextmanager
-def whole_traces(entry_file: str) -> Iterator[None]:
-    """Within: stack traces of traced nodes hold every frame of the user below `entry_file`'s."""
+# -- whose a frame is ------------------------------------------------------------------------------
 
-    def keep(_tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        entries = [i for i, frame in enumerate(frames) if frame.filename == entry_file]
-        below = frames[entries[-1] + 1 :] if entries else []
-        return traceback.StackSummary.from_list([f for f in below if is_user_file(f.filename)])
+OWN = ""
+"""The owner of the user's own files; that of a library's is its name."""
 
-    with mock.patch.object(TracerBase, "_filter_traceback_frames", keep):
-        yield
+_NOBODYS = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
+)
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
 
 @lru_cache(maxsize=4096)
-def frames_of_trace(trace: str) -> tuple[tuple[str, int, str], ...]:
-    """(file, line, function) of each user frame of a node's stack trace, innermost last."""
-    return tuple(
-        (m["file"], int(m["line"]), m["function"])
-        for m in _FRAME.finditer(trace)
-        if is_user_file(m["file"])
-    )
+def owner_of_file(file: str) -> str | None:
+    """OWN, the name of a library, or None for torch, this package and Python's own."""
+    path = os.path.abspath(file)
+    if path.startswith(_NOBODYS):
+        return None
+    library = _INSTALLED.match(path)
+    if library is not None:
+        return library[1]
+    return None if path.startswith(_PYTHON) else OWN
+
+
+def _owner(frame: FrameType) -> str | None:
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # typed, or generated
+        return OWN if frame.f_globals.get("__name__") == "__main__" else None
+    return owner_of_file(file)
+
+
+def _runs_a_model(frame: FrameType) -> bool:
+    """Whether it is the forward of a module that has parameters or parts."""
+    code = frame.f_code
+    if code.co_name != "forward" or not code.co_argcount:
+        return False
+    module = frame.f_locals.get(code.co_varnames[0])
+    return isinstance(module, torch.nn.Module) and bool(module._parameters or module._modules)
+
+
+def _users(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
+    """Of frames with their lines, outermost first, those that count; see the module's docstring."""
+    found: list[Place] = []
+    library: Place | None = None
+    model: str | None = None  # the library whose model is running
+    for frame, line in frames:
+        owner = _owner(frame)
+        if owner is None:
+            continue
+        place = (frame.f_code.co_filename, line, frame.f_code.co_name)
+        if owner == OWN or _runs_a_model(frame):
+            model = owner
+        if owner in (OWN, model):
+            found.append(place)
+        library = library or place
+    return found or ([] if library is None else [library])
+
+
+# -- from stacks, traces, errors and functions -----------------------------------------------------
+
+
+def user_place() -> Place | None:
+    """The place in the calling stack; without its text, for what runs often."""
+    inner: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = _owner(frame)
+        if owner is not None:
+            inner.append((frame, frame.f_lineno))
+        if owner == OWN:  # what is outside makes no difference
+            break
+        frame = frame.f_back
+    found = _users(reversed(inner))
+    return found[-1] if found else None
+
+
+def source_here() -> Source | None:
+    """The line in the calling stack."""
+    place = user_place()
+    return None if place is None else line_of(*place)
+
+
+def places_below(entry: CodeType) -> list[Place]:
+    """Those that count below ``entry`` in the calling stack, outermost first; none outside it."""
+    below: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not entry:
+        if _owner(frame) is not None:  # first: most are torch's, and each op asks
+            below.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _users(reversed(below)) if frame is not None else []
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+@lru_cache(maxsize=4096)
+def frames_of_trace(trace: str) -> tuple[Place, ...]:
+    """The frames of a node's stack trace, innermost last."""
+    return tuple((m["file"], int(m["line"]), m["function"]) for m in _FRAME.finditer(trace))
 
 
 def source_of_trace(trace: str) -> Source | None:
-    """The innermost user frame of a node's stack trace."""
+    """The innermost frame of a node's stack trace."""
     frames = frames_of_trace(trace)
     return line_of(*frames[-1]) if frames else None
 
 
-def source_here() -> Source | None:
-    """The innermost user frame of the calling stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return None
-
-
 def source_of_exception(error: BaseException) -> Source | None:
-    """The innermost user frame that the exception passed, but for the ones that called `capture`.
-
-    The traceback starts at the frame that caught the error, which is below the caller of capture.
-    """
-    frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)
-    found = [f for f in frames if is_user_file(f.filename) and f.lineno is not None]
-    if not found:
-        return None
-    return line_of(found[-1].filename, found[-1].lineno or 0, found[-1].name)
+    """The innermost frame that counts of those that the exception passed, but for the ones that
+    called `capture`: the traceback starts at the frame that caught the error, which is below."""
+    found = _users(traceback.walk_tb(error.__traceback__))
+    return line_of(*found[-1]) if found else None
 
 
 def source_of_callable(fn: Callable[..., object]) -> Source | None:
@@ -102,6 +176,6 @@ def source_of_callable(fn: Callable[..., object]) -> Source | None:
     target = fn.forward if isinstance(fn, torch.nn.Module) else fn
     target = getattr(target, "__func__", target)
     code = getattr(target, "__code__", None)
-    if code is None or not is_user_file(code.co_filename):
+    if code is None or owner_of_file(code.co_filename) is None:
         return None
     return line_of(code.co_filename, code.co_firstlineno, code.co_name)

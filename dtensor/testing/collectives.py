@@ -33,8 +33,7 @@ from dtensor.api.stating.placing import InputPins, planner_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.graph import Arg, Graph
-from dtensor.frontend.op_calls import meta_of
+from dtensor.frontend.graph import Arg, Graph, meta_of
 from dtensor.sharding.plan.cost.collectives import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan

@@ -14,7 +14,17 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Graph, Mutation, Param, Result, Tangent
+from dtensor.frontend.graph import (
+    Arg,
+    Const,
+    Grad,
+    Graph,
+    ModuleBuffer,
+    Mutation,
+    Param,
+    Result,
+    Tangent,
+)
 
 
 def modules_of(fn: Any, args: tuple[Any, ...]) -> list[nn.Module]:
@@ -33,7 +43,7 @@ def run_graph(
             case Param(name):
                 assert model is not None
                 env[node] = model.get_parameter(name).detach()
-            case Buffer(name):
+            case ModuleBuffer(name):
                 assert model is not None
                 env[node] = model.get_buffer(name).clone()
             case Arg(index):

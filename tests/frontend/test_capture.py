@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Mutation, Param, Tangent
+from dtensor.frontend.graph import Arg, Const, Grad, ModuleBuffer, Mutation, Param, Tangent
 from dtensor.frontend.marks import annotate
 from tests.frontend.eager import check, close, run_graph
 from tests.models import GPT, MLP, Llama, SwiGLU, batch, loss_fn
@@ -91,7 +91,7 @@ def test_buffers_that_forward_changes_are_results() -> None:
     assert mutated == {
         "calls", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
     }  # fmt: skip
-    assert Buffer("calls") in graph.inputs
+    assert ModuleBuffer("calls") in graph.inputs
     assert float(model.calls) == 0.0
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dtensor.frontend.capture import differentiate, layers
+from dtensor.frontend.capture import capture as capture_module
+from dtensor.frontend.capture import layers, stitch
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Graph
@@ -85,13 +86,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is exported, one after the other; small layers count as worth it."""
-    export, found = differentiate._export, []
+    export, found = capture_module.export_joint, []
 
     def counted(module: Any, tensors: Any) -> Any:
         found.append(module)
         return export(module, tensors)
 
-    monkeypatch.setattr(differentiate, "_export", counted)
+    for module in (capture_module, stitch):
+        monkeypatch.setattr(module, "export_joint", counted)
     monkeypatch.setattr(layers, "EXPORT", 0)
     return found
 
@@ -109,7 +111,7 @@ def test_the_graph_is_that_of_the_whole(
     model = make()
     found = _captured(model, "loss")
     assert len(exports) == num_exports
-    monkeypatch.setattr(differentiate, "segments_of", lambda _: ())
+    monkeypatch.setattr(capture_module, "segments_of", lambda _: ())
     whole = _captured(model, "loss")
     assert str(found) == str(whole)
     assert dataflow(found) == dataflow(whole)

@@ -11,8 +11,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.graph import Graph, Source
+from dtensor.frontend.graph import Graph
 from dtensor.frontend.marks import annotate
+from dtensor.frontend.source import Source
 from tests.models import GPT, MLP, Llama, batch, loss_fn
 
 

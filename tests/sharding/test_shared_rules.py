@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtensor.sharding.ops.call import Meta, OpCall, Operand, Slot
-from dtensor.sharding.plan.choose import choose_axis, opened_factors, solve
+from dtensor.sharding.plan.choose import choose_axis, solve, split_through_op
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution
 from dtensor.sharding.rules import registry, rule_for
 from dtensor.sharding.spec.mesh import Mesh
@@ -36,7 +36,7 @@ def test_each_layer_by_itself_has_the_same_plan(monkeypatch: pytest.MonkeyPatch)
         return apart
 
     monkeypatch.setattr(registry, "_built", registry._built.__wrapped__)
-    monkeypatch.setattr(opened_factors, "through", opened_factors.through.__wrapped__)
+    monkeypatch.setattr(split_through_op, "through", split_through_op.through.__wrapped__)
     monkeypatch.setattr(choose_axis, "solve", alone)
     assert _planned() == found
     assert sizes and min(sizes) > 0  # there was something to share

@@ -1,28 +1,45 @@
-"""Errors of eager ops: operands in two places, plain tensors; each with the user's line."""
+"""What eager ops refuse: operands in two places, plain tensors, ops that they do not take; and the
+user's line of what fails, refused or run.
+
+An op's program is made once and serves every line that calls the op, so it bears no line. Which
+line started a run is written down here by the run's number, which a failure states.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from dtensor.api.eager import policy
+from dtensor.api.eager.values import CellTensor
+from dtensor.api.session import Session
+from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
-from dtensor.frontend.text import type_text
+from dtensor.frontend.graph import type_text
+from dtensor.frontend.source import Place, line_of, source_here, user_place
+
+MAX_LINES = 65536
+_lines: WeakKeyDictionary[Session, OrderedDict[int, Place]] = WeakKeyDictionary()
 
 
-def dtensor() -> type:
-    from dtensor.api.eager.tensor import DTensor
+def op_name(target: Any) -> str:
+    """``add`` for aten.add.Tensor; ``target`` None is a redistribution."""
+    return "redistribute" if target is None else str(target._schema.name).split("::")[1]
 
-    return DTensor
+
+def refused(name: str, why: str, fix: str) -> PlanningError:
+    return PlanningError(f"{name} is not supported on a DTensor: {why}.\nfix: {fix}")
 
 
 def elsewhere(target: Any, a: Any, b: Any) -> PlanningError:
+    """For two DTensors that are not on the same ranks."""
     name = op_name(target)
     if a.mesh != b.mesh:
         return with_line(
             PlanningError(
-                f"{name} takes DTensors on two meshes.\n  {a.spec} on {a.mesh}\n"
-                f"  {b.spec} on {b.mesh}\n"
+                f"{name} takes DTensors on two meshes.\n  {_text(a)}\n  {_text(b)}\n"
                 f"fix: dt.transfer(x, {a.mesh!r}) for the second, or distribute both on one mesh"
             )
         )
@@ -35,30 +52,55 @@ def elsewhere(target: Any, a: Any, b: Any) -> PlanningError:
     )
 
 
+def _text(x: Any) -> str:
+    return f"{x.spec} on {x.mesh}"
+
+
 def _cluster(x: Any) -> str:
     ended = " of a launch that has ended" if x.session.closed else ""
     return f"{type(x.session.cluster).__name__} {id(x.session.cluster):#x}{ended}"
 
 
 def plain(target: Any, operands: Sequence[Any]) -> PlanningError:
+    """For a DTensor beside plain tensors."""
     lines = [f"{op_name(target)} takes a DTensor together with a plain tensor."]
     for x in operands:
-        lines.append(f"  {x.spec} on {x.mesh}" if isinstance(x, dtensor()) else f"  {type_text(x)}")
-    mesh = next(x.mesh for x in operands if isinstance(x, dtensor()))
+        lines.append(f"  {_text(x) if isinstance(x, CellTensor) else type_text(x)}")
+    mesh = next(x.mesh for x in operands if isinstance(x, CellTensor))
     lines.append(
         f"fix: dt.distribute(x, {mesh!r}) for the plain one; its placements default to Replicate"
     )
     return with_line(PlanningError("\n".join(lines)))
 
 
-def op_name(target: Any) -> str:
-    return "redistribute" if target is None else str(target._schema.name).split("::")[1]
+# -- lines -----------------------------------------------------------------------------------------
 
 
 def with_line(error: PlanningError) -> PlanningError:
     """The error with the user's line after its first sentence."""
-    source = policy.user_line()
+    source = source_here()
     if source is None:
         return error
     fact, _, rest = str(error).partition("\n")
     return type(error)(f"{fact}\n  {source}: {source.text}" + (f"\n{rest}" if rest else ""))
+
+
+def note_line(session: Session) -> None:
+    """Write down the line of the run that comes next."""
+    place = user_place() if session.cluster.failure is None else None
+    if place is not None:
+        lines = _lines.setdefault(session, OrderedDict())
+        lines[session.cluster.runs] = place
+        if len(lines) > MAX_LINES:
+            lines.popitem(last=False)
+
+
+def located(session: Session, error: DaftError) -> DaftError:
+    """The failure of an eager op with the user's line."""
+    failure = error.failure
+    step = failure.step if failure.step is not None else session.cluster.runs - 1
+    place = _lines.get(session, {}).get(step)
+    if failure.line is not None or place is None:
+        return error
+    source = line_of(*place)
+    return type(error)(replace(failure, line=f"{source}: {source.text}"))

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -31,22 +31,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from dtensor.api.eager.inplace import functional, write_back
-from dtensor.api.eager.moves import folded, moves_of, numbers_of, reductions
-from dtensor.api.eager.values import Layout, View
-from dtensor.frontend.capture.decompose import decompose, has_rule
+from dtensor.api.eager.errors import op_name
+from dtensor.api.eager.policy import moves_of
+from dtensor.api.eager.values import Layout, ViewStep, layout_of
+from dtensor.api.eager.views import functional, written_back
+from dtensor.frontend.capture.decompose import (
+    GraphAndConstants,
+    decompose,
+    has_rule,
+    lift_constants,
+)
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.graph import Arg, Graph, OutTree, Result
-from dtensor.frontend.op_calls import op_call
-from dtensor.sharding.ops.call import Operand, Slot
+from dtensor.frontend.graph import Arg, Graph, OutTree, Result, op_call
+from dtensor.sharding.ops.call import Operand, Slot, slots_of
 from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
+from dtensor.sharding.plan.steps import Compute, Convert
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Partial, Placement
+from dtensor.sharding.spec.placements import Partial, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -69,11 +75,62 @@ def fakes() -> Iterator[None]:
         _LOG.disabled = before
 
 
+def fake(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with fakes():
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+
+# -- what is asked, and what is answered -----------------------------------------------------------
+
+
+@dataclass(slots=True)
+class CallKey:
+    """An op's call taken apart: ``key`` is what a plan depends on."""
+
+    operands: list[Any] = field(default_factory=list)  # DTensors, and plain tensors of one element
+    places: dict[int, int] = field(default_factory=dict)  # by id of the tensor
+    numbers: list[float] = field(default_factory=list)
+
+    def key(self, value: Any, *, is_open: bool = False) -> Any:
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind is float:
+            if is_open:
+                self.numbers.append(value)
+                return (Slot, value == 0.0)
+            return (float, repr(value))  # so that 0.0, -0.0, 1 and True are four keys, nan one
+        if kind is list or kind is tuple:
+            return (kind, *(self.key(v) for v in value))
+        if kind is bool or kind is complex:
+            return (kind, repr(value))
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        place = self.places.get(id(tensor))
+        if place is None:
+            place = self.places[id(tensor)] = len(self.operands)
+            self.operands.append(tensor)
+        return (torch.Tensor, place)
+
+    def structure(self, value: Any, numbers: list[str] | None = None) -> Any:
+        """The argument with `Operand`s for tensors, and `Slot`s for the numbers that are open."""
+        if isinstance(value, torch.Tensor):
+            return Operand(self.places[id(value)])
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.structure(v) for v in value)
+        if numbers is not None and type(value) is float:
+            numbers.append(f"number_{len(numbers)}")
+            return Slot.of(value, numbers[-1])
+        return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneOp:
     """What is asked: an op, its arguments with `Operand`s for tensors, and how each is held.
 
     ``target`` None: the operand itself (a view, or another placement, of it).
+    ``labels``: what torch's schema calls each operand.
     ``write``: the index of the operand that the op changes, seen through its views.
     ``pinned``: placements of the results by axis; where None they come out as they are cheapest.
     """
@@ -81,19 +138,11 @@ class OneOp:
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    operands: tuple[tuple[Layout, View | None], ...]
+    operands: tuple[tuple[Layout, ViewStep | None], ...]
     labels: tuple[str, ...]
     mesh: Mesh
     write: int | None = None
     pinned: Mapping[str, Placement] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ResultMeta:
-    """A tensor that an op returns; ``strides`` as on one device."""
-
-    spec: TensorSpec
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +165,7 @@ class PlannedOp:
     """
 
     plan: Plan
-    results: tuple[ResultMeta | None, ...]
+    results: tuple[Layout | None, ...]
     structure: type
     inputs: tuple[str | None, ...]
     constants: Mapping[str, torch.Tensor]
@@ -126,9 +175,12 @@ class PlannedOp:
     reduced: tuple[Reduced, ...] = ()
 
 
+# -- the plan --------------------------------------------------------------------------------------
+
+
 def plan_op(op: OneOp) -> PlannedOp:
     """Raises PlanningError, and torch's own error where the op does not take such operands."""
-    built = _Builder(op).build()
+    built = _build(op)
     flow = dataflow(built.graph)
     wanted: dict[int, Mapping[str, Placement]] = {}
     if op.pinned is not None:
@@ -136,8 +188,8 @@ def plan_op(op: OneOp) -> PlannedOp:
     elif op.write is not None:
         wanted = {0: _kept(op.operands[op.write][0].spec)}
     planned = _plan(op, flow, wanted)
-    extra = reductions(planned)
-    if extra and op.target is not None:
+    extra = _reductions(planned) if op.target is not None else []
+    if extra:
         outputs = list(flow.outputs)
         for name, spec in extra:
             wanted[len(outputs)] = spec.sharding
@@ -148,23 +200,22 @@ def plan_op(op: OneOp) -> PlannedOp:
     own = len(built.graph.outputs)
     places = {name: i for i, name in enumerate(built.inputs) if name is not None}
     results = iter(range(own))
+    slots = [slots_of(s.op.call) for s in planned.steps if isinstance(s, Compute)]
     return PlannedOp(
         plan=planned,
         results=tuple(
-            None if strides is None else ResultMeta(specs[next(results)], strides)
+            None if strides is None else layout_of(specs[next(results)], strides)
             for strides in built.strides
         ),
         structure=built.structure,
         inputs=built.inputs,
         constants=built.constants,
-        numbers=numbers_of(planned),
-        folded=folded(flow, planned, built.slots),
+        numbers=frozenset(name for names in slots for name in names),
+        folded=_folded(flow, planned, built.slots),
         moves=moves_of(planned, places, op.labels),
         reduced=tuple(
             Reduced(own + i, places[name], specs[own + i]) for i, (name, _) in enumerate(extra)
-        )
-        if op.target is not None
-        else (),
+        ),
     )
 
 
@@ -172,7 +223,7 @@ def _plan(op: OneOp, flow: Dataflow, results: Mapping[int, Mapping[str, Placemen
     places = {f"operand {i}": layout.spec for i, (layout, _) in enumerate(op.operands)}
     return plan(
         Request(
-            name=_short(op.target),
+            name="view" if op.target is None else op_name(op.target),
             flow=flow,
             mesh=op.mesh,
             pins={},
@@ -196,16 +247,75 @@ def _as_stated(op: OneOp, spec: TensorSpec) -> TensorSpec:
     return stated if alike(stated, spec) else spec
 
 
-def _short(target: Any) -> str:
-    return "view" if target is None else str(target._schema.name).split("::")[1]
-
-
 def _kept(spec: TensorSpec) -> dict[str, Placement]:
     """What an in-place op leaves as it is: all but pending sums, which may end."""
     return {a: p for a, p in spec.sharding.items() if not isinstance(p, Partial)}
 
 
-# -- the graph ---------------------------------------------------------------------------------
+def _folded(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
+    """Whether a number of the call stands no longer, as such, in the one op that took it."""
+    computed = [step.op for step in planned.steps if isinstance(step, Compute)]
+    taken = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
+    run = [slots_of(op.call) for op in computed if slots_of(op.call)]
+    whole = len(flow.ops) == len({op.name for op in computed})
+    return bool(slots) and not (len(taken) == len(run) == 1 and set(run[0]) == slots and whole)
+
+
+def _reductions(planned: Plan) -> list[tuple[str, TensorSpec]]:
+    """The operands that the plan reduces, and to what: the next op need not do so again."""
+    found: dict[str, TensorSpec] = {}
+    current: dict[str, str] = {i.name: i.name for i in planned.inputs}
+    for step in (s for s in planned.steps if isinstance(s, Convert)):
+        name = current.get(step.operand)
+        if name is not None and (name not in found or _is_pending(found[name])):
+            current[step.result] = name
+            found[name] = step.move.dst
+    specs = {item.name: item.spec for item in planned.inputs}
+    return [
+        (name, dst)
+        for name, dst in found.items()
+        if _is_pending(specs[name]) and not _is_pending(dst)
+    ]
+
+
+def _is_pending(spec: TensorSpec) -> bool:
+    return any(isinstance(p, Partial) for p in spec.placements)
+
+
+# -- the graph -------------------------------------------------------------------------------------
+
+
+class OpGraph:
+    """A graph in the making: what each node gives is known, as a fake tensor, when it is added."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def read(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = fake(shape, strides, dtype)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        with fakes():
+            node.meta["val"] = target(*_vals(args), **_vals(kwargs))
+        return node
+
+
+def placed(value: Any, nodes: Sequence[fx.Node]) -> Any:
+    """Arguments with nodes in the place of `Operand`s."""
+
+    def node(value: Any) -> Any:
+        return nodes[value.index] if isinstance(value, Operand) else value
+
+    return map_aggregate(value, node)
+
+
+def _vals(value: Any) -> Any:
+    return fx.map_arg(value, lambda n: n.meta["val"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,141 +328,81 @@ class _Built:
     slots: frozenset[str]
 
 
-class _Builder:
-    def __init__(self, op: OneOp) -> None:
-        self.op = op
-        self.graph = fx.Graph()
-        self.roots: list[fx.Node] = []
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
-        with fakes():
-            node.meta["val"] = target(*_vals(args), **_vals(kwargs))
-        return node
-
-    def build(self) -> _Built:
-        op = self.op
-        seen: list[tuple[fx.Node, ...]] = []  # per operand: the whole, then each view of it
-        roots = self.roots
-        for label, (layout, _) in zip(op.labels, op.operands, strict=True):
-            node = self.graph.placeholder(f"{label}_")  # self is no name for an argument
-            node.meta["val"] = fake(layout.spec.shape, layout.strides, layout.spec.dtype)
-            roots.append(node)
-        for node, (_, view) in zip(roots, op.operands, strict=True):
-            chain = [node]
-            for step in view.steps() if view is not None else ():
-                chain.append(self.call(step.target, chain[-1], *step.args))
-            seen.append(tuple(chain))
-        values = self._values([chain[-1] for chain in seen], seen)
-        strides = tuple(None if v is None else tuple(v.meta["val"].stride()) for v in values.items)
-        outputs = [v for v in values.items if v is not None]
-        self.graph.output(tuple(outputs))
-        constants = self._simplify()
-        roots = self.roots
-        inputs = self._inputs(roots)
-        for node in self.graph.nodes:
-            if node.op != "output":
-                node.meta.update(phase="forward", source=None, module="", seq=None)
-                node.meta.update(calls=(), checkpoint=None)
-        places = {node: f"operand {i}" for i, node in enumerate(roots)}
-        arguments = tuple(
-            Arg(i, places.get(node) or node.name)
-            for i, node in enumerate(self.graph.find_nodes(op="placeholder"))
-        )
-        return _Built(
-            graph=Graph(
-                fx=self.graph,
-                inputs=arguments,
-                outputs=tuple(Result(i) for i in range(len(outputs))),
-                aliases=MappingProxyType({}),
-                out_tree=OutTree(pytree.tree_flatten(())[1], (), ()),
-            ),
-            strides=strides,
-            structure=values.structure,
-            inputs=inputs,
-            constants=constants,
-            slots=frozenset(_slots(op.args) | _slots(tuple(op.kwargs.values()))),
-        )
-
-    def _values(self, tensors: list[fx.Node], seen: list[tuple[fx.Node, ...]]) -> _Values:
-        """What the op returns; for an in-place op, the whole that its operand is a view of."""
-        op = self.op
-        if op.target is None:
-            return _Values((tensors[0],), torch.Tensor)
-
-        def place(value: Any) -> Any:
-            return tensors[value.index] if isinstance(value, Operand) else value
-
-        args = map_aggregate(op.args, place)
-        kwargs = map_aggregate(dict(op.kwargs), place)
-        if op.write is not None:
-            with fakes():  # torch's own errors for shapes and dtypes
-                op.target(*_clones(args), **_clones(kwargs))
-            changed = functional(self.call, op.target, tensors[op.write], args, kwargs)
-            return _Values((write_back(self.call, op, seen[op.write], changed),), torch.Tensor)
-        node = self.call(op.target, *args, **kwargs)
-        val = node.meta["val"]
-        if isinstance(val, torch.Tensor):
-            return _Values((node,), torch.Tensor)
-        node.meta["val"] = tuple(val)
-        items: list[fx.Node | None] = []
-        for i, part in enumerate(val):
-            item = None if part is None else self.graph.call_function(operator.getitem, (node, i))
-            if item is not None:
-                item.meta["val"] = part
-            items.append(item)
-        return _Values(tuple(items), type(val) if type(val) in (tuple, list) else tuple)
-
-    def _simplify(self) -> dict[str, torch.Tensor]:
-        simplify(self.graph)
-        calls = [n for n in self.graph.nodes if isinstance(n.target, OpOverload)]
-        if all(has_rule(op_call(node)[0]) for node in calls):
-            return {}
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
-        places = dict(zip(self.graph.nodes, module.graph.nodes, strict=True))
-        self.roots = [places[node] for node in self.roots]
-        self.graph = module.graph
-        decompose(module, mode())
-        constants = self._lift(module)
-        simplify(self.graph)
-        return constants
-
-    def _lift(self, module: fx.GraphModule) -> dict[str, torch.Tensor]:
-        """Tensors that a decomposition made become placeholders, fed at each run."""
-        found: dict[str, torch.Tensor] = {}
-        for node in self.graph.find_nodes(op="get_attr"):
-            first = next(iter(self.graph.nodes))
-            with self.graph.inserting_before(first):
-                placeholder = self.graph.placeholder(f"constant_{len(found)}")
-            placeholder.meta["val"] = node.meta["val"]
-            found[placeholder.name] = module.get_buffer(str(node.target)).detach()
-            node.replace_all_uses_with(placeholder)
-            self.graph.erase_node(node)
-        return found
-
-    def _inputs(self, roots: list[fx.Node]) -> tuple[str | None, ...]:
-        """Each operand's name; what is not read is dropped."""
-        names: list[str | None] = []
-        for node in roots:
-            names.append(node.name if node.users else None)
-            if not node.users:
-                self.graph.erase_node(node)
-        return tuple(names)
+def _build(op: OneOp) -> _Built:
+    made = OpGraph()
+    roots = [  # self is no name for an argument
+        made.read(f"{label}_", layout.spec.shape, layout.strides, layout.spec.dtype)
+        for label, (layout, _) in zip(op.labels, op.operands, strict=True)
+    ]
+    seen: list[tuple[fx.Node, ...]] = []  # per operand: the whole, then each view of it
+    for root, (_, view) in zip(roots, op.operands, strict=True):
+        chain = [root]
+        for step in view.steps() if view is not None else ():
+            chain.append(made.call(step.target, chain[-1], *step.args))
+        seen.append(tuple(chain))
+    results, structure = _results(op, made, seen)
+    strides = tuple(None if r is None else tuple(r.meta["val"].stride()) for r in results)
+    outputs = tuple(r for r in results if r is not None)
+    graph = made.graph
+    graph.output(outputs)
+    constants = _simplify(graph)
+    inputs = tuple(root.name if root.users else None for root in roots)
+    for root in roots:
+        if not root.users:
+            graph.erase_node(root)
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta.update(phase="forward", source=None, module="", seq=None)
+            node.meta.update(calls=(), checkpoint=None)
+    labels = {root: f"operand {i}" for i, root in enumerate(roots)}
+    arguments = tuple(
+        Arg(i, labels.get(node) or node.name)
+        for i, node in enumerate(graph.find_nodes(op="placeholder"))
+    )
+    values = (*op.args, *op.kwargs.values())
+    return _Built(
+        graph=Graph(
+            fx=graph,
+            inputs=arguments,
+            outputs=tuple(Result(i) for i in range(len(outputs))),
+            aliases=MappingProxyType({}),
+            out_tree=OutTree(pytree.tree_flatten(())[1], (), ()),
+        ),
+        strides=strides,
+        structure=structure,
+        inputs=inputs,
+        constants=constants,
+        slots=frozenset(value.name for value in values if isinstance(value, Slot)),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Values:
-    items: tuple[fx.Node | None, ...]
-    structure: type
-
-
-def fake(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    with fakes():
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-
-
-def _vals(value: Any) -> Any:
-    return fx.map_arg(value, lambda n: n.meta["val"])
+def _results(
+    op: OneOp, made: OpGraph, seen: Sequence[tuple[fx.Node, ...]]
+) -> tuple[tuple[fx.Node | None, ...], type]:
+    """What the op returns, and in what; for an in-place op, the whole that its operand is of."""
+    tensors = [chain[-1] for chain in seen]
+    if op.target is None:
+        return (tensors[0],), torch.Tensor
+    args, kwargs = placed(op.args, tensors), placed(dict(op.kwargs), tensors)
+    if op.write is not None:
+        with fakes():  # torch's own errors for shapes and dtypes
+            op.target(*_clones(args), **_clones(kwargs))
+        layout, view = op.operands[op.write]
+        split = any(isinstance(p, Shard) for p in layout.spec.placements)
+        new = functional(made.call, op.target, tensors[op.write], args, kwargs)
+        return (written_back(made.call, view, seen[op.write], new, is_split=split),), torch.Tensor
+    node = made.call(op.target, *args, **kwargs)
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        return (node,), torch.Tensor
+    node.meta["val"] = tuple(val)
+    items: list[fx.Node | None] = []
+    for i, part in enumerate(val):
+        item = None if part is None else made.graph.call_function(operator.getitem, (node, i))
+        if item is not None:
+            item.meta["val"] = part
+        items.append(item)
+    return tuple(items), type(val) if type(val) in (tuple, list) else tuple
 
 
 def _clones(value: Any) -> Any:
@@ -362,5 +412,14 @@ def _clones(value: Any) -> Any:
     )
 
 
-def _slots(values: tuple[Any, ...]) -> set[str]:
-    return {value.name for value in values if isinstance(value, Slot)}
+def _simplify(graph: fx.Graph) -> dict[str, torch.Tensor]:
+    """In place, to ops that have rules; tensors that a decomposition made, by placeholder."""
+    simplify(graph)
+    calls = [n for n in graph.nodes if isinstance(n.target, OpOverload)]
+    if all(has_rule(op_call(node)[0]) for node in calls):
+        return {}
+    whole = GraphAndConstants(graph, {})
+    decompose(whole, mode())
+    constants = lift_constants(whole, mode())
+    simplify(graph)
+    return {node.name: value for node, value in constants.items()}

@@ -5,8 +5,8 @@
 
     dt.implicit_redistribution("allow")       # from now on, for the whole process
 
-Implicit is what one op's plan sends. Not implicit: `redistribute`, `full_tensor`, `local_tensors`,
-reading a value; nor what sends nothing (taking a part of a replicated value).
+Implicit is what one op's plan sends (`moves_of`). Not implicit: `redistribute`, `full_tensor`,
+`local_tensors`, reading a value; nor what sends nothing (taking a part of a replicated value).
 
 Invariants: "warn", the default, warns once per line of the user's program. "error" raises before
 anything runs, operands unchanged.
@@ -14,28 +14,20 @@ anything runs, operands unchanged.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import TracebackType
 from typing import Literal, get_args
 
-import torch
-
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import Source
-from dtensor.frontend.source import line_of
-from dtensor.sharding.redistribute.moves import Move
+from dtensor.frontend.source import Source, source_here
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Compute, Convert
+from dtensor.sharding.plan.text.words import size_text
+from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
 
 Policy = Literal["allow", "warn", "error"]
-
-_LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
 
 
 class implicit_redistribution:
@@ -80,7 +72,7 @@ def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
         case "allow":
             pass
         case "warn":
-            source = user_line()
+            source = source_here()
             place = (source.file, source.line) if source is not None else ("", 0)
             if place not in _state.warned:
                 _state.warned.add(place)
@@ -88,7 +80,7 @@ def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
                 warnings.warn_explicit(message, UserWarning, *place)
         case "error":
             raise PlanningError(
-                f"{_text(op, moves, user_line())}".replace(
+                f"{_text(op, moves, source_here())}".replace(
                     op, f"{op} would redistribute implicitly", 1
                 )
             )
@@ -99,7 +91,7 @@ def _text(op: str, moves: Sequence[tuple[str, Move]], source: Source | None) -> 
     for label, move in moves:
         lines.append(
             f"  {label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
-            f"{_size(move.bytes_sent)} sent per rank"
+            f"{size_text(move.bytes_sent)} sent per rank"
         )
     if source is not None:
         lines.append(f"  {source}: {source.text}")
@@ -109,29 +101,32 @@ def _text(op: str, moves: Sequence[tuple[str, Move]], source: Source | None) -> 
     return "\n".join(lines)
 
 
-def _size(nbytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes} B"
+# -- what one op sends -----------------------------------------------------------------------------
+
+_REARRANGING = ("aten.reshape.default", "aten.permute.default", "aten.expand.default")
 
 
-@lru_cache(maxsize=4096)
-def _is_users(file: str) -> bool:
-    return not file.startswith("<") and not os.path.abspath(file).startswith(_LIBRARIES)
+def moves_of(
+    planned: Plan, places: Mapping[str, int], operands: Sequence[str]
+) -> tuple[tuple[str, Move], ...]:
+    """What an op's plan sends: the operand's name in torch's schema, or the op whose result it is.
 
-
-def user_place() -> tuple[str, int, str] | None:
-    """(file, line, function) of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if _is_users(code.co_filename):
-            return code.co_filename, frame.f_lineno, code.co_name
-        frame = frame.f_back
-    return None
-
-
-def user_line() -> Source | None:
-    place = user_place()
-    return None if place is None else line_of(*place)
+    ``places``: the operands among the plan's inputs, as indices of ``operands``, their names.
+    """
+    labels = {name: operands[index] for name, index in places.items()}
+    found: list[tuple[str, Move]] = []
+    for step in planned.steps:
+        match step:
+            case Convert():
+                label = labels[step.result] = labels.get(step.operand, step.operand)
+                if step.move.kind not in FREE_KINDS:
+                    found.append((label, step.move))
+            case Compute():
+                name = step.op.call.name
+                view = name in _REARRANGING and len(step.operands) == 1
+                source = labels.get(step.operands[0]) if view else None
+                made = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
+                labels.update((result, made) for result in step.results if result is not None)
+            case _:
+                pass
+    return tuple(found)

@@ -15,36 +15,34 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from dtensor.api.eager import policy
-from dtensor.api.eager.errors import dtensor, elsewhere, op_name, plain, with_line
-from dtensor.api.eager.graph import OneOp, PlannedOp, plan_op
-from dtensor.api.eager.lines import run_on
+from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, plain, with_line
+from dtensor.api.eager.graph import CallKey, OneOp, PlannedOp, plan_op
+from dtensor.api.eager.policy import check
 from dtensor.api.eager.values import (
     Cell,
+    CellTensor,
     Layout,
-    Operand,
+    Made,
+    ReadValue,
     Value,
-    View,
+    ViewStep,
     contiguous_strides,
     fresh_name,
     layout_of,
 )
-from dtensor.daft import Stored
+from dtensor.api.session import Session
+from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import lower
-from dtensor.sharding.ops import call as sharding_call
-from dtensor.sharding.ops.call import Slot
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
-
-if TYPE_CHECKING:
-    from dtensor.api.session import Session
 
 MAX_PROGRAMS = 4096
 """Plans of single ops, and programs of them per session, that are kept; the oldest goes first."""
@@ -66,48 +64,6 @@ _OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
 """The arguments that a training loop changes from step to step: given at each run, not planned."""
 
 
-@dataclass(slots=True)
-class Call:
-    """An op's call taken apart: ``key`` is what a plan depends on."""
-
-    operands: list[Any] = field(default_factory=list)  # DTensors, and plain tensors of one element
-    places: dict[int, int] = field(default_factory=dict)  # by id of the tensor
-    numbers: list[float] = field(default_factory=list)
-
-    def key(self, value: Any, *, is_open: bool = False) -> Any:
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if kind is float:
-            if is_open:
-                self.numbers.append(value)
-                return (Slot, value == 0.0)
-            return (float, repr(value))  # so that 0.0, -0.0, 1 and True are four keys, nan one
-        if kind is list or kind is tuple:
-            return (kind, *(self.key(v) for v in value))
-        if kind is bool or kind is complex:
-            return (kind, repr(value))
-        return value
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        place = self.places.get(id(tensor))
-        if place is None:
-            place = self.places[id(tensor)] = len(self.operands)
-            self.operands.append(tensor)
-        return (torch.Tensor, place)
-
-    def structure(self, value: Any, numbers: list[str] | None = None) -> Any:
-        """The argument with `Operand`s for tensors, and `Slot`s for the numbers that are open."""
-        if isinstance(value, torch.Tensor):
-            return sharding_call.Operand(self.places[id(value)])
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.structure(v) for v in value)
-        if numbers is not None and type(value) is float:
-            numbers.append(f"number_{len(numbers)}")
-            return Slot.of(value, numbers[-1])
-        return value
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """A planned op, and its program on each session that ran it."""
@@ -122,6 +78,13 @@ class Ran:
     planned: PlannedOp
     values: tuple[Value | None, ...]
 
+    def cells(self) -> tuple[Cell | None, ...]:
+        """A new cell for each value that the op returned."""
+        return tuple(
+            None if value is None or layout is None else Cell(value.session, layout, value)
+            for value, layout in zip(self.values, self.planned.results, strict=True)
+        )
+
 
 _entries: OrderedDict[Any, Entry] = OrderedDict()
 _loaded: WeakKeyDictionary[Session, OrderedDict[Entry, None]] = WeakKeyDictionary()
@@ -132,39 +95,54 @@ def execute(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    write: Any = None,
+    write: CellTensor | None = None,
     pinned: Mapping[str, Placement] | None = None,
-    like: Any = None,
+    like: Cell | None = None,
     told: bool = False,
 ) -> Ran:
     """Run one op; ``target`` None: bring ``args[0]`` to ``pinned``, or out of its views.
 
     Args:
         write: the DTensor among args that the op changes; the result is its whole cell.
-        like: a DTensor that says where an op without operands runs.
+        like: says where an op without operands runs.
         told: the user asked for what is sent.
     """
-    call = Call()
-    found = _open(target)
+    call = CallKey()
+    open_numbers = _open(target)
     key = (
         target,
-        *(call.key(v, is_open=i in found) for i, v in enumerate(args)),
-        *((k, call.key(v, is_open=k in found)) for k, v in kwargs.items()),
+        *(call.key(v, is_open=i in open_numbers) for i, v in enumerate(args)),
+        *((k, call.key(v, is_open=k in open_numbers)) for k, v in kwargs.items()),
     )
-    session, mesh = _home(target, call.operands, like, args)
-    operands = [_operand(x, mesh, whole=target is None or x is write) for x in call.operands]
+    session, mesh = _home(target, call.operands, like)
+    reads = [_read(x, mesh, whole=target is None or x is write) for x in call.operands]
+    held = tuple((r.layout, r.view) for r in reads)
     at = None if write is None else call.places[id(write)]
-    pins = None if pinned is None else tuple(pinned.items())
-    held = tuple((o.layout, o.view) if isinstance(o, Operand) else (o[0], None) for o in operands)
-    whole = (key, held, at, pins, mesh)
+    whole = (key, held, at, None if pinned is None else tuple(pinned.items()), mesh)
     entry = _entries.get(whole)
     if entry is None and call.numbers:
         entry = _entries.get((whole, tuple(map(repr, call.numbers))))
     if entry is None:
-        entry = _plan(whole, call, target, args, kwargs, held, at, pinned, mesh)
+        names: list[str] = []
+        asked = OneOp(
+            target=target,
+            args=tuple(
+                call.structure(v, names if i in open_numbers else None) for i, v in enumerate(args)
+            ),
+            kwargs={
+                k: call.structure(v, names if k in open_numbers else None)
+                for k, v in kwargs.items()
+            },
+            operands=held,
+            labels=_labels(target, call, args, kwargs),
+            mesh=mesh,
+            write=at,
+            pinned=pinned,
+        )
+        entry = _plan(asked, whole, call.numbers)
     if entry.planned.moves and not told:
-        policy.check(entry.name, entry.planned.moves)
-    return _run(session, entry, call, operands)
+        check(entry.name, entry.planned.moves)
+    return _run(session, entry, call, reads)
 
 
 def _open(target: Any) -> frozenset[int | str]:
@@ -181,32 +159,21 @@ def _open(target: Any) -> frozenset[int | str]:
 _open_of: dict[Any, frozenset[int | str]] = {}
 
 
-def _operand(x: Any, mesh: Mesh, whole: bool) -> Operand | tuple[Layout, torch.Tensor]:
-    """What is read of a DTensor; a plain tensor is given to every rank.
-
-    That is one number, or in a backward pass what autograd makes: zeros for a part of a split
-    that has no gradient.
-    """
-    if isinstance(x, dtensor()):
-        return x.operand(whole=whole)
-    spec = make_spec(tuple(x.shape), x.dtype, mesh)
-    return layout_of(spec, contiguous_strides(spec.shape)), x.detach()
-
-
-def _home(target: Any, operands: Sequence[Any], like: Any, args: Any) -> tuple[Session, Mesh]:
+def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Session, Mesh]:
     """Where the op runs: where its operands are. PlanningError where they are in two places."""
-    kind = dtensor()
-    first: Any = like
+    first: Any = None
     for x in operands:
-        if isinstance(x, kind):
+        if isinstance(x, CellTensor):
             first = x if first is None else first
             if x.session is not first.session:
                 raise elsewhere(target, first, x)
         elif x.dim() and torch._C._current_graph_task_id() == -1:
             raise plain(target, operands)
-    first.session.check()
+    cell = like if first is None else first._cell
+    assert cell is not None
+    cell.session.check()
     for x in operands:
-        if isinstance(x, kind) and x._cell.layout.spec.on:
+        if isinstance(x, CellTensor) and x._cell.layout.spec.on:
             raise with_line(
                 PlanningError(
                     f"{op_name(target)} takes a DTensor that only a part of the mesh holds.\n"
@@ -214,81 +181,11 @@ def _home(target: Any, operands: Sequence[Any], like: Any, args: Any) -> tuple[S
                     f"fix: dt.distribute(x.full_tensor(), mesh), or compute where it was made"
                 )
             )
-    return first.session, first.mesh
-
-
-def _plan(
-    whole: Any,
-    call: Call,
-    target: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    held: tuple[tuple[Layout, View | None], ...],
-    write: int | None,
-    pinned: Mapping[str, Placement] | None,
-    mesh: Mesh,
-) -> Entry:
-    found = _open(target)
-    numbers: list[str] = []
-
-    def structure(place: int | str, value: Any) -> Any:
-        return call.structure(value, numbers if place in found else None)
-
-    op = OneOp(
-        target=target,
-        args=tuple(structure(i, v) for i, v in enumerate(args)),
-        kwargs={k: structure(k, v) for k, v in kwargs.items()},
-        operands=held,
-        labels=_labels(target, call, args, kwargs),
-        mesh=mesh,
-        write=write,
-        pinned=pinned,
-    )
-    try:
-        planned = plan_op(op)
-    except PlanningError as error:
-        raise with_line(error) from None
-    last = held[0][1] if target is None else None  # a view that takes communication to see
-    entry = Entry(planned, op_name(target if last is None else last.target))
-    if planned.folded:
-        whole = (whole, tuple(map(repr, call.numbers)))
-    _entries[whole] = entry
-    if len(_entries) > MAX_PROGRAMS:
-        _entries.popitem(last=False)
-    return entry
-
-
-_seen: dict[tuple[Layout, View], PlannedOp] = {}
-
-
-def pending_of(spec: TensorSpec) -> dict[str, Placement]:
-    """A view of a pending value is pending: every view is linear."""
-    return {axis: p for axis, p in spec.sharding.items() if isinstance(p, Partial)}
-
-
-def seen(layout: Layout, view: View) -> PlannedOp:
-    """What it takes to see a cell through a view, and how the view is placed then."""
-    found = _seen.get((layout, view))
-    if found is None:
-        spec = layout.spec
-        op = OneOp(
-            target=None,
-            args=(),
-            kwargs={},
-            operands=((layout, view),),
-            labels=("x",),
-            mesh=spec.mesh,
-            pinned=pending_of(spec),
-        )
-        try:
-            found = _seen[layout, view] = plan_op(op)
-        except PlanningError as error:
-            raise with_line(error) from None
-    return found
+    return cell.session, cell.layout.spec.mesh
 
 
 def _labels(
-    target: Any, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]
+    target: Any, call: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """What torch's schema calls each operand; numbered within a list."""
     names = [a.name for a in target._schema.arguments] if target is not None else ["x"]
@@ -303,36 +200,51 @@ def _labels(
     return tuple(labels[i] for i in range(len(call.operands)))
 
 
-def _run(
-    session: Session,
-    entry: Entry,
-    call: Call,
-    operands: Sequence[Operand | tuple[Layout, torch.Tensor]],
-) -> Ran:
+def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
+    try:
+        planned = plan_op(op)
+    except PlanningError as error:
+        raise with_line(error) from None
+    last = op.operands[0][1] if op.target is None else None  # a view that takes sending to see
+    entry = Entry(planned, op_name(op.target if last is None else last.target))
+    _entries[(key, tuple(map(repr, numbers))) if planned.folded else key] = entry
+    if len(_entries) > MAX_PROGRAMS:
+        _entries.popitem(last=False)
+    return entry
+
+
+def _run(session: Session, entry: Entry, call: CallKey, reads: Sequence[ReadValue]) -> Ran:
     planned = entry.planned
     program = entry.programs.get(session)
     if program is None:
         program = _load(session, entry)
     feed: dict[str, object] = dict(planned.constants)
-    for name, operand in zip(planned.inputs, operands, strict=True):
+    for name, read in zip(planned.inputs, reads, strict=True):
         if name is not None:
-            feed[name] = Stored(operand.value.name) if isinstance(operand, Operand) else operand[1]
+            value = read.value
+            feed[name] = Stored(value.name) if isinstance(value, Value) else value
     for index, number in enumerate(call.numbers):
         if f"number_{index}" in planned.numbers:
             feed[f"number_{index}"] = number
     names = [fresh_name() for _ in planned.plan.outputs]
     keep = {f"result {o.of}": names[int(o.of)] for o in planned.plan.outputs}
-    run_on(session, program, feed, keep)
+    note_line(session)
+    try:
+        session.run(program, [feed] * session.mesh.size, keep)
+        if session.cluster.failure is not None:  # of any call that has ended by now
+            raise session.cluster.failure
+    except DaftError as error:
+        raise located(session, error) from error
     made = iter(names)
     values = tuple(
-        None if meta is None else Value(session, next(made), meta.spec) for meta in planned.results
+        None if layout is None else Value(session, next(made), layout.spec)
+        for layout in planned.results
     )
     for extra in planned.reduced:
         kept = Value(session, names[extra.index], extra.spec)
-        tensor = call.operands[extra.operand]
-        operand = operands[extra.operand]
-        if isinstance(operand, Operand) and tensor._cell.value is operand.value:
-            tensor._cell.reduced = kept
+        x = call.operands[extra.operand]
+        if isinstance(x, CellTensor) and x._cell.value is reads[extra.operand].value:
+            x._cell.reduced = kept
     return Ran(planned, values)
 
 
@@ -348,11 +260,109 @@ def _load(session: Session, entry: Entry) -> Any:
     return program
 
 
-def cells_of(ran: Ran) -> tuple[Cell | None, ...]:
-    """A new cell for each value that an op returned."""
-    return tuple(
-        None
-        if value is None or meta is None
-        else Cell(value.session, layout_of(value.spec, meta.strides), value)
-        for value, meta in zip(ran.values, ran.planned.results, strict=True)
+# -- what a DTensor is -----------------------------------------------------------------------------
+
+
+def fill(cell: Cell, number: Any) -> None:
+    """The first value of a cell that has none."""
+    spec = cell.layout.spec
+    cpu = torch.device("cpu")
+    ran = execute(
+        aten.full.default,
+        (list(spec.shape), number),
+        {"dtype": spec.dtype, "device": cpu},
+        pinned=spec.sharding,
+        like=cell,
     )
+    assert ran.values[0] is not None
+    cell.set(ran.values[0])
+
+
+def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
+    """What is read of an operand: of a DTensor its cell's value, seen through its views.
+
+    A view that takes communication to see is made once and kept; ``whole``: the cell and the view,
+    whatever it takes. A plain tensor is one number, or in a backward pass what autograd makes:
+    zeros for a part of a split that has no gradient.
+    """
+    if not isinstance(x, CellTensor):
+        spec = make_spec(tuple(x.shape), x.dtype, mesh)
+        return ReadValue(x.detach(), layout_of(spec, contiguous_strides(spec.shape)), None)
+    cell, view = x._cell, x._view
+    if cell.value is None:
+        fill(cell, 0)
+        assert cell.value is not None
+    value = cell.reduced or cell.value
+    layout = cell.layout if value is cell.value else layout_of(value.spec, cell.layout.strides)
+    if view is None or whole or not _seen(layout, view).moves:
+        return ReadValue(value, layout, view)
+    made = own_value(x)
+    return ReadValue(made, layout_of(made.spec, x.stride()), None)
+
+
+def own_value(x: CellTensor, *, told: bool = False) -> Value:
+    """Its own shards, not those of what it is a view of; ``told``: to be read by the user.
+
+    A view's is made where what it was made from has changed, and kept, so that its name stays
+    valid.
+    """
+    cell = x._cell
+    if cell.value is None:
+        fill(cell, 0)
+    now = cell.value
+    assert now is not None
+    if x._view is None:
+        return now
+    if x._made is None or x._made.of is not now:
+        pinned = _pending_of(cell.layout.spec)
+        (new,) = execute(None, (x,), {}, pinned=pinned, told=told).values
+        assert new is not None
+        x._made = Made(now, new)
+    return x._made.value
+
+
+def spec_of(x: CellTensor) -> TensorSpec:
+    layout = x._cell.layout
+    if x._view is None:
+        return layout.spec
+    if x._made is not None and x._made.of is x._cell.value:
+        return x._made.value.spec
+    result = _seen(layout, x._view).results[0]
+    assert result is not None
+    return result.spec
+
+
+_seen_through: dict[tuple[Layout, ViewStep], PlannedOp] = {}
+
+
+def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
+    """What it takes to see a cell through a view, and how the view is placed then."""
+    found = _seen_through.get((layout, view))
+    if found is None:
+        op = OneOp(
+            target=None,
+            args=(),
+            kwargs={},
+            operands=((layout, view),),
+            labels=("x",),
+            mesh=layout.spec.mesh,
+            pinned=_pending_of(layout.spec),
+        )
+        try:
+            found = _seen_through[layout, view] = plan_op(op)
+        except PlanningError as error:
+            raise with_line(error) from None
+    return found
+
+
+def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
+    """A view of a pending value is pending: every view is linear."""
+    return {axis: p for axis, p in spec.sharding.items() if isinstance(p, Partial)}
+
+
+def fetch(value: Value) -> list[torch.Tensor]:
+    """The shards, one per rank that holds them. Waits."""
+    try:
+        return value.session.fetch(value.name, holders_of(value.spec))
+    except DaftError as error:
+        raise located(value.session, error) from error

@@ -7,7 +7,7 @@
 
 It is a torch.Tensor with the global shape: autograd, `nn.Module`, `torch.optim` and
 `torch.nn.functional` take it as it is. Below autograd each ATen op arrives in `__torch_dispatch__`
-and becomes a program of its own (ops.py, run.py), made by the planner, the lowering
+and becomes a program of its own (dispatch.py, run.py), made by the planner, the lowering
 and the execution of `dt.compile`. Reading a value waits for it; nothing else does.
 
 Invariants: tensors that share storage in PyTorch share it here (values.py). Mixing clusters,
@@ -17,42 +17,39 @@ meshes, or plain tensors of more than one number, is an error that names both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dtensor.api.eager import functions, lines, ops, run
+from dtensor.api.eager.dispatch import dispatch, like_spec
+from dtensor.api.eager.functions import torch_function
+from dtensor.api.eager.run import execute, fetch, own_value, spec_of
 from dtensor.api.eager.values import (
+    Alias,
     Cell,
-    Made,
-    Operand,
+    CellTensor,
     Value,
-    View,
+    ViewStep,
     contiguous_strides,
     fresh_name,
-    held_by,
     layout_of,
 )
+from dtensor.api.session import Session, session_for
+from dtensor.api.stating.checks import check_fit
+from dtensor.api.stating.placing import restated
 from dtensor.errors import PlanningError
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.shards import assemble_at, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
-if TYPE_CHECKING:
-    from dtensor.api.session import Session
 
-__all__ = ["DTensor", "distribute", "fresh_name", "held_by", "spec"]
-
-
-class DTensor(torch.Tensor):
+class DTensor(CellTensor):
     """Global ``shape`` and ``dtype``; ``spec`` says how it is split. Made by `distribute`, by
     compiled functions and by ops on DTensors."""
-
-    _cell: Cell
-    _view: View | None
-    _made: Made | None
 
     def __new__(cls, spec: TensorSpec, session: Session, name: str) -> DTensor:
         """The tensor whose shards are stored under ``name``, which it drops with itself."""
@@ -63,7 +60,7 @@ class DTensor(torch.Tensor):
         pass
 
     @staticmethod
-    def of(cell: Cell, view: View | None = None) -> DTensor:
+    def of(cell: Cell, view: ViewStep | None = None) -> DTensor:
         """The tensor that is a cell, or a view of it."""
         spec = cell.layout.spec
         tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -81,67 +78,14 @@ class DTensor(torch.Tensor):
 
     # -- what it stands on ------------------------------------------------------------------------
 
-    def alias(self) -> DTensor:
-        """Another tensor on the same cell, without history."""
-        return DTensor.of(self._cell, self._view)
-
-    def operand(self, *, whole: bool = False) -> Operand:
-        """What an op reads. A view that takes communication to see is made once and kept.
-
-        ``whole``: the cell and the view, whatever it takes to see.
-        """
-        cell = self._cell
-        if cell.value is None:
-            ops.fill(DTensor.of(cell), 0)
-        assert cell.value is not None
-        value = cell.reduced or cell.value
-        layout = cell.layout if value is cell.value else layout_of(value.spec, cell.layout.strides)
-        view = self._view
-        if view is None or whole or not run.seen(layout, view).moves:
-            return Operand(value, layout, view)
-        made = self._see()
-        return Operand(made, layout_of(made.spec, self.stride()), None)
-
     def value(self, *, told: bool = False) -> Value:
         """Its own shards, not those of what it is a view of; ``told``: to be read by the user."""
-        if self._view is None:
-            self.operand()
-            assert self._cell.value is not None
-            return self._cell.value
-        self.operand(whole=True)
-        return self._see(told=told)
-
-    def _see(self, *, told: bool = False) -> Value:
-        """The view's own value, made where what it was made from has changed; kept, so that its
-        name stays valid."""
-        now = self._cell.value
-        assert now is not None
-        if self._made is None or self._made.of is not now:
-            pinned = run.pending_of(self._cell.layout.spec)
-            (new,) = run.execute(None, (self,), {}, pinned=pinned, told=told).values
-            assert new is not None
-            self._made = Made(now, new)
-        return self._made.value
+        return own_value(self, told=told)
 
     @property
     def spec(self) -> TensorSpec:
         """Global shape, dtype and placement: ``str(x.spec)`` is "f32[8@tp,16]"."""
-        layout = self._cell.layout
-        if self._view is None:
-            return layout.spec
-        if self._made is not None and self._made.of is self._cell.value:
-            return self._made.value.spec
-        result = run.seen(layout, self._view).results[0]
-        assert result is not None
-        return result.spec
-
-    @property
-    def session(self) -> Session:
-        return self._cell.session
-
-    @property
-    def mesh(self) -> Mesh:
-        return self._cell.layout.spec.mesh
+        return spec_of(self)
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -152,7 +96,7 @@ class DTensor(torch.Tensor):
 
     def local_tensors(self) -> list[torch.Tensor]:
         """The shards, one per rank that holds the value, in rank order; CPU copies. Waits."""
-        return lines.fetch(self.value(told=True))
+        return fetch(self.value(told=True))
 
     def full_tensor(self) -> torch.Tensor:
         """The global value as one CPU tensor; pending values are reduced. Waits.
@@ -160,13 +104,13 @@ class DTensor(torch.Tensor):
         Differentiable: the gradient is placed as this tensor is.
         """
         if self.requires_grad and torch.is_grad_enabled():
-            return functions.FullTensor.apply(self)
+            return _FullTensor.apply(self)
         return self.full_value()
 
     def full_value(self) -> torch.Tensor:
         """The global value, without history."""
         value = self.value(told=True)
-        shards = dict(zip(held_by(value.spec), lines.fetch(value), strict=True))
+        shards = dict(zip(holders_of(value.spec), fetch(value), strict=True))
         return assemble_at(shards, value.spec)
 
     def redistribute(self, **placements: Placement) -> DTensor:
@@ -175,10 +119,6 @@ class DTensor(torch.Tensor):
         Axes that are not named stay as they are. Differentiable: the gradient goes back to this
         tensor's placement; that of a pending sum is replicated where the sum was pending.
         """
-        from dtensor.api.stating.checks import check_fit
-        from dtensor.api.stating.placing import restated
-        from dtensor.sharding.ops.call import Meta
-
         spec = self.spec
         check_placements(self.mesh, placements)
         held = restated(spec)
@@ -188,7 +128,7 @@ class DTensor(torch.Tensor):
         meta = Meta(spec.shape, spec.dtype)
         check_fit("the tensor", meta, wanted, "redistribute", self.mesh)
         target = make_spec(spec.shape, spec.dtype, self.mesh, wanted)
-        return functions.Redistribute.apply(self, target)
+        return _Redistribute.apply(self, target)
 
     # -- torch ------------------------------------------------------------------------------------
 
@@ -200,7 +140,7 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return functions.torch_function(func, args, kwargs or {})
+        return torch_function(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -210,11 +150,11 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return ops.dispatch(func, args, kwargs or {})
+        return _as_tensors(dispatch(func, args, kwargs or {}))
 
     @property
     def data(self) -> DTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.alias()
+        return DTensor.of(self._cell, self._view)
 
     @data.setter
     def data(self, other: object) -> None:
@@ -248,7 +188,7 @@ class DTensor(torch.Tensor):
             return memo[id(self)]
         old = self._cell
         if id(old) not in memo:
-            self.operand()
+            own_value(DTensor.of(old))  # there is one from now on
             memo[id(old)] = Cell(old.session, old.layout, old.value)
         new = DTensor.of(memo[id(old)], self._view)
         new.requires_grad_(self.requires_grad)
@@ -279,6 +219,60 @@ class DTensor(torch.Tensor):
         return f"{head},\n        {text}{tail})"
 
 
+def _as_tensors(made: Any) -> Any:
+    match made:
+        case Cell():
+            return DTensor.of(made)
+        case Alias(cell, view):
+            return DTensor.of(cell, view)
+        case list() | tuple():
+            return type(made)(map(_as_tensors, made))
+        case _:
+            return made
+
+
+class _Redistribute(torch.autograd.Function):
+    """The same value at another spec; its gradient at the operand's, where that is not pending."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, target: TensorSpec) -> DTensor:  # type: ignore[override]
+        before = x.spec
+        ctx.back = like_spec(before)
+        if before == target:
+            value = x.value()
+            layout = layout_of(value.spec, contiguous_strides(value.spec.shape))
+            return DTensor.of(Cell(value.session, layout, value))
+        ran = execute(None, (x,), {}, pinned=target.sharding, told=True)
+        return _as_tensors(ran.cells()[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        return _Redistribute.apply(grad, ctx.back), None
+
+
+class _FullTensor(torch.autograd.Function):
+    """The global value as a plain tensor; its gradient is distributed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.back = like_spec(x.spec)
+        ctx.session = x.session
+        return x.full_value()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
+        return _put(grad, ctx.back, ctx.session)
+
+
+def _put(tensor: torch.Tensor, spec: TensorSpec, session: Session) -> DTensor:
+    name, mesh = fresh_name(), spec.mesh
+    session.put([{name: shard_of(tensor, spec, mesh.coordinates(r))} for r in range(mesh.size)])
+    return DTensor(spec, session, name)
+
+
+# -- made by the user ------------------------------------------------------------------------------
+
+
 def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
     """The spec that ``text`` denotes, as in ``spec("f32[8@tp,16]", Mesh(tp=2))``.
 
@@ -294,8 +288,6 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     The result is a leaf; it requires grad where ``tensor`` does. Raises PlanningError for an axis
     that the mesh lacks and a placement that does not fit.
     """
-    from dtensor.api.session import session_for
-
     if isinstance(tensor, DTensor):
         raise PlanningError(
             f"distribute takes a plain tensor, not {tensor.spec} on {tensor.mesh}.\n"
@@ -303,11 +295,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
         )
     check_placements(mesh, placements)
     placed = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
-    session = session_for(mesh)
-    name = fresh_name()
-    data = tensor.detach()
-    session.put([{name: shard_of(data, placed, mesh.coordinates(r))} for r in range(mesh.size)])
-    made = DTensor(placed, session, name)
+    made = _put(tensor.detach(), placed, session_for(mesh))
     made.requires_grad_(tensor.requires_grad)
     return made
 

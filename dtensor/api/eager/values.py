@@ -5,46 +5,34 @@
     v.mul_(2)              a new Value is computed and the Cell holds it; w and v both see it
 
 So aliasing is PyTorch's: tensors that share storage there share a cell here, and a view is read
-from what its cell holds now. A Value is dropped on the ranks when nothing refers to it.
+from what its cell holds now. A Value is dropped on the ranks when nothing refers to it. What a user
+has is a CellTensor: a cell, or a view of one.
 
 Invariants: a Value's shards are never written again, so cells may share one (a clone costs
 nothing). A cell's shape, dtype and strides are fixed; its placement is that of the value it holds.
 Layouts and views are interned: equal ones are one object, compared by identity.
 
-Not here: what computes a value (run.py), what a view means backwards (graph.py).
+Not here: what computes a value (run.py), what a view means backwards (views.py).
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from dtensor.api.session import Session
+from dtensor.sharding.redistribute.between_meshes import holders_of
+from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from dtensor.api.session import Session
 
 _names = itertools.count()
 
 
 def fresh_name() -> str:
     return f"tensor {next(_names)}"
-
-
-def held_by(spec: TensorSpec) -> tuple[int, ...]:
-    """The ranks of the part of the mesh that holds the value."""
-    mesh = spec.mesh
-    if not spec.on:
-        return tuple(range(mesh.size))
-    on = dict(spec.on)
-    return tuple(
-        rank
-        for rank in range(mesh.size)
-        if all(mesh.coordinates(rank)[axis] == index for axis, index in on.items())
-    )
 
 
 class Value:
@@ -58,7 +46,7 @@ class Value:
         self.spec = spec
 
     def __del__(self) -> None:
-        self.session.forget(self.name, held_by(self.spec), self.spec.nbytes)
+        self.session.forget(self.name, holders_of(self.spec), self.spec.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,13 +69,13 @@ def layout_of(spec: TensorSpec, strides: tuple[int, ...]) -> Layout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
+class ViewStep:
     """A view op applied to a cell (``parent`` None) or to a view; what it looks like from outside.
 
     ``args`` are the op's arguments after the tensor.
     """
 
-    parent: View | None
+    parent: ViewStep | None
     target: Any
     args: tuple[Any, ...]
     shape: tuple[int, ...]
@@ -95,7 +83,7 @@ class View:
     offset: int
     dtype: torch.dtype
 
-    def steps(self) -> tuple[View, ...]:
+    def steps(self) -> tuple[ViewStep, ...]:
         """The views from the cell to this one."""
         return (*(self.parent.steps() if self.parent is not None else ()), self)
 
@@ -105,7 +93,6 @@ class Cell:
 
     ``value`` is None until the first write (`torch.empty_like`); ``layout`` says what it is to be.
     ``reduced``: the same value where an op needed it reduced, so that the next need not again.
-    ``pinned``: an in-place op keeps the placement, pending sums excepted.
     """
 
     __slots__ = ("layout", "reduced", "session", "value")
@@ -123,21 +110,48 @@ class Cell:
         self.layout = layout_of(value.spec, self.layout.strides)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operand:
-    """What an op reads: a whole value, seen through views."""
-
-    value: Value
-    layout: Layout
-    view: View | None
-
-
 @dataclass(frozen=True, slots=True)
 class Made:
     """A view's own value, and the value of its cell that it was made from."""
 
     of: Value
     value: Value
+
+
+class CellTensor(torch.Tensor):
+    """A tensor that is a cell, or a view of one: what ops take apart. `DTensor` is the only kind.
+
+    ``_made``: the view's own value, where it took communication to see it.
+    """
+
+    _cell: Cell
+    _view: ViewStep | None
+    _made: Made | None
+
+    @property
+    def session(self) -> Session:
+        return self._cell.session
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._cell.layout.spec.mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """What a view op makes: another tensor on the same cell."""
+
+    cell: Cell
+    view: ViewStep | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadValue:
+    """What an op reads: a whole value seen through views; or a plain tensor, given to each rank."""
+
+    value: Value | torch.Tensor
+    layout: Layout
+    view: ViewStep | None
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

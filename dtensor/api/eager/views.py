@@ -1,53 +1,49 @@
-"""View ops: another DTensor on the same cell, as in PyTorch.
+"""Views of a cell, and what in-place ops on them mean for the whole: both as functional ops.
 
-    x[1:].t()      DTensor(cell of x, slice then t)
+    x[1:].t()         the steps slice, then t
+    x[1:].mul_(2)     mul(slice(x), 2)  then  slice_scatter(x, new)
+    x.t().zero_()     full(sizes, 0)    then  permute(new)
 
-Parts of a tensor (split, unbind) are slices and selections of it, so that each can be written back.
+`view_step` says what a view looks like; `functional` gives the value that an in-place op's operand
+is to have; `written_back` the value of the whole that the operand is a view of. The latter two
+write calls into the graph that is being built (graph.py).
+
+Invariant: an in-place op or a view that is not known here is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
 
 import torch
+from torch import fx
 
-from dtensor.api.eager.run import Call
-from dtensor.api.eager.values import View
-
-if TYPE_CHECKING:
-    from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.errors import op_name, refused
+from dtensor.api.eager.values import CellTensor, ViewStep
+from dtensor.errors import PlanningError
 
 aten = torch.ops.aten
+Write = Callable[..., fx.Node]
+CPU = torch.device("cpu")
 
-_views: dict[Any, View] = {}
-
-
-def view(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    x = args[0]
-    rest = args[1:]
-    if kwargs:
-        names = [a.name for a in target._schema.arguments]
-        for name in names[1 + len(rest) :]:
-            if name in kwargs:
-                rest = (*rest, kwargs[name])
-    return view_of(x, target, rest)
+_steps: dict[Any, ViewStep] = {}
 
 
-def view_of(x: DTensor, target: Any, args: tuple[Any, ...]) -> DTensor:
-    from dtensor.api.eager.tensor import DTensor
-
+def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
+    """``target(x, *args)`` as a view of x's cell. Torch's own errors where x has no such view."""
     parent = x._view
-    held = (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype) if parent is None else parent
-    key = (held, target, Call().key(args))
-    found = _views.get(key)
+    seen = (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
+    key = (seen if parent is None else parent, target, _hashable(args))
+    found = _steps.get(key)
     if found is None:
         # on the meta device, not fake: its errors are those of torch's own kernels
         reach = sum(max(n - 1, 0) * s for n, s in zip(x.shape, x.stride(), strict=True))
         storage = torch.empty(x.storage_offset() + reach + 1, dtype=x.dtype, device="meta")
         with torch.no_grad():
             new = target(storage.as_strided(x.shape, x.stride(), x.storage_offset()), *args)
-        found = View(
+        found = _steps[key] = ViewStep(
             parent,
             target,
             args,
@@ -56,35 +52,111 @@ def view_of(x: DTensor, target: Any, args: tuple[Any, ...]) -> DTensor:
             int(new.storage_offset()),
             new.dtype,
         )
-        _views[key] = found
-    return DTensor.of(x._cell, found)
+    return found
 
 
-def alias(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0].alias()
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
-def split(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    x, size = args[0], args[1]
-    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(x.dim(), 1)
-    length = x.shape[dim]
-    if isinstance(size, (list, tuple)):
-        sizes = list(size)
-    elif length == 0 or size == 0:
-        sizes = [length]
-    else:
-        sizes = [min(size, length - start) for start in range(0, length, size)]
-    if sum(sizes) != length:
-        raise RuntimeError(f"split sizes {sizes} do not add up to {length}, dim {dim} of {x.spec}")
-    parts: list[Any] = []
-    start = 0
-    for part in sizes:
-        parts.append(view_of(x, aten.slice.Tensor, (dim, start, start + part, 1)))
-        start += part
-    return parts
+def functional(
+    call: Write, target: Any, self: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> fx.Node:
+    """The new value of ``self``, in its own shape and dtype."""
+    val = self.meta["val"]
+    shape, dtype = list(val.shape), val.dtype
+    match target:
+        case aten.zero_.default:
+            return call(aten.full.default, shape, 0, dtype=dtype, device=CPU)
+        case aten.fill_.Scalar:
+            return call(aten.full.default, shape, args[1], dtype=dtype, device=CPU)
+        case aten.copy_.default | aten.fill_.Tensor:
+            new = args[1]
+        case _:
+            new = call(functional_form(target), *args, **kwargs)
+            found = new.meta["val"].dtype
+            if not torch.can_cast(found, dtype):
+                raise RuntimeError(
+                    f"result type {found} can't be cast to the desired output type {dtype}"
+                )
+    if new.meta["val"].dtype != dtype:
+        new = call(aten._to_copy.default, new, dtype=dtype)
+    if list(new.meta["val"].shape) != shape:
+        new = call(aten.expand.default, new, shape)
+    return new
 
 
-def unbind(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    x = args[0]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
-    return [view_of(x, aten.select.int, (dim, i)) for i in range(x.shape[dim])]
+@cache
+def functional_form(target: Any) -> Any:
+    """``aten.add.Tensor`` for ``aten.add_.Tensor``. PlanningError where torch has none."""
+    space, name = target._schema.name.split("::")
+    twin = name.removesuffix("_")
+    taken = [(a.name, a.type) for a in target._schema.arguments]
+    for schema in torch._C._jit_get_schemas_for_operator(f"{space}::{twin}"):
+        if not schema.is_mutable and [(a.name, a.type) for a in schema.arguments] == taken:
+            packet = getattr(getattr(torch.ops, space), twin)
+            return getattr(packet, schema.overload_name or "default")
+    raise refused(name, "it has no out-of-place form", "compute a new tensor instead")
+
+
+def written_back(
+    call: Write, view: ViewStep | None, chain: tuple[fx.Node, ...], new: fx.Node, *, is_split: bool
+) -> fx.Node:
+    """The whole, once ``new`` is written where the last view looks at it.
+
+    ``chain``: the whole, then each view of it; ``is_split``: some rank has but a part of the whole.
+    """
+    steps = view.steps() if view is not None else ()
+    for step, base in zip(reversed(steps), reversed(chain[:-1]), strict=True):
+        new = _inverse(call, step, base, new, is_split)
+    return new
+
+
+def _inverse(call: Write, step: ViewStep, base: fx.Node, new: fx.Node, is_split: bool) -> fx.Node:
+    shape = list(base.meta["val"].shape)
+    match step.target:
+        case (
+            aten.view.default
+            | aten._unsafe_view.default
+            | aten.reshape.default
+            | aten._reshape_alias.default
+            | aten.unsqueeze.default
+            | aten.squeeze.default
+            | aten.squeeze.dim
+            | aten.squeeze.dims
+        ):
+            return call(aten.reshape.default, new, shape)
+        case aten.t.default:
+            return call(aten.t.default, new)
+        case aten.transpose.int:
+            return call(aten.transpose.int, new, *step.args)
+        case aten.permute.default:
+            order = [d % len(shape) for d in step.args[0]]
+            return call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
+        case aten.slice.Tensor:
+            return call(aten.slice_scatter.default, base, new, *step.args)
+        case aten.select.int if is_split:  # no rank need have the dim whole for this
+            dim, index = step.args[0] % len(shape), step.args[1] % shape[step.args[0]]
+            place = call(aten.arange.default, shape[dim], device=CPU)
+            ones = [-1 if d == dim else 1 for d in range(len(shape))]
+            here = call(aten.view.default, call(aten.eq.Scalar, place, index), ones)
+            return call(aten.where.self, here, call(aten.unsqueeze.default, new, dim), base)
+        case aten.select.int:
+            return call(aten.select_scatter.default, base, new, *step.args)
+        case aten.diagonal.default:
+            return call(aten.diagonal_scatter.default, base, new, *step.args)
+        case aten.expand.default if list(new.meta["val"].shape) == shape:
+            return new
+        case aten.expand.default if new.meta["val"].numel() == base.meta["val"].numel():
+            return call(aten.reshape.default, new, shape)
+        case aten.expand.default:
+            raise PlanningError(
+                "an in-place op on an expanded tensor writes one element several times.\n"
+                "fix: write to x.clone(), or to the tensor before expand"
+            )
+        case _:
+            raise refused(
+                f"an in-place op on {op_name(step.target)}(...)",
+                "it is not known how to write back",
+                "x = x.clone() first",
+            )

@@ -29,6 +29,7 @@ from dtensor.sharding.plan.cost.cut_chain import partition
 from dtensor.sharding.plan.cost.unit_costs import chain_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Request
+from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.mesh import Mesh
 
 
@@ -139,7 +140,7 @@ def _patterns(every: Sequence[str], homes: Mapping[str, set[int]], stage: int) -
     own = {name for name in every if homes[name] == {stage}}
     found: list[str] = []
     _within("", every, own, {n for n in every if stage in homes[n]}, found)
-    return _ranges(found)
+    return list(collapse(found))
 
 
 def _within(
@@ -157,34 +158,6 @@ def _within(
             found.append(f"{part}.*")
         elif held.intersection(inside):
             _within(part, inside, own, held, found)
-
-
-def _ranges(patterns: Sequence[str]) -> list[str]:
-    """``blocks.0.*``, ``blocks.1.*`` as ``blocks.{0..1}.*``."""
-    found: list[tuple[str, int, int] | str] = []
-    for pattern in patterns:
-        path, _, rest = pattern.removesuffix(".*").rpartition(".")
-        if not (pattern.endswith(".*") and rest.isdigit()):
-            found.append(pattern)
-            continue
-        number = int(rest)
-        match found[-1] if found else None:
-            case (str() as before, int() as low, int() as high) if (before, high + 1) == (
-                path,
-                number,
-            ):
-                found[-1] = (path, low, number)
-            case _:
-                found.append((path, number, number))
-    texts: list[str] = []
-    for item in found:
-        match item:
-            case str():
-                texts.append(item)
-            case (path, low, high):
-                part = str(low) if low == high else f"{{{low}..{high}}}"
-                texts.append(f"{path}.{part}.*" if path else f"{part}.*")
-    return texts
 
 
 # -- errors ----------------------------------------------------------------------------------------

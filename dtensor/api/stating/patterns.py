@@ -102,36 +102,52 @@ def expand(glob: str) -> tuple[str, ...]:
 # -- a glob that matches nothing -------------------------------------------------------------------
 
 
-def no_match(glob: str, where: str, module: nn.Module, names: Sequence[Named]) -> PlanningError:
-    """The error for a glob without a match: the nearest names, and a glob that was tried."""
-    every = [name for named in names for name in named.names]
-    lines = [f'the pattern "{glob}" of {where} matches no parameter.']
-    modules = [name for name, _ in module.named_modules() if name and matches(glob, name)]
-    if modules:
-        lines.append(f"  it matches the names of modules: {listing(modules)}")
-    near = nearest(glob, every)
-    if near:
-        lines.append(f"  nearest names: {', '.join(near)}")
-    else:
-        lines.append(f"  parameters: {listing(every)}")
-    tried = _repaired(glob, every)
-    if tried is not None:
-        count = sum(1 for named in names if named.matched_by(tried))
+def no_match(
+    glob: str,
+    where: str,
+    module: nn.Module,
+    names: Sequence[Named],
+    *,
+    kind: Literal["parameter", "module"] = "parameter",
+) -> PlanningError:
+    """The error for a glob over parameters (``names``: with buffers), or over modules, without a
+    match: the nearest names, and a glob that was tried."""
+    alone = kind == "parameter"
+    paths = [p for p, _ in module.named_modules(remove_duplicate=alone) if p]
+    known = [name for named in names for name in named.names] if alone else paths
+    others = paths if alone else [named.name for named in names if named.kind == "parameter"]
+    also = [name for name in others if matches(glob, name)]
+    lines = [f'the pattern "{glob}" of {where} matches no {kind}.']
+    if also:
+        lines.append(
+            f"  it matches the names of {'module' if alone else 'parameter'}s: {listing(also)}"
+        )
+    near = nearest(glob, known)
+    lines.append(f"  nearest names: {', '.join(near)}" if near else f"  {kind}s: {listing(known)}")
+    tried = _repaired(glob, known, kind)
+    if tried is None:
+        lines.append(f"fix: name a {kind} as in model.named_{kind}s(), or remove the pattern")
+    elif alone:
+        count = sum(named.matched_by(tried) for named in names)
         lines.append(f'fix: "{tried}" matches {count} of {len(names)} parameters and buffers')
     else:
-        lines.append("fix: name a parameter as in model.named_parameters(), or remove the pattern")
+        count = sum(matches(tried, path) for path in paths)
+        lines.append(f'fix: "{tried}" matches {count} of {len(paths)} modules')
     return PlanningError("\n".join(lines))
 
 
-def _repaired(glob: str, names: Sequence[str]) -> str | None:
+def _repaired(glob: str, names: Sequence[str], kind: Literal["parameter", "module"]) -> str | None:
     """A glob near this one that matches something: an ending, a start, or one word put right."""
-    trials = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
+    stem, (first, _, rest) = glob.rpartition(".")[0], glob.partition(".")
+    of_weights = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
+    of_modules = [stem, f"{glob}.*", f"*.{glob}", f"*{glob}*"]
+    trials = of_weights if kind == "parameter" else of_modules
     words = sorted({word for name in names for word in name.split(".")})
     parts = glob.split(".")
     for at, part in enumerate(parts):
-        for word in difflib.get_close_matches(part, words, 3):
+        for word in difflib.get_close_matches(part, words, 3, 0.6 if kind == "parameter" else 0.5):
             trials.append(".".join([*parts[:at], word, *parts[at + 1 :]]))
-    trials.append(f"{parts[0]}.*.{'.'.join(parts[1:])}")
+    trials += [f"{first}.*.{rest}"] if kind == "parameter" else []
     return next((t for t in trials if any(matches(t, name) for name in names)), None)
 
 

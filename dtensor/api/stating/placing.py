@@ -3,12 +3,19 @@
     resolve(model, Mesh(tp=2), {"*.up.weight": dict(tp=Row()), "*.down.weight": dict(tp=Column())})
     input_pins({"tokens": Meta((8, 16), i64)}, dict(dp=Row()), mesh)
     planner_pins(flow, resolved, pinned)      # under the names of the Dataflow, for the planner
+    pinned_results(dict(tp=Row()), graph, flow, mesh)     # `out=` of dt.compile
 
 Invariants: placements keep the order in which the user named the axes (on one dim the first is
 major); what comes back fits its tensor; a pattern that matches no tensor is an error. The first
 pattern that matches a tensor decides, so one whose tensors were all taken by earlier ones does
 nothing. A pattern that matches parameters says nothing of buffers; one that matches buffers alone
-places those.
+places those. `out=` is stated for all results or in the shape of the result:
+
+    dict(tp=Row())                               # all results
+    [dict(tp=Row()), {}]                         # one mapping for each, {} states nothing
+    {"logits": dict(tp=Column()), "loss": {}}    # where fn returns {"logits": ..., "loss": ...}
+
+A mapping of placements stands for all tensors below it; what is left out of a dict is not pinned.
 
 Whether a placement lines up with what the program does is the planner's to say, not known here.
 """
@@ -16,21 +23,25 @@ Whether a placement lines up with what the program does is the planner's to say,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import nn
 
 from dtensor.api.stating.checks import Stated, check_fit, check_stated, show, some_axis
 from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
-from dtensor.api.stating.roles_of_weights import Owner, Resolver, StatedRoles, owners_of
+from dtensor.api.stating.roles_of_weights import Resolver, StatedModule, StatedRoles, owners_of
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import Role
 from dtensor.sharding.spec.placements import Placement, Replicate, Shard
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
+
+Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +54,7 @@ class ParameterPlacement:
     name: str
     pattern: str | None
     placements: StatedRoles
-    owner: Owner | None = None
+    owner: StatedModule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +95,7 @@ def resolve(
             f'fix: write {{"pattern": dict({some_axis(mesh)}=dt.Row())}}'
         )
     chosen: dict[str, str] = {}
-    owners: dict[str, Owner] = {}
+    owners: dict[str, StatedModule] = {}
     for pattern, stated in placements.items():
         check_stated(stated, f'"{pattern}"', mesh, stage_axis, roles=True)
         if any(isinstance(p, Role) for p in stated.values()):
@@ -240,3 +251,92 @@ def _no_argument(name: str, arguments: Mapping[str, Meta]) -> PlanningError:
 
 def _metas(arguments: Mapping[str, Meta]) -> str:
     return listing([f"{name}: {meta}" for name, meta in arguments.items()])
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultTensor:
+    """Stands for a tensor in the structure that fn returns."""
+
+    index: int
+
+
+def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[int, Stated]:
+    """Result index to its pins. PlanningError for an axis, a structure or a fit that is wrong."""
+    if out is None:
+        return {}
+    results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
+    shape = graph.unflatten([_ResultTensor(index) for index in sorted(results)])
+    pinned: dict[int, Stated] = {}
+    for tensor, stated, where in _matched(out, shape, "out"):
+        for axis, placement in stated.items():
+            mesh.axis_size(axis)
+            if not isinstance(placement, Placement):
+                raise PlanningError(
+                    f"{where}= states {axis}={placement!r}, which is not a placement; "
+                    f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
+                )
+        index = tensor.index
+        meta = flow.metas[results[index]]
+        check_fit(f"result {index}", meta, stated, f"{where}=", mesh)
+        spec = make_spec(meta.shape, meta.dtype, mesh, stated)
+        pinned[index] = {axis: spec.placement(axis) for axis in stated}
+    return pinned
+
+
+def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTensor, Stated, str]]:
+    """Each tensor of the result with what is stated of it, and where that stands in ``out``."""
+    if out is None:
+        return
+    if isinstance(out, Mapping):
+        stated = cast(Mapping[str, Any], out)
+        if not isinstance(shape, Mapping) or all(isinstance(v, Placement) for v in stated.values()):
+            for tensor in _tensors(shape):
+                yield tensor, stated, where
+            return
+        results = cast(Mapping[str, object], shape)
+        for key, below in stated.items():
+            if key not in results:
+                near = nearest(str(key), [str(k) for k in results])
+                raise PlanningError(
+                    f"{where}= names {key!r}, and the function returns "
+                    f"{listing([str(k) for k in results])}.\n"
+                    f'fix: write "{near[0] if near else next(iter(results), "")}"'
+                )
+            yield from _matched(below, results[key], f"{where}[{key!r}]")
+        return
+    if isinstance(out, (list, tuple)):
+        parts = cast(Sequence[object], out)
+        below = shape if isinstance(shape, (list, tuple)) else None
+        if below is None or len(below) != len(parts):
+            tensors = list(_tensors(shape))
+            if len(tensors) != len(parts):
+                raise PlanningError(
+                    f"{where}= states placements of {len(parts)} results, the function returns "
+                    f"{len(tensors)} tensors.\n"
+                    f"fix: one dict for each tensor in the order of the results, or one for all"
+                )
+            below = tensors
+        for number, (part, one) in enumerate(zip(parts, below, strict=True)):
+            yield from _matched(part, one, f"{where}[{number}]")
+        return
+    raise PlanningError(
+        f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
+        f"dicts in the structure that the function returns"
+    )
+
+
+def _tensors(shape: object) -> Iterator[_ResultTensor]:
+    match shape:
+        case _ResultTensor():
+            yield shape
+        case Mapping():
+            for below in cast(Mapping[str, object], shape).values():
+                yield from _tensors(below)
+        case list() | tuple():
+            for below in cast(Sequence[object], shape):
+                yield from _tensors(below)
+        case _:
+            return

@@ -35,7 +35,7 @@ StatedRoles = Mapping[str, Placement | Role]  # axis -> what was stated, in the 
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class StatedModule:
     """The module that a role was stated of, and the mesh that it was stated on."""
 
     module: str
@@ -44,14 +44,14 @@ class Owner:
 
 def owners_of(
     pattern: str, module: nn.Module, names: Sequence[Named], mesh: Mesh
-) -> dict[str, Owner]:
+) -> dict[str, StatedModule]:
     """Canonical name of each weight of the modules that ``pattern`` matches, to its module.
 
     A weight is a parameter of the module itself with at least two dims. PlanningError where the
     pattern matches no module, or a matched module has parameters but no weight.
     """
     by_name = {name: named for named in names for name in named.names}
-    found: dict[str, Owner] = {}
+    found: dict[str, StatedModule] = {}
     matched = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
     matched = [path for path in matched if matches(pattern, path)]
     if not matched:
@@ -66,7 +66,7 @@ def owners_of(
                 f"  {path}: {listing([str(named) for named in own])}\n"
                 f"fix: narrow the pattern; what normalises is placed by the planner"
             )
-        found.update({named.name: Owner(path, mesh) for named in weights})
+        found.update({named.name: StatedModule(path, mesh) for named in weights})
     if not found:
         raise PlanningError(
             f'"{pattern}" states a role of modules that have no parameters of their own.\n'
@@ -113,7 +113,7 @@ class Resolver:
         return Resolver(flow=flow, rules=rules_of(flow), batch=batch_values(flow))
 
     def placements(
-        self, item: Input, stated: StatedRoles, owner: Owner, pattern: str
+        self, item: Input, stated: StatedRoles, owner: StatedModule, pattern: str
     ) -> dict[str, Placement]:
         """What was stated of the weight ``item`` of a module, each role as a placement."""
         found: dict[str, Placement] = {}

@@ -8,8 +8,9 @@ left to expand; what then lacks a rule is refused by the planner, under the user
 
 Invariants: values are those of torch's decomposition; the new nodes have the line, the phase and
 the module of the op that they replace. Random ops are never expanded: their numbers would depend
-on the placement. Not here: rewrites to ops of the project (`canonical`), alternatives that the
-planner prices (`dtensor.sharding.composite`).
+on the placement. Tensors that a decomposition makes are constants of the graph, which become inputs
+(`lift_constants`). Not here: rewrites to ops of the project (canonical.py), alternatives that the
+planner prices (dataflow/composites.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor.frontend.capture.refusals import data_dependent_errors
-from dtensor.frontend.capture.stitch import Joint
-from dtensor.frontend.op_calls import op_call
+from dtensor.frontend.graph import op_call
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.registry import NoRule, rule_for
 
@@ -33,7 +33,20 @@ _KEPT = ("partitioner_tag", "seq_nr", "stack_trace", "nn_module_stack", "custom"
 Table = Mapping[Any, Callable[..., Any]]
 
 
-def decompose(module: Joint | fx.GraphModule, mode: FakeTensorMode) -> bool:
+class GraphAndConstants(torch.nn.Module):
+    """A graph and the tensors that its get_attr nodes name: a GraphModule that is never called."""
+
+    def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.graph = graph
+        for name, value in constants.items():
+            self.register_buffer(name, value, persistent=False)
+
+
+Held = GraphAndConstants | fx.GraphModule
+
+
+def decompose(module: Held, mode: FakeTensorMode) -> bool:
     """In place; whether anything changed. Every node must have meta "val" of this mode."""
     changed = False
     waiting = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -46,6 +59,25 @@ def decompose(module: Joint | fx.GraphModule, mode: FakeTensorMode) -> bool:
             waiting += _inline(module, node, inner)
             changed = True
     return changed
+
+
+def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Tensor]:
+    """Each tensor that get_attr nodes name becomes one placeholder after the others; its value."""
+    graph = module.graph
+    found: dict[fx.Node, torch.Tensor] = {}
+    lifted: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        target = str(node.target)
+        if target not in lifted:
+            value = module.get_buffer(target)
+            before = graph.find_nodes(op="placeholder")
+            with graph.inserting_after(before[-1] if before else None):
+                lifted[target] = graph.placeholder(f"const_{len(lifted)}")
+            lifted[target].meta["val"] = mode.from_tensor(value)
+            found[lifted[target]] = value.detach().cpu()
+        node.replace_all_uses_with(lifted[target])
+        graph.erase_node(node)
+    return found
 
 
 def has_rule(call: OpCall) -> bool:
@@ -133,7 +165,7 @@ def _values(inner: fx.GraphModule) -> Any:
     return fx.map_arg(out, lambda n: n.meta["val"])
 
 
-def _inline(module: Joint | fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:
+def _inline(module: Held, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:
     """Puts the expansion in the place of the node; the new calls, of ops that may need more."""
     graph = module.graph
     values: dict[fx.Node, Any] = dict(
@@ -168,7 +200,7 @@ def _inline(module: Joint | fx.GraphModule, node: fx.Node, inner: fx.GraphModule
     return new
 
 
-def _fresh_name(module: Joint | fx.GraphModule) -> str:
+def _fresh_name(module: Held) -> str:
     index = 0
     while f"_expanded_{index}" in module._buffers:
         index += 1

@@ -9,7 +9,7 @@ compared, which was captured layer by layer, not the user's classes: nothing is 
 
 What may differ are the parameters' values, the names of numbered modules, and the numbers of random
 ops and of checkpoints, which are listed. Not here: shapes and strides of what a layer reads, which
-are known once the layers before it were differentiated (differentiate.py).
+are known once the layers before it were differentiated (stitch.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dtensor.frontend.capture.checkpoints import CHECKPOINT
+from dtensor.frontend.capture.patches import CHECKPOINT
 
 MAX_CONSTANT = 64  # elements
 EXPORT = 20
@@ -33,7 +33,7 @@ RANDOM = "random"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Segment:
+class GraphSegment:
     """A run of nodes.
 
     reads: values of other segments and arguments, in the order of first use; attributes: get_attr
@@ -54,7 +54,7 @@ class Segment:
 Run = tuple[str, list[fx.Node]]  # the path of the layer, "" for none, and its nodes
 
 
-def segments_of(module: fx.GraphModule) -> tuple[Segment, ...]:
+def segments_of(module: fx.GraphModule) -> tuple[GraphSegment, ...]:
     """The segments of a program, or none where too little of it is repeated to be worth it."""
     cut = _segments(module, _runs(module.graph))
     count = Counter(segment.program for segment in cut)
@@ -71,7 +71,7 @@ def segments_of(module: fx.GraphModule) -> tuple[Segment, ...]:
     return tuple(found) if spared > EXPORT * len(first) else ()
 
 
-def _segments(module: fx.GraphModule, runs: Sequence[Run]) -> list[Segment]:
+def _segments(module: fx.GraphModule, runs: Sequence[Run]) -> list[GraphSegment]:
     last = len(runs) - 1
     buffers = frozenset(name for name, _ in module.named_buffers(remove_duplicate=False))
     return [_segment(module, *run, buffers, last=i == last) for i, run in enumerate(runs)]
@@ -120,7 +120,7 @@ def _segment(
     buffers: frozenset[str],
     *,
     last: bool,
-) -> Segment:
+) -> GraphSegment:
     inside = dict.fromkeys(nodes)
     outer = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
     outputs: Any = module.graph.output_node().args[0] if last else ()
@@ -137,7 +137,7 @@ def _segment(
     for index, node in enumerate(attributes):
         places[node] = _attribute(module, node, index, prefix, buffers)
     calls = tuple(_call(node, places, prefix, numbers) for node in nodes)
-    return Segment(
+    return GraphSegment(
         nodes=tuple(nodes),
         reads=reads,
         attributes=attributes,

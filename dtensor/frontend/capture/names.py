@@ -19,20 +19,19 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 from torch.fx.graph import _Namespace as Namespace
 
-from dtensor.frontend.capture.checkpoints import CHECKPOINT
+from dtensor.frontend.capture.patches import CHECKPOINT
 from dtensor.frontend.graph import (
     Arg,
-    Buffer,
     Const,
     Grad,
     Input,
+    ModuleBuffer,
     Output,
     Param,
-    Source,
     Tangent,
     op_text,
 )
-from dtensor.frontend.source import frames_of_trace, source_of_trace
+from dtensor.frontend.source import Source, frames_of_trace, source_of_trace
 
 _ASSIGNED = re.compile(
     r"^(?P<names>[A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?(?:[-+*/@]|//)?=(?!=)"
@@ -146,7 +145,7 @@ def _returned(graph: fx.Graph) -> tuple[fx.Node, ...]:
 
 def _input_name(what: Input) -> str:
     match what:
-        case Param(name) | Buffer(name) | Arg(name=name) | Const(name=name):
+        case Param(name) | ModuleBuffer(name) | Arg(name=name) | Const(name=name):
             return name
         case Tangent(output):
             return f"tangent_{output}"

@@ -1,26 +1,20 @@
 """What cannot be captured faithfully, refused while planning with the user's line and a remedy.
 
-    with refusing():                 # torch.autograd.Function
-        with Watch():                # .item() and the like, parameters that were closed over
-            fn(...)
+    with Watch():                    # .item() and the like, parameters that were closed over
+        fn(...)
     check_forward(exported)          # sizes that depend on data
     check_joint(graph)               # random ops, control flow
 
-Without this, a custom Function's backward would be lost in silence (capture differentiates through
-the forward that it sees), and a parameter that is closed over would become a constant without
-gradient.
-
-Invariants: nothing outside a capture changes behaviour; what is patched is restored.
-Not here: errors of the user's own code, which propagate as they are; checkpoints (`checkpointed`).
+Without this, a parameter that is closed over would become a constant without gradient. Not here:
+what torch must be changed for to refuse it (patches.py); errors of the user's own code, which
+propagate as they are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -32,10 +26,8 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import Source
-from dtensor.frontend.marks import is_capturing
-from dtensor.frontend.source import source_here, source_of_trace
-from dtensor.frontend.text import type_text
+from dtensor.frontend.graph import type_text
+from dtensor.frontend.source import Source, source_here, source_of_trace
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -60,35 +52,6 @@ def planning_error(fact: str, *operands: str, source: Source | None, fix: str) -
     if source is not None:
         lines.append(f"  {source}: {source.text}")
     return PlanningError("\n".join([*lines, f"fix: {fix}"]))
-
-
-# -- what is lost in silence -------------------------------------------------------------------
-
-
-def _refuse_function(cls: type) -> None:
-    """Raises for the user's Functions; torch's own (those of custom ops) are exact."""
-    if not is_capturing():
-        return
-    if cls.__module__.split(".", 1)[0] != "torch":
-        raise planning_error(
-            "A custom torch.autograd.Function cannot be captured: its backward would be lost.",
-            f"class {cls.__module__}.{cls.__qualname__}",
-            source=source_here(),
-            fix="define it with torch.library.custom_op and register_autograd, which capture keeps",
-        )
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Within a capture: custom Functions raise."""
-    apply: Any = torch.autograd.Function.__dict__.get("apply")
-
-    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        _refuse_function(cls)
-        return apply.__get__(None, cls)(*args, **kwargs)
-
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(checked_apply)):
-        yield
 
 
 # -- what the user's code asks of a value ------------------------------------------------------
@@ -169,6 +132,10 @@ def assigned_attribute(names: Sequence[str], source: Source | None) -> PlanningE
         fix="return the tensor, or register it as a buffer and change it in place; a cache that "
         "stays as it is: let one call of the module fill it before",
     )
+
+
+ASSIGNED = r"The tensor attributes? "
+"""How torch's warning about tensors that forward stored in a module begins."""
 
 
 def assigned_names(warning: str) -> list[str]:

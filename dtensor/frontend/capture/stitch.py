@@ -1,31 +1,53 @@
-"""Puts the joint graphs of segments together to that of the whole program.
+"""The joint graph of repeated layers: each kind is differentiated once, and its copies stitched.
+
+    joint = stitch(forward, segments_of(forward), tensors, mode)
+    joint.graph         # placeholders and output with meta "desc", as torch's joint export gives
+
+Torch's joint export runs every op of the program through autograd, about a millisecond each, and a
+model of 32 layers is 32 times the same. Where the exported graph is a chain of segments, alike up
+to the names of their parameters (layers.py), each kind is exported by itself, with the tangents
+of what it makes as inputs, copied for each segment with the parameters, the lines' modules and the
+numbers of its own, and put together:
 
     forward of 0, 1, ..., n, then backward of n, ..., 1, 0; the gradient of what a segment reads is
     the tangent of what the segment before it made
 
-A kind of segment that occurs often is copied for each of them, with the parameters, the lines'
-modules and the numbers of its own. A parameter that several segments read has the sum of their
-gradients, added in the order of autograd, from the last segment to the first.
+A parameter that several segments read has the sum of their gradients, added in the order of
+autograd, from the last segment to the first. The result is that of the whole export, node by node;
+where that is not certain, `NotAlone` is raised, and the whole is to be exported:
+
+- a value that requires grad is read by two segments, or two of them leave one segment: autograd
+  would add their gradients in the order in which it comes by;
+- a segment changes in place what others see.
 
 Invariants: placeholders and output carry the meta "desc" of torch's joint export of the whole, in
 its order. Sequence numbers link a copy's backward to its forward. Not here: what makes segments
-alike (layers.py); their export (differentiate.py).
+alike (layers.py), what the nodes mean (to_graph.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
-from dtensor.frontend.capture.checkpoints import CHECKPOINT
-from dtensor.frontend.capture.layers import RANDOM, Segment, attribute_of, is_random, renamed
+from dtensor.frontend.capture.decompose import GraphAndConstants
+from dtensor.frontend.capture.layers import (
+    RANDOM,
+    GraphSegment,
+    attribute_of,
+    is_random,
+    renamed,
+)
+from dtensor.frontend.capture.patches import CHECKPOINT, export_joint
 
 _KEPT = ("val", "stack_trace", "partitioner_tag")
 
@@ -34,44 +56,154 @@ class NotAlone(Exception):
     """A segment has to do with others in ways that its own joint graph does not show."""
 
 
-class Joint(nn.Module):
-    """A joint graph and the constants that its get_attr nodes name."""
-
-    def __init__(self, graph: fx.Graph, constants: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.graph = graph
-        for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Kind:
+class _Kind:
     """The joint graph of a segment. made: of each value that it makes, a tensor like it and
     whether it has a tangent."""
 
-    segment: Segment
+    segment: GraphSegment
     joint: fx.GraphModule
     made: tuple[tuple[torch.Tensor, bool], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Part:
-    segment: Segment
-    kind: Kind
+class _Occurrence:
+    """A segment where it stands, and the kind that it is of."""
+
+    segment: GraphSegment
+    kind: _Kind
 
 
-def stitch(forward: fx.GraphModule, parts: Sequence[Part]) -> Joint:
-    """The joint graph of ``forward``, of which ``parts`` are the segments in order.
+def stitch(
+    forward: fx.GraphModule,
+    segments: Sequence[GraphSegment],
+    tensors: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> GraphAndConstants:
+    """The joint graph of ``forward``: the exported graph, of fake parameters, of which ``segments``
+    are the parts in order; ``tensors``: its fake arguments.
 
     Raises NotAlone where gradients meet in a way that needs the whole.
     """
+    parts = _occurrences(forward, segments, tensors, mode)
     _check(forward, parts)
     return _Stitcher(forward, parts).run()
 
 
-def _check(forward: fx.GraphModule, parts: Sequence[Part]) -> None:
+# -- the kinds -----------------------------------------------------------------------------------
+
+
+def _occurrences(
+    forward: fx.GraphModule,
+    segments: Sequence[GraphSegment],
+    tensors: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> list[_Occurrence]:
+    """Each segment with its kind, which is exported where it comes first.
+
+    Raises NotAlone.
+    """
+    values = dict(zip(forward.graph.find_nodes(op="placeholder"), tensors, strict=True))
+    readers = Counter(node for segment in segments for node in segment.reads)
+    kinds: dict[Hashable, _Kind] = {}
+    parts: list[_Occurrence] = []
+    for segment in segments:
+        reads = [values[node] for node in segment.reads]
+        held = [attribute_of(forward, node) for node in segment.attributes]
+        key = (segment.program, *map(_layout, reads), *map(_layout, held))
+        if key not in kinds:
+            kinds[key] = _kind(forward, segment, reads, mode)
+        kind = kinds[key]
+        parts.append(_Occurrence(segment=segment, kind=kind))
+        if segment is not segments[-1]:
+            wanted = [node for node, (_, w) in zip(segment.makes, kind.made, strict=True) if w]
+            if len(wanted) > 1 or any(readers[node] > 1 for node in wanted):
+                raise NotAlone
+            for node, (like, wants) in zip(segment.makes, kind.made, strict=True):
+                if like.is_conj() or like.is_neg():
+                    raise NotAlone  # a bit of the tensor that a made one would not have
+                values[node] = _fake(like, wants, mode)
+    return parts
+
+
+def _layout(value: Any) -> Hashable:
+    """What an export depends on of a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+
+
+def _fake(like: torch.Tensor, requires_grad: bool, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    return made.requires_grad_(requires_grad)
+
+
+def _kind(
+    forward: fx.GraphModule,
+    segment: GraphSegment,
+    reads: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> _Kind:
+    joint = export_joint(_module(forward, segment), reads)
+    outputs: Any = joint.graph.output_node().args[0]
+    made: dict[int, torch.Tensor] = {}
+    for node, desc in zip(outputs, joint.graph.output_node().meta["desc"], strict=True):
+        match desc:
+            case aot.PlainAOTOutput(idx=index):
+                made[index] = node.args[0].meta["val"]  # of what was cloned, see _module
+            case aot.GradAOTOutput() | None:
+                pass
+            case _:
+                raise NotAlone  # it changes one of its inputs
+    wanted = {
+        node.meta["desc"].output.idx
+        for node in joint.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["desc"], aot.TangentAOTInput)
+    }
+    if len(made) != len(segment.makes):
+        raise NotAlone
+    return _Kind(
+        segment=segment,
+        joint=joint,
+        made=tuple((made[i], i in wanted) for i in range(len(segment.makes))),
+    )
+
+
+def _module(forward: fx.GraphModule, segment: GraphSegment) -> fx.GraphModule:
+    """The segment as a program. What it makes is cloned: an output that is a view of an input, or
+    of another output, would have no tangent. The clones are erased later (simplify.py)."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in segment.reads}
+    for node in (*segment.attributes, *segment.nodes):
+        env[node] = graph.node_copy(node, env.__getitem__)
+    outputs: list[fx.Node] = []
+    for node in segment.makes:
+        if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            raise NotAlone
+        outputs.append(graph.call_function(torch.ops.aten.clone.default, (env[node],)))
+        outputs[-1].meta.update(node.meta)
+    graph.output(tuple(outputs))
+    module = fx.GraphModule(forward, graph)
+    named = {name for name, _ in forward.named_parameters(remove_duplicate=False)}
+    named |= {name for name, _ in forward.named_buffers(remove_duplicate=False)}
+    for node in segment.attributes:  # fx makes buffers of constants
+        name = str(node.target)
+        value = attribute_of(forward, node)
+        if isinstance(value, torch.Tensor) and name not in named:
+            path, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(path)
+            del owner._buffers[leaf]
+            setattr(owner, leaf, value)
+    return module
+
+
+# -- put together --------------------------------------------------------------------------------
+
+
+def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
     """That what several segments read has gradients that are added one a segment."""
-    readers: dict[fx.Node, list[Part]] = {}
+    readers: dict[fx.Node, list[_Occurrence]] = {}
     uses: dict[int, dict[str, None]] = {}
     for part in parts:
         for node in (*part.segment.reads, *part.segment.attributes):
@@ -89,7 +221,7 @@ def _check(forward: fx.GraphModule, parts: Sequence[Part]) -> None:
             raise NotAlone
 
 
-def _wants(node: fx.Node, part: Part) -> bool:
+def _wants(node: fx.Node, part: _Occurrence) -> bool:
     """Whether an argument of the program requires grad."""
     index = part.segment.reads.index(node)
     return any(
@@ -98,7 +230,7 @@ def _wants(node: fx.Node, part: Part) -> bool:
     )
 
 
-def _sums(node: fx.Node, found: Sequence[Part]) -> bool:
+def _sums(node: fx.Node, found: Sequence[_Occurrence]) -> bool:
     """Whether autograd would not add a parameter's gradients segment by segment: one but the last
     has several of its own, which it would add one by one to those of later segments."""
     inside = [sum(user in part.segment.nodes for user in node.users) for part in found]
@@ -106,7 +238,7 @@ def _sums(node: fx.Node, found: Sequence[Part]) -> bool:
 
 
 class _Stitcher:
-    def __init__(self, forward: fx.GraphModule, parts: Sequence[Part]) -> None:
+    def __init__(self, forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
         self.forward, self.parts = forward, parts
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
@@ -115,7 +247,7 @@ class _Stitcher:
         self.gradients: dict[Any, fx.Node] = {}  # by the descriptor of the input
         self.sequence = itertools.count()
 
-    def run(self) -> Joint:
+    def run(self) -> GraphAndConstants:
         for name, _ in self.forward.named_parameters(remove_duplicate=False):
             self._placeholder(aot.ParamAOTInput(name))
         for name, _ in self.forward.named_buffers(remove_duplicate=False):
@@ -134,7 +266,7 @@ class _Stitcher:
         for copy in reversed(copies):
             copy.backward(tangents, last=copy is copies[-1])
         self._output(copies[-1])
-        return Joint(self.graph, self.constants)
+        return GraphAndConstants(self.graph, self.constants)
 
     def _placeholder(self, desc: Any) -> fx.Node:
         node = self.graph.placeholder(f"input_{len(self.inputs)}")
@@ -168,7 +300,7 @@ class _Stitcher:
 class _Copy:
     """One segment's copy of its kind's graph."""
 
-    def __init__(self, whole: _Stitcher, part: Part) -> None:
+    def __init__(self, whole: _Stitcher, part: _Occurrence) -> None:
         self.whole, self.part = whole, part
         self.env: dict[fx.Node, fx.Node] = {}
         self.outputs: dict[Any, fx.Node] = {}

@@ -1,16 +1,22 @@
-"""From torch's joint graph to our `Graph`: inputs, outputs, constants, then simplify and name.
+"""From torch's joint graph to our `Graph`: effects, inputs, outputs, constants, then the rest.
 
 Torch describes each placeholder and output of the joint graph by a descriptor; here they become
 `Input`s and `Output`s under the user's names. Constants become inputs. With `grads="loss"` the
-tangent becomes the number 1.
+tangent becomes the number 1. Ops that act without a result become ops on values, so that the graph
+is one of values alone:
+
+    token = with_effects(token, _linalg_check_errors, info, "linalg.inv")
+        ->   every use of the inverse reads  dt.linalg_checked(inverse, info, "linalg.inv", False)
 
 Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
-no `Grad`. Mutations of anything but buffers are refused.
-Not here: the export, and what a rewrite means (`joint`).
+no `Grad`. Mutations of anything but buffers are refused. A check comes before every use of what it
+checks, so an error is raised where torch raises it; other effects stay and are refused.
+Not here: the export (capture.py), what the rewrites are (simplify.py, decompose.py), names.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,42 +26,38 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dtensor.frontend.capture.decompose import decompose
-from dtensor.frontend.capture.effects import settle_effects
-from dtensor.frontend.capture.invocation import Call, Program
+import dtensor.sharding.ops.checks  # noqa: F401  (registers the op)
+from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
+from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
 from dtensor.frontend.capture.layers import exact
 from dtensor.frontend.capture.names import annotate_nodes, name_nodes, order_phases, user_path
 from dtensor.frontend.capture.refusals import check_joint, planning_error
-from dtensor.frontend.capture.simplify import simplify
-from dtensor.frontend.capture.stitch import Joint
-from dtensor.frontend.capture.sums import order_sums
+from dtensor.frontend.capture.simplify import order_sums, simplify
 from dtensor.frontend.graph import (
     Arg,
-    Buffer,
     Const,
     Grad,
     Graph,
     Input,
+    ModuleBuffer,
     Mutation,
     Output,
     Param,
     Result,
-    Source,
     Tangent,
 )
-from dtensor.frontend.source import source_of_callable, source_of_trace
+from dtensor.frontend.source import Source, source_of_callable, source_of_trace
+
+aten = torch.ops.aten
+dt = torch.ops.dt
 
 
-def finish(
-    call: Call,
-    root: Program,
-    joint: Joint | fx.GraphModule,
-    forward: fx.GraphModule,
-    mode: FakeTensorMode,
+def to_graph(
+    root: CallAsModule, joint: Held, forward: fx.GraphModule, mode: FakeTensorMode
 ) -> Graph:
     """The `Graph` of a joint graph module; `forward` is the exported one, for lines in errors."""
-    graph = joint.graph
-    settle_effects(graph)
+    call, graph = root.call, joint.graph
+    _settle_effects(graph)
     check_joint(graph)
     names, aliases = _names_of(call)
     outputs = _outputs(graph, call, names, forward)  # first: it refuses mutations
@@ -63,10 +65,10 @@ def finish(
         node: _input(node.meta["desc"], call, names, forward)
         for node in graph.find_nodes(op="placeholder")
     }
-    _lift_constants(joint, inputs, mode)
+    _lift(joint, inputs, mode)
     simplify(graph)
     if decompose(joint, mode):
-        _lift_constants(joint, inputs, mode)
+        _lift(joint, inputs, mode)
         simplify(graph)
     order_sums(graph)
     if root.grads == "loss":
@@ -77,7 +79,7 @@ def finish(
     ordered = tuple(inputs[node] for node in graph.find_nodes(op="placeholder"))
     name_nodes(graph, ordered, outputs)
     _refresh_vals(graph, mode)
-    used = {i.name for i in ordered if isinstance(i, (Param, Buffer))}
+    used = {i.name for i in ordered if isinstance(i, (Param, ModuleBuffer))}
     return Graph(
         fx=graph,
         inputs=ordered,
@@ -87,7 +89,60 @@ def finish(
     )
 
 
-def _names_of(call: Call) -> tuple[dict[str, str], Mapping[str, str]]:
+# -- effects -------------------------------------------------------------------------------------
+
+
+def _settle_effects(graph: fx.Graph) -> None:
+    """In place, on torch's joint graph with its descriptors."""
+    for node in list(graph.nodes):
+        is_effect = node.target is torch.ops.higher_order.with_effects
+        if is_effect and node.args[1] is aten._linalg_check_errors.default:
+            _check(graph, node)
+    if not graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects):
+        _drop_tokens(graph)
+
+
+def _check(graph: fx.Graph, node: fx.Node) -> None:
+    values: Any = node.args
+    token, _, info, api_name = values
+    assert isinstance(info, fx.Node) and info.target is operator.getitem
+    maker: Any = info.args[0]
+    parts = [u for u in maker.users if u.target is operator.getitem and u is not info]
+    last = [n for n in graph.nodes if n is info or n in parts][-1]
+    for part in parts:
+        with graph.inserting_after(last):
+            checked = graph.call_function(
+                dt.linalg_checked.default,
+                (part, info, api_name, bool(node.kwargs.get("is_matrix", False))),
+            )
+        checked.meta.update(part.meta)
+        part.replace_all_uses_with(checked, delete_user_cb=lambda u, own=checked: u is not own)
+    for user in list(node.users):
+        user.replace_all_uses_with(token)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+_TOKENS_IN = (aot.ForwardTokenAOTInput, aot.BackwardTokenAOTInput)
+_TOKENS_OUT = (aot.ForwardTokenAOTOutput, aot.BackwardTokenAOTOutput)
+
+
+def _drop_tokens(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    values: Any = output.args[0]
+    pairs = list(zip(values, output.meta["desc"], strict=True))
+    kept = [(v, d) for v, d in pairs if not isinstance(d, _TOKENS_OUT)]
+    output.args = (tuple(v for v, _ in kept),)
+    output.meta["desc"] = [d for _, d in kept]
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], _TOKENS_IN) and not node.users:
+            graph.erase_node(node)
+
+
+# -- inputs and outputs ----------------------------------------------------------------------------
+
+
+def _names_of(call: FlatCall) -> tuple[dict[str, str], Mapping[str, str]]:
     """(the root's name -> canonical user name, for all names; alias -> canonical user name)."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -106,12 +161,12 @@ def _names_of(call: Call) -> tuple[dict[str, str], Mapping[str, str]]:
     return names, dict(sorted(aliases.items()))
 
 
-def _input(desc: Any, call: Call, names: Mapping[str, str], forward: fx.GraphModule) -> Input:
+def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule) -> Input:
     match desc:
         case aot.ParamAOTInput(target=target):
             return Param(names[target])
         case aot.BufferAOTInput(target=target):
-            return Buffer(names[target])
+            return ModuleBuffer(names[target])
         case aot.PlainAOTInput(idx=index):
             return call.args[index]
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
@@ -129,7 +184,7 @@ def _input(desc: Any, call: Call, names: Mapping[str, str], forward: fx.GraphMod
 
 
 def _outputs(
-    graph: fx.Graph, call: Call, names: Mapping[str, str], forward: fx.GraphModule
+    graph: fx.Graph, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule
 ) -> tuple[Output, ...]:
     """The outputs that have a value; the graph's output node is cut down to the same."""
     node = graph.output_node()
@@ -143,7 +198,7 @@ def _outputs(
                 outputs.append(Result(index))
             case aot.GradAOTOutput(grad_of=of):
                 what = _input(of, call, names, forward)
-                assert isinstance(what, (Param, Buffer, Arg))
+                assert isinstance(what, (Param, ModuleBuffer, Arg))
                 outputs.append(Grad(what))
             case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput(target=target)):
                 outputs.append(Mutation(names[target]))
@@ -156,7 +211,7 @@ def _outputs(
     return tuple(outputs)
 
 
-def _mutation_error(what: Input, desc: Any, call: Call, forward: fx.GraphModule) -> Exception:
+def _mutation_error(what: Input, desc: Any, call: FlatCall, forward: fx.GraphModule) -> Exception:
     assert isinstance(what, (Param, Arg))
     kind = "a parameter" if isinstance(what, Param) else "an argument"
     return planning_error(
@@ -183,24 +238,11 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
     return None
 
 
-def _lift_constants(
-    joint: Joint | fx.GraphModule, inputs: dict[fx.Node, Input], mode: FakeTensorMode
-) -> None:
-    """Each tensor attribute becomes one placeholder after the others, and a `Const`."""
-    graph = joint.graph
-    check_joint(graph)
-    lifted: dict[str, fx.Node] = {}
-    for node in graph.find_nodes(op="get_attr"):
-        target = str(node.target)
-        value = joint.get_buffer(target)
-        if target not in lifted:
-            with graph.inserting_after(list(inputs)[-1] if inputs else None):
-                placeholder = graph.placeholder(f"const_{len(lifted)}")
-            placeholder.meta["val"] = mode.from_tensor(value)
-            inputs[placeholder] = Const(f"const_{len(lifted)}", value.detach().cpu())
-            lifted[target] = placeholder
-        node.replace_all_uses_with(lifted[target])
-        graph.erase_node(node)
+def _lift(joint: Held, inputs: dict[fx.Node, Input], mode: FakeTensorMode) -> None:
+    """Each tensor attribute becomes a placeholder after the others, and a `Const`."""
+    check_joint(joint.graph)
+    for number, (node, value) in enumerate(lift_constants(joint, mode).items()):
+        inputs[node] = Const(f"const_{number}", value)
 
 
 def _fold_tangent(graph: fx.Graph, inputs: dict[fx.Node, Input]) -> None:
@@ -230,7 +272,7 @@ def _drop_unused(
     written = {o.name for o in outputs if isinstance(o, Mutation)}  # though it may not be read
     for node, what in list(inputs.items()):
         needed = what in differentiated and what not in used
-        needed |= isinstance(what, Buffer) and what.name in written and what not in used
+        needed |= isinstance(what, ModuleBuffer) and what.name in written and what not in used
         if not node.users and not isinstance(what, Tangent) and not needed:
             del inputs[node]
             graph.erase_node(node)

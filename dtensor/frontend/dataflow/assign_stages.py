@@ -220,17 +220,17 @@ class _Stager:
         extra: list[Op] = []
         dropped: set[str] = set()
         for output in self.flow.outputs:
-            place = self.places[output.value]
-            stage = place.stage
+            stage = self.places[output.value].stage
             if stage is None:
                 stage = min(needed[output.value])
             if output.kind != "gradient" or len(self.held.get(str(output.of), ())) < 2:
                 outputs.append(replace(output, stage=stage))
                 continue
-            leaves = self._leaves(output.value, dropped)
+            terms, sums = self._terms(output.value)
+            dropped |= sums
             by_stage: dict[int, list[str]] = {}
-            for leaf in leaves:
-                by_stage.setdefault(self.places[leaf].stage or 0, []).append(leaf)
+            for term in terms:
+                by_stage.setdefault(self.places[term].stage or 0, []).append(term)
             for at in sorted(by_stage):
                 total = by_stage[at][0]
                 for other in by_stage[at][1:]:
@@ -238,31 +238,18 @@ class _Stager:
                 outputs.append(Output(total, "gradient", output.of, at))
         return outputs, extra, dropped
 
-    def _leaves(self, value: str, dropped: set[str]) -> list[str]:
+    def _terms(self, value: str, uses: int = 0) -> tuple[list[str], set[str]]:
+        """What a gradient is the sum of, as far as it is of several stages, and the sums that so
+        fall away. ``uses``: how many read it, but for what it is looked at for."""
         op = self.flow.producers.get(value)
-        if op is not None and op.call.name == "aten.add.Tensor" and len(op.operands) == 2:
-            uses = len(self.flow.consumers.get(value, ()))
-            stages = {self.places[name].stage for name in op.operands}
-            if uses == 0 and (len(stages) > 1 or dropped):
-                dropped.add(op.name)
-                return [
-                    *self._leaves_inner(op.operands[0], dropped),
-                    *self._leaves_inner(op.operands[1], dropped),
-                ]
-        return [value]
-
-    def _leaves_inner(self, value: str, dropped: set[str]) -> list[str]:
-        op = self.flow.producers.get(value)
-        if (
-            op is not None
-            and op.call.name == "aten.add.Tensor"
-            and len(op.operands) == 2
-            and len(self.flow.consumers.get(value, ())) == 1
-            and len({self.places[name].stage for name in op.operands}) > 1
-        ):
-            dropped.add(op.name)
-            return [leaf for name in op.operands for leaf in self._leaves_inner(name, dropped)]
-        return [value]
+        is_sum = op is not None and op.call.name == "aten.add.Tensor" and len(op.operands) == 2
+        if op is None or not is_sum or len(self.flow.consumers.get(value, ())) != uses:
+            return [value], set()
+        parts = [self._terms(name, 1) for name in op.operands]
+        terms = [term for inner, _ in parts for term in inner]
+        if len({self.places[term].stage for term in terms}) == 1:
+            return [value], set()
+        return terms, {op.name}.union(*(sums for _, sums in parts))
 
     def _add(self, a: str, b: str, stage: int, extra: list[Op]) -> str:
         meta = self.flow.metas[a]

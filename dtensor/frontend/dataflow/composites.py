@@ -7,8 +7,14 @@ what is communicated is then one number per row instead of the row. The fused op
 is whole, with its one kernel; the planner prices both
 (dtensor/sharding/plan/choose/choose_composites.py).
 
+Batch norm in training is written out wherever the batch is split; what is computed over the batch
+are sums over it, divided by the global count:
+
+    _native_batch_norm_legit_functional(x, w, b, ..)  ->  sum, bn_squares, bn_apply, a few of [c]
+    native_batch_norm_backward(g, x, w, ..)           ->  bn_sums, bn_backward, a few of [c]
+
 Invariants: an expansion gives the op's results, up to rounding. Expansions are made once per call
-(op, arguments, shapes). Not here: ops that have no rule at all (`decompose`).
+(op, arguments, shapes). Not here: ops that have no rule at all (capture/decompose.py).
 """
 
 from __future__ import annotations
@@ -19,14 +25,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+import dtensor.sharding.ops.batch_norm  # noqa: F401  (registers the ops)
 from dtensor.frontend.capture.decompose import has_rule, table
 from dtensor.frontend.capture.simplify import simplify
-from dtensor.frontend.dataflow.batch_norm import FORMS
-from dtensor.frontend.op_calls import op_call
+from dtensor.frontend.graph import op_call
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.plan.dataflow import Expansion
 
@@ -43,7 +49,7 @@ def is_composite(call: OpCall) -> bool:
 
 def is_over_batch(call: OpCall) -> bool:
     """Whether it takes statistics over the batch: written out wherever the batch is split."""
-    return call.target in FORMS
+    return call.target in _OVER_BATCH
 
 
 @lru_cache(maxsize=4096)
@@ -60,8 +66,8 @@ def expansion(call: OpCall) -> Expansion | None:
     with mode:
         fakes = [torch.empty(m.shape, dtype=m.dtype) for m in call.operands]
 
-    def run(*tensors: torch.Tensor) -> Any:
-        def given(operand: Operand) -> torch.Tensor:
+    def run(*tensors: Tensor) -> Any:
+        def given(operand: Operand) -> Tensor:
             return tensors[operand.index]
 
         args, kwargs = tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
@@ -115,50 +121,46 @@ def _read(graph: fx.Graph, call: OpCall) -> Expansion | None:
 # collective of a number per row.
 
 
-def _softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     e = (wide - wide.amax(dim, keepdim=True)).exp()
     out = e / e.sum(dim, keepdim=True)
     return out if half_to_float else out.to(x.dtype)
 
 
-def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     shifted = wide - wide.amax(dim, keepdim=True)
     out = shifted - shifted.exp().sum(dim, keepdim=True).log()
     return out if half_to_float else out.to(x.dtype)
 
 
-def _softmax_backward(
-    grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     product = grad * out
     return (product - out * product.sum(dim, keepdim=True)).to(dtype)
 
 
-def _log_softmax_backward(
-    grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype
-) -> torch.Tensor:
+def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     return (grad - out.exp() * grad.sum(dim, keepdim=True)).to(dtype)
 
 
 def _var(
-    x: torch.Tensor,
+    x: Tensor,
     dim: Sequence[int] | None = None,
     *,
     correction: float | None = None,
     keepdim: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 def _var_mean(
-    x: torch.Tensor,
+    x: Tensor,
     dim: Sequence[int] | None = None,
     *,
     correction: float | None = None,
     keepdim: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     dims = [d % max(x.dim(), 1) for d in dim] if dim else list(range(x.dim()))
     count = math.prod(x.shape[d] for d in dims)
     mean = x.mean(dims, keepdim=True)
@@ -169,24 +171,119 @@ def _var_mean(
 
 
 def _std(
-    x: torch.Tensor,
+    x: Tensor,
     dim: Sequence[int] | None = None,
     *,
     correction: float | None = None,
     keepdim: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
 def _std_mean(
-    x: torch.Tensor,
+    x: Tensor,
     dim: Sequence[int] | None = None,
     *,
     correction: float | None = None,
     keepdim: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
     return var.sqrt(), mean
+
+
+# Torch's decompositions of batch norm sum three times and make five copies of x.
+
+
+def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Mean, biased variance, 1 / standard deviation, and the number of elements per channel."""
+    count = math.prod(x.shape) // x.shape[1]
+    over = [d for d in range(x.dim()) if d != 1]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    mean = aten.sum.dim_IntList(x, over, dtype=dtype) / count
+    var = torch.ops.dt.bn_squares(x, mean) / count
+    return mean, var, (var + eps).rsqrt(), count
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    scale = invstd if weight is None else invstd * weight
+    shift = torch.zeros_like(mean) if bias is None else bias
+    return torch.ops.dt.bn_apply(x, mean, scale, shift)
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...] | None:
+    if not training:
+        return None
+    mean, var, invstd, count = _statistics(x, eps)
+    y = _normalised(x, weight, bias, mean, invstd)
+    unbiased = var * (count / max(count - 1, 1))
+    old = 1 - momentum
+    return (
+        y,
+        mean,
+        invstd,
+        (running_mean * old + mean * momentum).to(running_mean.dtype),
+        (running_var * old + unbiased * momentum).to(running_var.dtype),
+    )
+
+
+def _batch_norm_without_stats(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...] | None:
+    if not training:
+        return None
+    mean, _, invstd, _ = _statistics(x, eps)
+    return _normalised(x, weight, bias, mean, invstd), mean, invstd
+
+
+def _batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    train: bool,
+    eps: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...] | None:
+    if not train:
+        return None
+    count = math.prod(x.shape) // x.shape[1]
+    sums = torch.ops.dt.bn_sums(grad, x, mean)
+    plain, against = sums.select(0, 0), sums.select(0, 1)
+    a = invstd if weight is None else invstd * weight
+    b = a * invstd * invstd * against / count
+    dx = torch.ops.dt.bn_backward(grad, x, mean, a, b, a * plain / count) if wanted[0] else None
+    narrow = x.dtype if weight is None else weight.dtype
+    return (
+        dx,
+        (against * invstd).to(narrow) if wanted[1] else None,
+        plain.to(narrow) if wanted[2] else None,
+    )
+
+
+_OVER_BATCH: dict[Any, Callable[..., Any]] = {
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_without_stats,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -198,7 +295,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
     aten.std.correction: _std,
     aten.std_mean.correction: _std_mean,
-    **FORMS,
+    **_OVER_BATCH,
 }
 # Torch's own decompositions serve for these.
 _TORCHS = """

@@ -16,8 +16,19 @@ import torch.fx
 
 from dtensor.frontend.dataflow.assign_stages import Stages, staged
 from dtensor.frontend.dataflow.composites import expansion, is_composite, is_over_batch
-from dtensor.frontend.graph import Arg, Buffer, Const, Grad, Graph, Mutation, Param, Result, Tangent
-from dtensor.frontend.op_calls import meta_of, op_call
+from dtensor.frontend.graph import (
+    Arg,
+    Const,
+    Grad,
+    Graph,
+    ModuleBuffer,
+    Mutation,
+    Param,
+    Result,
+    Tangent,
+    meta_of,
+    op_call,
+)
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.ops.random import with_run_numbers
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, Output
@@ -69,7 +80,7 @@ def _input(node: torch.fx.Node, entry: object) -> Input:
     match entry:
         case Param(name):
             return Input(name=node.name, meta=meta, kind="parameter", label=name)
-        case Buffer(name):
+        case ModuleBuffer(name):
             return Input(name=node.name, meta=meta, kind="buffer", label=name)
         case Arg(_, name):
             return Input(name=node.name, meta=meta, kind="argument", label=name)
@@ -86,7 +97,7 @@ def _output(name: object, of: object) -> Output:
     match of:
         case Result(index):
             return Output(name, "result", index)
-        case Grad(Param(label) | Buffer(label) | Arg(_, label)):
+        case Grad(Param(label) | ModuleBuffer(label) | Arg(_, label)):
             return Output(name, "gradient", label)
         case Mutation(label):
             return Output(name, "mutation", label)

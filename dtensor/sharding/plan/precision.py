@@ -14,7 +14,7 @@ Master weights: parameters of 16 bits, which is what programs read and ranks gat
 copy with the optimizer's state, which is what it updates; after each step a parameter is its copy
 rounded (Micikevicius et al. 2018, arXiv:1710.03740; Megatron's main parameters).
 
-Not here: autocast, which is the program's own (frontend/capture/autocast.py); the fold
+Not here: autocast, which is the program's own (frontend/capture/patches.py); the fold
 (daft/run/transport.py).
 """
 

@@ -93,6 +93,7 @@ class Rule:
     localize: rewrites the call for one rank where the local form differs from the global one.
     flops: floating-point operations of the global call, 0 where memory traffic dominates.
     kind: see `Kind`.
+    of_loss: its sums over a split factor are parts of a loss, one number a row: wanted as they are.
     """
 
     operands: tuple[Dims, ...]
@@ -106,6 +107,7 @@ class Rule:
     localize: Localizer | None = None
     flops: int = 0
     kind: Kind = "compute"
+    of_loss: bool = False
 
     @cached_property
     def size(self) -> dict[str, int]:

@@ -108,19 +108,26 @@ def _proposal(
     minor = pin.stated is not None and pin.stated.blocks != given
     # The blocks of a minor axis are the pieces of the major one, whatever is stated.
     blocks: list[int | tuple[int, ...]] = [given] if minor else [1, given]
+    first = dim[0]
     if len(dim) > 1 and not minor:
         blocks.append(tuple(math.prod(rule.size[f] for f in product) for product in dim))
-    for block in dict.fromkeys(blocks):
-        if not _fills(block, size):
-            continue
-        sizes = block_sizes(block, size)
-        for unit in _units(rules):
-            if any(b % unit for b in sizes):
-                continue
-            trial = counted(Shard(at, block, unit), size)
-            if all(index_sets(trial, size, num)) and lines_up(trial, num):
-                return Shard(at, 1, unit) if minor else trial
+    elif len(first) > 2 and not minor:
+        blocks.append(rule.size[first[0]])  # fused projections, as in (three heads width)
+    trials = [
+        counted(Shard(at, block, unit), size)
+        for block in dict.fromkeys(blocks)
+        if _fills(block, size)
+        for unit in _units(rules)
+        if not any(b % unit for b in block_sizes(block, size))
+    ]
+    for trial in sorted(trials, key=lambda trial: not _is_even(trial, size, num)):
+        if all(index_sets(trial, size, num)) and lines_up(trial, num):
+            return Shard(at, 1, trial.unit) if minor else trial
     return None
+
+
+def _is_even(shard: Shard, size: int, num: int) -> bool:
+    return len({sum(hi - lo for lo, hi in held) for held in index_sets(shard, size, num)}) == 1
 
 
 def _fills(blocks: int | tuple[int, ...], size: int) -> bool:

@@ -15,13 +15,13 @@ tried. The result lists, for every op, the one-axis strategies that the planner 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from dtensor.sharding.plan.choose.misaligned import misaligned
-from dtensor.sharding.plan.choose.split_through_op import CROOKED, through
+from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.record import Opened
 from dtensor.sharding.plan.request import Pin
@@ -82,31 +82,17 @@ class _Closure:
             assert isinstance(plain, Shard)
             self.shardings[value][key] = plain
             reached.append(value)
-            for op, tensor in self._uses(value):
-                rule = self.rules[op.name]
-                strategy = through(rule, tensor, plain, self.num)
+            for op, _, strategy in around(self.flow, self.rules, value, plain, self.num):
                 if strategy == CROOKED:
                     crooked = crooked or (op, value, plain)
                     continue
-                if strategy is None or (pin.until_contraction and rule.flops > 0):
+                ends = pin.until_contraction and self.rules[op.name].flops > 0
+                if strategy is None or ends:
                     continue
-                if strategy in self.strategies.setdefault(op.name, {}):
-                    continue
-                self.strategies[op.name][strategy] = None
-                names = (*op.operands, *op.results)
-                for name, placed in zip(
-                    names, (*strategy.operands, *strategy.results), strict=True
-                ):
-                    if name is not None and isinstance(placed, Shard):
-                        queue.append((name, placed))
+                if strategy not in self.strategies.setdefault(op.name, {}):
+                    self.strategies[op.name][strategy] = None
+                    queue += split_by(op, strategy)
         return reached, crooked
-
-    def _uses(self, value: str) -> Iterator[tuple[Op, int]]:
-        """The ops at a value, and which of their tensors it is, operands counted first."""
-        producer = self.flow.producers.get(value)
-        if producer is not None:
-            yield producer, len(producer.operands) + producer.results.index(value)
-        yield from self.flow.consumers.get(value, ())
 
 
 def reach(
@@ -172,12 +158,8 @@ def _open_everything(closure: _Closure) -> None:
         rule = closure.rules[op.name]
         for strategy in rule.strategies(closure.num):
             if strategy.shards_work:
-                for name, placed in zip(op.operands, strategy.operands, strict=True):
-                    if isinstance(placed, Shard):
-                        closure.open(Pin(value=name, placement=placed, by="search"))
-                for name, placed in zip(op.results, strategy.results, strict=True):
-                    if name is not None and isinstance(placed, Shard):
-                        closure.open(Pin(value=name, placement=placed, by="search"))
+                for name, placed in split_by(op, strategy):
+                    closure.open(Pin(value=name, placement=placed, by="search"))
 
 
 def _with_pending(

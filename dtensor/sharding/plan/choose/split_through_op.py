@@ -2,27 +2,55 @@
 
     through(rule of "m k, k n -> m n", 1, Shard(1), 2)    # the right operand's n
     # Strategy(operands=(Replicate(), Shard(1)), results=(Shard(1),))
+    around(flow, rules, "h", Shard(1), 2)                 # the same for each op that has h
 
 It is asked for each op that a pin reaches, so for each layer of a model alike: layers whose calls
 are equal share their rules, and the answer is kept for a rule, a tensor, a placement and a number
-of ranks. Not here: which pins are followed, and where to (opened_factors.py, trace_split.py).
+of ranks. A closure over a program is a loop over `around`: from a split value to those that
+`split_by` then names. Not here: which splits are followed, and how far (opened_factors.py,
+api/derive.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
 
+from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.rules.rule import Assignment, FactorSharding, Rule, Strategy
 from dtensor.sharding.spec.placements import Shard
 
 CROOKED: Literal["crooked"] = "crooked"
+Through = Strategy | Literal["crooked"] | None
+
+
+def around(
+    flow: Dataflow, rules: Mapping[str, Rule], value: str, shard: Shard, num: int
+) -> Iterator[tuple[Op, int, Through]]:
+    """What each op at a value makes of its split, the op that gives it first.
+
+    The op, which of its tensors the value is (operands first, then results), and `through`.
+    """
+    producer = flow.producers.get(value)
+    uses = list(flow.consumers.get(value, ()))
+    if producer is not None:
+        uses.insert(0, (producer, len(producer.operands) + producer.results.index(value)))
+    for op, tensor in uses:
+        yield op, tensor, through(rules[op.name], tensor, shard, num)
+
+
+def split_by(op: Op, strategy: Strategy) -> Iterator[tuple[str, Shard]]:
+    """The values of an op that a strategy splits."""
+    for name, placed in zip(
+        (*op.operands, *op.results), (*strategy.operands, *strategy.results), strict=True
+    ):
+        if name is not None and isinstance(placed, Shard):
+            yield name, placed
 
 
 @lru_cache(maxsize=1 << 16)
-def through(
-    rule: Rule, tensor: int, shard: Shard, num: int
-) -> Strategy | Literal["crooked"] | None:
+def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
     """The strategy of an op of which ``tensor`` (operands first, then results) lies as ``shard``.
 
     CROOKED where the shard does not line up with the factors of its dim; None where the op cannot

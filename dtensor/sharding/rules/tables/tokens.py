@@ -6,10 +6,12 @@
     ce_backward   "n, n v, n, n, n -> n v"       nothing contracted
 
 Invariants: where the vocabulary is split, localizers tell the op which global rows or columns the
-rank holds. The ops themselves are defined in ops/attention.py.
+rank holds. The ops themselves: ops/attention.py, ops/cross_entropy.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -65,12 +67,17 @@ def _ce_loss(call: OpCall) -> Rule:
     return make(call, "n, n, n, n -> n")
 
 
+def _of_loss(build: Builder) -> Builder:
+    """What a split vocabulary leaves pending is a part of the loss."""
+    return lambda call: replace(build(call), of_loss=True)
+
+
 RULES: dict[str, Builder] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "dt.ce_max.default": pattern("n v -> n", reduce="max"),
-    "dt.ce_sumexp.default": pattern("n v, n -> n"),
-    "dt.ce_target.default": pattern("n v, n -> n", linear=((0,),), localize=_vocab(0, 3)),
+    "dt.ce_max.default": _of_loss(pattern("n v -> n", reduce="max")),
+    "dt.ce_sumexp.default": _of_loss(pattern("n v, n -> n")),
+    "dt.ce_target.default": _of_loss(pattern("n v, n -> n", linear=((0,),), localize=_vocab(0, 3))),
     "dt.ce_loss.default": _ce_loss,
     "dt.ce_count.default": pattern("n -> "),
     "dt.ce_backward.default": pattern(

@@ -1,13 +1,15 @@
 """What a DTensor does with each ATen op that reaches it below autograd.
 
-    view ops           another DTensor on the same cell
+    view ops           another tensor on the same cell (`Alias`)
     in-place ops       a new value for the cell, computed as the functional op
     factories          zeros_like and its kin: placed like their operand
     reads              item(), bool(), torch.equal: wait, and give a number
-    all others         one planned op (run.py)
+    all others         one planned op (run.py), whose results are new cells
 
-Random ops, and ops whose sizes depend on values, are refused. `_foreach_` ops run as torch's own
-loops over single ops.
+What is made are cells and aliases; that they are DTensors is said above (tensor.py). Parts of a
+tensor (split, unbind) are slices and selections of it, so that each can be written back. Random
+ops, and ops whose sizes depend on values, are refused. `_foreach_` ops run as torch's own loops
+over single ops.
 
 Invariant: an op that is not known to alias or to write gives a new cell; one that writes in a way
 not known here is refused, never run on a copy.
@@ -16,28 +18,17 @@ not known here is refused, never run on a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 
-from dtensor.api.eager.errors import op_name
+from dtensor.api.eager.errors import op_name, refused
 from dtensor.api.eager.graph import fake, fakes
-from dtensor.api.eager.inplace import refused
-from dtensor.api.eager.refused import (
-    refuse_dynamic,
-    refuse_fused,
-    refuse_metadata,
-    refuse_random,
-    refuse_writes,
-)
-from dtensor.api.eager.run import Call, cells_of, execute
-from dtensor.api.eager.values import Cell, layout_of
-from dtensor.api.eager.views import alias, split, unbind, view
+from dtensor.api.eager.run import execute, fill, own_value
+from dtensor.api.eager.values import Alias, Cell, CellTensor, layout_of
+from dtensor.api.eager.views import view_step
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from dtensor.api.eager.tensor import DTensor
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -46,6 +37,7 @@ Handler = Callable[[Any, Args, Kwargs], Any]
 
 
 def dispatch(target: Any, args: Args, kwargs: Kwargs) -> Any:
+    """What an op gives: cells and aliases for new tensors, in the structure that torch has them."""
     handler = _handlers.get(target)
     if handler is None:
         handler = _handlers[target] = _handler_of(target)
@@ -56,9 +48,9 @@ def _handler_of(target: Any) -> Handler:
     schema = target._schema
     name = schema.name.split("::")[1]
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return refuse_random
+        return _refuse_random
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
-        return refuse_dynamic
+        return _refuse_dynamic
     if name.startswith("_foreach_"):
         return _loop
     if torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -66,11 +58,11 @@ def _handler_of(target: Any) -> Handler:
     ):  # autograd takes it apart, but is off: inference_mode, or we are below it already
         return _take_apart
     if name.startswith("_fused_"):
-        return refuse_fused
+        return _refuse_fused
     if torch.Tag.inplace_view in target.tags or name in ("resize_", "set_", "resize_as_"):
-        return refuse_metadata
+        return _refuse_metadata
     if target.is_view:
-        return view
+        return _view
     if schema.is_mutable:
         written = [
             a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
@@ -79,7 +71,7 @@ def _handler_of(target: Any) -> Handler:
             return _out
         if len(written) == 1 and written[0].name == schema.arguments[0].name:
             return _in_place
-        return refuse_writes
+        return _refuse_writes
     return _compute
 
 
@@ -88,36 +80,21 @@ def _handler_of(target: Any) -> Handler:
 
 def _compute(target: Any, args: Args, kwargs: Kwargs) -> Any:
     ran = execute(target, args, kwargs)
-    cells = cells_of(ran)
-    if ran.planned.structure is torch.Tensor:
-        assert cells[0] is not None
-        return whole(cells[0])
-    return ran.planned.structure(None if cell is None else whole(cell) for cell in cells)
-
-
-def whole(cell: Cell) -> DTensor:
-    """The DTensor that is all of a cell."""
-    from dtensor.api.eager.tensor import DTensor
-
-    return DTensor.of(cell)
+    structure = ran.planned.structure
+    return ran.cells()[0] if structure is torch.Tensor else structure(ran.cells())
 
 
 def _in_place(target: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    _require_dtensor(target, x, args)
+    _require_dtensor(target, x)
     ran = execute(target, args, kwargs, write=x)
     assert ran.values[0] is not None
     x._cell.set(ran.values[0])
     return x
 
 
-def _require_dtensor(target: Any, x: Any, args: Args) -> None:
-    from dtensor.api.eager.tensor import DTensor
-
-    if not isinstance(x, DTensor):  # a plain tensor that is to take a DTensor's value
-        call = Call()
-        for value in args:
-            call.key(value)
+def _require_dtensor(target: Any, x: Any) -> None:
+    if not isinstance(x, CellTensor):  # a plain tensor that is to take a DTensor's value
         raise refused(
             op_name(target),
             "it would write a DTensor's value into a plain tensor",
@@ -151,12 +128,53 @@ def _take_apart(target: Any, args: Args, kwargs: Kwargs) -> Any:
     return target.decompose(*args, **kwargs)
 
 
-# -- views -------------------------------------------------------------------------------------
+# -- views -----------------------------------------------------------------------------------------
+
+
+def _view(target: Any, args: Args, kwargs: Kwargs) -> Alias:
+    x, *rest = args
+    names = [a.name for a in target._schema.arguments]
+    rest += [kwargs[name] for name in names[1 + len(rest) :] if name in kwargs]
+    return _seen_as(x, target, *rest)
+
+
+def _seen_as(x: CellTensor, target: Any, *args: Any) -> Alias:
+    return Alias(x._cell, view_step(x, target, args))
+
+
+def _alias(target: Any, args: Args, kwargs: Kwargs) -> Alias:
+    return Alias(args[0]._cell, args[0]._view)
+
+
+def _split(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
+    x, size = args[0], args[1]
+    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % max(x.dim(), 1)
+    length = x.shape[dim]
+    if isinstance(size, (list, tuple)):
+        sizes = list(size)
+    elif length == 0 or size == 0:
+        sizes = [length]
+    else:
+        sizes = [min(size, length - start) for start in range(0, length, size)]
+    if sum(sizes) != length:
+        raise RuntimeError(f"split sizes {sizes} do not add up to {length}, dim {dim} of {x.spec}")
+    parts: list[Alias] = []
+    start = 0
+    for part in sizes:
+        parts.append(_seen_as(x, aten.slice.Tensor, dim, start, start + part, 1))
+        start += part
+    return parts
+
+
+def _unbind(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
+    x = args[0]
+    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
+    return [_seen_as(x, aten.select.int, dim, i) for i in range(x.shape[dim])]
 
 
 def _index(target: Any, args: Args, kwargs: Kwargs) -> Any:
     if any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
-        return refuse_dynamic(target, args, kwargs)
+        return _refuse_dynamic(target, args, kwargs)
     return _compute(target, args, kwargs)
 
 
@@ -168,7 +186,7 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
         return _in_place(target, args, kwargs)
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if len(indices) > 1 or value.numel() != 1 or accumulate:
-        return refuse_dynamic(target, args, kwargs)
+        return _refuse_dynamic(target, args, kwargs)
     mask = masks[0].bool()
     mask = mask.reshape((*mask.shape, *(1 for _ in range(x.dim() - mask.dim()))))
     return _copy_(aten.copy_.default, (x, torch.where(mask, value.reshape(()), x)), {})
@@ -182,8 +200,8 @@ def _clone(target: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     with fakes():
         new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **kwargs)
-    value = x.value()
-    return whole(Cell(value.session, layout_of(value.spec, tuple(new.stride())), value))
+    value = own_value(x)
+    return Cell(value.session, layout_of(value.spec, tuple(new.stride())), value)
 
 
 def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -203,15 +221,13 @@ def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """The source's own value where nothing need change; so gradients are stored for nothing."""
-    from dtensor.api.eager.tensor import DTensor
-
     x, source = args[0], args[1]
-    _require_dtensor(target, x, args)
+    _require_dtensor(target, x)
     cell = x._cell
-    alike = isinstance(source, DTensor) and source.session is cell.session
+    alike = isinstance(source, CellTensor) and source.session is cell.session
     alike = alike and (source.shape, source.dtype, source.mesh) == (x.shape, x.dtype, x.mesh)
     if alike and x._view is None:
-        value = source.value()
+        value = own_value(source)
         if cell.value is None or value.spec == cell.layout.spec:
             cell.set(value)
             return x
@@ -248,25 +264,9 @@ def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
     else:
         spec = TensorSpec(shape, new.dtype, spec.mesh, (REPLICATE,) * len(spec.placements))
     cell = Cell(x.session, layout_of(spec, strides), None)
-    made = whole(cell)
     if target not in _EMPTY:
-        fill(made, _FILLS[target](args))
-    return made
-
-
-def fill(x: DTensor, number: Any) -> None:
-    """The first value of a cell that has none."""
-    cell = x._cell
-    spec = cell.layout.spec
-    ran = execute(
-        aten.full.default,
-        (list(spec.shape), number),
-        {"dtype": spec.dtype, "device": torch.device("cpu")},
-        pinned=spec.sharding,
-        like=x,
-    )
-    assert ran.values[0] is not None
-    cell.set(ran.values[0])
+        fill(cell, _FILLS[target](args))
+    return cell
 
 
 # -- reads -------------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def _equal(target: Any, args: Args, kwargs: Kwargs) -> bool:
     a, b = args
     if a.shape != b.shape:
         return False
-    same = _compute(aten.eq.Tensor, (a, b), {})
-    return bool(_compute(aten.all.default, (same,), {}).full_value())
+    same: Any = (a == b).all()
+    return bool(same.full_value())
 
 
 def _allclose(target: Any, args: Args, kwargs: Kwargs) -> bool:
@@ -333,20 +333,44 @@ def _batch_norm(target: Any, args: Args, kwargs: Kwargs) -> Any:
     if not training or mean is None:
         return _compute(target, args, kwargs)
     form = aten._native_batch_norm_legit_functional.default
-    out, saved_mean, rstd, new_mean, new_var = _compute(form, args, kwargs)
+    *results, new_mean, new_var = form(*args, **kwargs)  # comes back here
     for old, new in ((mean, new_mean), (var, new_var)):
-        _copy_(aten.copy_.default, (old, new), {})
-    return out, saved_mean, rstd
+        old.copy_(new)
+    return tuple(results)
 
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def _refusing(why: str, fix: str) -> Callable[[Any, Args, Kwargs], NoReturn]:
+    def refuse(target: Any, args: Args, kwargs: Kwargs) -> NoReturn:
+        raise refused(op_name(target), why, fix)
+
+    return refuse
+
+
+_refuse_random = _refusing(
+    "random ops are not supported yet: the numbers would depend on the placement",
+    "model.eval() or p=0 for dropout; dt.distribute(torch.rand(...), mesh) for random tensors",
+)
+_refuse_dynamic = _refusing(
+    "its result is a number, or has a size, that depends on values, which only ranks know",
+    "torch.where with a mask, or x.full_tensor() and the plain op",
+)
+_refuse_fused = _refusing("fused optimizers write many tensors", "fused=False")
+_refuse_metadata = _refusing(
+    "it changes a tensor's shape or storage in place", "the out-of-place op (x = x.t())"
+)
+_refuse_writes = _refusing("it writes several of its operands", "dt.compile")
 
 _handlers: dict[Any, Handler] = {
-    aten.detach.default: alias,
-    aten.alias.default: alias,
-    aten.lift_fresh.default: alias,
-    aten.lift.default: alias,
-    aten.split.Tensor: split,
-    aten.split_with_sizes.default: split,
-    aten.unbind.int: unbind,
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.lift_fresh.default: _alias,
+    aten.lift.default: _alias,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,

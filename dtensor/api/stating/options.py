@@ -1,22 +1,55 @@
-"""What `recompute=` states: globs over names of modules, checked.
+"""What `parallelize` states besides placements and stages, checked: ``zero=`` and ``recompute=``.
 
+    zero_of({"dp": 3}, mesh, None)                  # ("dp", 3)
+    zero_of({"dp": 3}, Mesh(dp=1), None)            # None: one rank has nothing to split over
     globs = recompute_of(["blocks.*"], model)       # ("blocks.*",)
     recomputed_modules(globs, model, flow)          # frozenset({"blocks.0", "blocks.0.attn", ...})
 
 A glob means a module when it matches any of its names. Of nested modules that match, the outermost
 that is called is one region; a container that is never called (nn.ModuleList) is none.
-What a region saves and runs again stands in sharding/plan/passes/recompute.py.
+What the two mean stands in sharding/plan/passes (gather_stored.py, recompute.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from dtensor.api.stating.patterns import listing, matches, nearest
+from dtensor.api.stating.patterns import listing, matches, names_of, no_match
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.spec.mesh import Mesh
+
+
+def zero_of(
+    zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None
+) -> tuple[str, int] | None:
+    """The axis and the level. PlanningError for what is neither."""
+    if not zero:
+        return None
+    if not isinstance(zero, Mapping):
+        raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
+    if len(zero) > 1:
+        raise PlanningError(
+            f"zero={dict(zero)} names {len(zero)} axes, and state is stored split over one.\n"
+            f"fix: zero={dict([next(iter(zero.items()))])}"
+        )
+    axis, level = next(iter(zero.items()))
+    size = mesh.axis_size(axis)
+    if type(level) is not int or level not in (0, 1, 2, 3):
+        raise PlanningError(
+            f"zero={dict(zero)}: the level is 1 (optimizer state), 2 (gradients too) or "
+            f"3 (parameters too), not {level!r}; fix: zero={{{axis!r}: 1}}"
+        )
+    if axis == stage_axis:
+        others = [a for a, n in mesh.shape.items() if a != axis and n > 1]
+        fix = f"zero={{{others[0]!r}: {level}}}" if others else "leave zero= out"
+        raise PlanningError(
+            f"zero={dict(zero)}: the axis {axis!r} holds the pipeline's stages, whose parameters "
+            f"differ; fix: {fix}"
+        )
+    return (axis, level) if level and size > 1 else None
 
 
 def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[str, ...]:
@@ -37,7 +70,7 @@ def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[st
     names = _names(module)
     for glob in recompute:
         if not any(matches(glob, name) for name in names):
-            raise _no_match(glob, module, list(names))
+            raise no_match(glob, "recompute", module, names_of(module), kind="module")
     return tuple(recompute)
 
 
@@ -61,27 +94,6 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
 def _names(module: nn.Module) -> dict[str, nn.Module]:
     """Full names, a shared module under each of its own; without the root, which has none."""
     return {n: m for n, m in module.named_modules(remove_duplicate=False) if n}
-
-
-def _no_match(glob: str, module: nn.Module, names: Sequence[str]) -> PlanningError:
-    lines = [f'the pattern "{glob}" of recompute matches no module.']
-    parameters = [n for n, _ in module.named_parameters() if matches(glob, n)]
-    if parameters:
-        lines.append(f"  it matches the names of parameters: {listing(parameters)}")
-    near = nearest(glob, names)
-    lines.append(f"  nearest names: {', '.join(near)}" if near else f"  modules: {listing(names)}")
-    trials = [glob.rpartition(".")[0], f"{glob}.*", f"*.{glob}", f"*{glob}*"]
-    words = sorted({word for name in names for word in name.split(".")})
-    parts = glob.split(".")
-    for at, part in enumerate(parts):
-        trials += [".".join([*parts[:at], w, *parts[at + 1 :]]) for w in nearest(part, words)]
-    tried = next((t for t in trials if t and any(matches(t, name) for name in names)), None)
-    if tried is None:
-        lines.append("fix: name a module as in model.named_modules(), or remove the pattern")
-    else:
-        count = sum(matches(tried, name) for name in names)
-        lines.append(f'fix: "{tried}" matches {count} of {len(names)} modules')
-    return PlanningError("\n".join(lines))
 
 
 def _not_called(glob: str, mine: Sequence[str], called: set[str]) -> PlanningError:

@@ -1,6 +1,6 @@
 """One call of the user's function as an `nn.Module` of tensors only, made of fake parameters.
 
-    loss_fn(model, tokens, targets)  ->  Program with child module_0 = model,
+    loss_fn(model, tokens, targets)  ->  CallAsModule with child module_0 = model,
                                          forward(tokens, targets) -> flat tuple of tensors
 
 `torch.export` wants a root module and tensors; the user has a function, modules among its
@@ -27,17 +27,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.autocast import region
+from dtensor.frontend.capture.patches import region
 from dtensor.frontend.capture.refusals import Watch, assigned_attribute, planning_error
-from dtensor.frontend.graph import Arg, OutTree
+from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.source import source_of_callable
-from dtensor.frontend.text import type_text
 
 Grads = Literal["none", "loss", "tangents"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class FlatCall:
     """`args` are the tensor leaves; `modules` maps the root's child names to modules, and
     `prefixes` the same names to the user's prefix ("" when there is one module)."""
 
@@ -53,7 +52,7 @@ class Call:
         return tuple(self.leaves[a.index] for a in self.args)
 
 
-def make_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     names = _leaf_names(fn, args, kwargs)
     assert len(names) == len(leaves)
@@ -69,7 +68,7 @@ def make_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     prefixes = {
         child: "" if len(roots) == 1 else name for child, name in zip(children, roots, strict=True)
     }
-    return Call(
+    return FlatCall(
         fn=fn,
         leaves=tuple(leaves),
         spec=spec,
@@ -117,23 +116,23 @@ def _key_text(key: Any) -> str:
             return str(key).strip(".[]'\"")
 
 
-class Seen:
+class _Seen:
     """A box, because the export restores the root's own attributes."""
 
     out_tree: OutTree
 
 
-class Program(nn.Module):
+class CallAsModule(nn.Module):
     """The root that is exported; its forward, once run, leaves the user's structure in `seen`."""
 
-    def __init__(self, call: Call, grads: Grads, autocast: torch.dtype | None = None) -> None:
+    def __init__(self, call: FlatCall, grads: Grads, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         for name, module in call.modules.items():
             self.add_module(name, module)
         self.call = call
         self.grads = grads
         self.autocast = autocast  # the region around the call
-        self.seen = Seen()
+        self.seen = _Seen()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)
@@ -189,7 +188,7 @@ class Program(nn.Module):
             )
 
 
-def _present(call: Call) -> set[str]:
+def _present(call: FlatCall) -> set[str]:
     """The parameters and buffers that there are: forward may have made some, as a cache."""
     return {
         ".".join(filter(None, (path, name)))
@@ -214,7 +213,7 @@ def _returned_text(out: Any) -> str:
 
 
 @contextmanager
-def faked(call: Call, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torch.Tensor, ...]]:
+def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torch.Tensor, ...]]:
     """Within: the modules hold fake parameters and buffers; yields the fake tensor arguments."""
     fakes: dict[int, torch.Tensor] = {}
     saved: list[tuple[nn.Module, str, torch.Tensor]] = []

@@ -44,8 +44,8 @@ def test_custom_autograd_function() -> None:
         refused(fn),
         """\
 A custom torch.autograd.Function cannot be captured: its backward would be lost.
-  class tests.frontend.test_detect.Doubled
-  test_detect.py:N: return Doubled.apply(x)
+  class tests.frontend.test_refusals.Doubled
+  test_refusals.py:N: return Doubled.apply(x)
 fix: define it with torch.library.custom_op and register_autograd, which capture keeps""",
     )
 
@@ -63,7 +63,7 @@ def test_checkpoint_that_chooses_op_by_op() -> None:
         """\
 torch.utils.checkpoint with context_fn= cannot be captured: a plan saves what comes into a region, and not op by op.
   context_fn=<function>
-  test_detect.py:N: return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+  test_refusals.py:N: return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 fix: leave context_fn out, or checkpoint smaller parts""",  # noqa: E501
     )
 
@@ -78,7 +78,7 @@ def test_reentrant_checkpoint_without_a_gradient() -> None:
         refused(fn, MLP(), torch.randn(2, 16), grads="loss"),
         """\
 torch.utils.checkpoint makes no gradients here: no argument of it requires grad.
-  test_detect.py:N: return checkpoint(model, x, use_reentrant=True).sum()
+  test_refusals.py:N: return checkpoint(model, x, use_reentrant=True).sum()
 fix: use_reentrant=False""",
     )
 
@@ -92,7 +92,7 @@ def test_item() -> None:
         """\
 The program depends on a tensor's value, which is not known when it is planned.
   .item() of f32[]
-  test_detect.py:N: return x * x.sum().item()
+  test_refusals.py:N: return x * x.sum().item()
 fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
     )
 
@@ -108,7 +108,7 @@ def test_branch_on_data() -> None:
         """\
 The program depends on a tensor's value, which is not known when it is planned.
   the truth of a tensor (if, while, assert, and, or) of bool[]
-  test_detect.py:N: if x.sum() > 0:
+  test_refusals.py:N: if x.sum() > 0:
 fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
     )
 
@@ -120,7 +120,7 @@ def test_other_questions_about_data(ask: Any) -> None:
 
     text = refused(fn)
     assert text.startswith("The program depends on a tensor's value")
-    assert "test_detect.py:N" in text
+    assert "test_refusals.py:N" in text
 
 
 def test_a_number_made_in_the_program_may_be_asked_for() -> None:
@@ -137,7 +137,7 @@ def test_boolean_mask() -> None:
         """\
 The program depends on a tensor's value, which is not known when it is planned.
   index: a value or size that depends on data
-  test_detect.py:N: return x[x > 0].sum()
+  test_refusals.py:N: return x[x > 0].sum()
 fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
     )
 
@@ -146,7 +146,7 @@ def test_nonzero() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.nonzero().float().sum()
 
-    assert "test_detect.py:N: return x.nonzero()" in refused(fn)
+    assert "test_refusals.py:N: return x.nonzero()" in refused(fn)
 
 
 def test_random_op_without_a_counter() -> None:
@@ -157,7 +157,7 @@ def test_random_op_without_a_counter() -> None:
         refused(fn),
         """\
 This random op has no counter-based form: multinomial.
-  test_detect.py:N: return torch.multinomial(x, 2)
+  test_refusals.py:N: return torch.multinomial(x, 2)
 fix: write it with dropout, rand, randn, randint, bernoulli or their _like forms, or pass the random tensor as an argument""",  # noqa: E501
     )
 
@@ -196,7 +196,7 @@ def test_control_flow() -> None:
         refused(fn),
         """\
 Control flow inside the graph is not supported yet: cond.
-  test_detect.py:N: return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
+  test_refusals.py:N: return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))
 fix: compute both branches and choose with torch.where""",
     )
 
@@ -211,7 +211,7 @@ def test_a_gradient_inside() -> None:
         text,
         """\
 A gradient inside the program is not supported yet.
-  test_detect.py:N: (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+  test_refusals.py:N: (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
 fix: return the loss, and let the runtime differentiate it""",
     )
 
@@ -228,7 +228,7 @@ def test_a_parameter_changed_in_place() -> None:
         """\
 The program changes a parameter in place; only buffers may be changed.
   up.weight
-  test_detect.py:N: model.up.weight.mul_(2)
+  test_refusals.py:N: model.up.weight.mul_(2)
 fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer""",
     )
 
@@ -250,7 +250,7 @@ def test_a_buffer_that_would_carry_a_gradient() -> None:
         """\
 A buffer is changed to a value that requires grad: steps would share gradients.
   buffer mean
-  test_detect.py:N: self.mean.lerp_(y.mean(0), 0.1)
+  test_refusals.py:N: self.mean.lerp_(y.mean(0), 0.1)
 fix: change it under torch.no_grad(), or from a detached value""",
     )
 
@@ -265,7 +265,7 @@ def test_an_argument_changed_in_place() -> None:
         """\
 The program changes an argument in place; only buffers may be changed.
   x
-  test_detect.py:N: x.add_(1)
+  test_refusals.py:N: x.add_(1)
 fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer""",
     )
 
@@ -283,7 +283,7 @@ def test_a_tensor_stored_in_a_module() -> None:
         """\
 The program stores a tensor in an attribute of a module, which would be lost.
   last
-  test_detect.py:N: def forward(self, x: Tensor) -> Tensor:
+  test_refusals.py:N: def forward(self, x: Tensor) -> Tensor:
 fix: return the tensor, or register it as a buffer and change it in place; a cache that stays as it is: let one call of the module fill it before""",  # noqa: E501
     )
 
@@ -344,7 +344,7 @@ def test_a_loss_that_is_no_scalar() -> None:
         """\
 A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).
   it returned f32[2]
-  test_detect.py:N: def loss(model: nn.Module, x: Tensor) -> Tensor:
+  test_refusals.py:N: def loss(model: nn.Module, x: Tensor) -> Tensor:
 fix: reduce the loss inside loss_fn, as in loss.mean() or loss.sum()""",
     )
 
@@ -372,7 +372,7 @@ def test_a_loss_without_parameters() -> None:
         """\
 The loss does not depend on any parameter that requires grad.
   it returned f32[]
-  test_detect.py:N: def loss(model: nn.Module, x: Tensor) -> Tensor:
+  test_refusals.py:N: def loss(model: nn.Module, x: Tensor) -> Tensor:
 fix: pass the model as an argument of loss_fn, and do not detach its output""",
     )
 

@@ -1,0 +1,293 @@
+"""What is changed in torch while a program is captured, all of it here, and put back.
+
+    with patched(below=CallAsModule.forward):
+        forward = torch.export.export(...).module()
+        with whole_layers():
+            joint = export_joint(forward, tensors)
+
+- Stack traces of nodes keep every frame that counts (source.py), not only those of `forward`.
+- A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
+  way and calls few; that took a fifth of the time. Torch has the same for its own use
+  (_LazyGraphModule), which its export does not take up.
+- What would be lost in silence is refused: a custom autograd Function (its backward: capture
+  differentiates through the forward that it sees), autocast for another device than the CPU.
+- What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
+- Layers that torch takes apart while differentiating, and that have rules, stay whole.
+
+The joint export of forward and backward, `export_joint`, is private to torch too.
+
+Autocast. A program is captured on fake CPU tensors, whatever runs it. So the ops that "cpu"
+autocast chooses are the program's, on every device; autocast for "cuda" would touch none of those
+tensors. One around the call is a region around the user's function and nothing else: the backward
+runs in the dtypes that the forward left, as in torch. Torch itself writes the casts.
+
+Checkpoints. That ops run again in the backward is lost unless it is marked: each outermost call
+gets a number, which torch carries from the traced op to the joint graph. With use_reentrant=True
+torch makes no gradients where no argument requires grad: refused. So is `context_fn`, which says op
+by op what is saved. `preserve_rng_state` needs nothing: random numbers are counted.
+
+Invariants: outside a capture nothing behaves otherwise. These are private parts of torch, which the
+tests hold for each supported version. Not for several threads. Not here: what a region saves
+(sharding/plan/passes/recompute.py), what else is refused (refusals.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback as python_traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint as checkpoints
+from torch import fx
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.fx import traceback
+from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
+from torch.fx.proxy import TracerBase
+from torch.utils._pytree import tree_leaves
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.refusals import ASSIGNED, planning_error
+from dtensor.frontend.marks import is_capturing
+from dtensor.frontend.source import places_below, source_here
+
+CHECKPOINT = "dtensor_checkpoint"
+"""The key of torch's node annotations under which the number of a checkpoint stands."""
+CAPTURED_ON = "cpu"
+
+
+@contextmanager
+def patched(*, below: FunctionType) -> Iterator[None]:
+    """Within a capture. ``below``: the function whose callees' lines are the user's."""
+    numbers = itertools.count()  # of checkpoints
+    changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
+        (fx.GraphModule, "recompile", _when_called),
+        (torch.autocast, "__init__", _checked_init),
+        (torch.autocast, "__enter__", _checked_enter),
+        (torch.autograd.Function, "apply", lambda apply: _checked_apply(apply, numbers)),
+        (
+            checkpoints,
+            "_checkpoint_without_reentrant_generator",
+            lambda plain: _numbered(plain, numbers),
+        ),
+    ]
+    with ExitStack() as stack:
+        for owner, name, change in changed:
+            stack.enter_context(mock.patch.object(owner, name, change(vars(owner)[name])))
+        stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"torch\..*")
+        # nn.LSTM and its like keep their parameters a second time in a list, which the export
+        # itself swaps.
+        warnings.filterwarnings("ignore", message=ASSIGNED)
+        warnings.filterwarnings("error", message=ASSIGNED + r".*self\.(?!\S*_flat_weights)")
+        # An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops
+        # that it is with gradients, and on every machine. (It warns of other flags: filtered.)
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        yield
+
+
+def _whole_traces(below: FunctionType) -> Any:
+    def keep(_tracer: Any, _frames: Any) -> python_traceback.StackSummary:
+        return python_traceback.StackSummary.from_list(
+            [
+                python_traceback.FrameSummary(*place, lookup_line=False)
+                for place in places_below(below.__code__)
+            ]
+        )
+
+    return keep
+
+
+def _when_called(compiled: Any) -> Any:
+    """A module that is called runs what its graph was at its last `recompile`, or is now."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled(self)  # puts the real forward in the place of this one
+        return self.forward(*args, **kwargs)
+
+    def recompile(self: Any) -> None:
+        codegen = self.graph._codegen
+        if isinstance(codegen, PyTreeCodeGen):
+            self._in_spec = codegen.pytree_info.in_spec
+            self._out_spec = codegen.pytree_info.out_spec
+        type(self).forward = forward  # each GraphModule has a class of its own
+
+    return recompile
+
+
+# -- autocast --------------------------------------------------------------------------------------
+
+
+def surrounding() -> torch.dtype | None:
+    """The dtype of the autocast around the call, which its program depends on; None without one.
+
+    PlanningError under autocast for a device that programs are not captured on.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        raise _lost("cuda", f"dtype={torch.get_autocast_dtype('cuda')}")
+    if torch.is_autocast_enabled(CAPTURED_ON):
+        return torch.get_autocast_dtype(CAPTURED_ON)
+    return None
+
+
+def region(dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """The region of `surrounding`, entered around the user's function alone."""
+    return nullcontext() if dtype is None else torch.autocast(CAPTURED_ON, dtype=dtype)
+
+
+def _checked_init(init: Any) -> Any:
+    def checked(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+        dtype = kwargs.get("dtype", args[0] if args else None)
+        if is_capturing() and device_type != CAPTURED_ON and enabled:
+            raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
+        init(self, device_type, *args, **kwargs)
+
+    return checked
+
+
+def _checked_enter(enter: Any) -> Any:
+    def checked(self: Any) -> Any:
+        # made before the capture, as a decorator is; or one that ends a region it does not reach
+        here = torch.is_autocast_enabled(CAPTURED_ON)
+        if is_capturing() and self.device != CAPTURED_ON and (self._enabled or here):
+            given = f"dtype={self.fast_dtype}" if self._enabled else "enabled=False"
+            raise _lost(self.device, given)
+        return enter(self)
+
+    return checked
+
+
+def _lost(device_type: str, given: str) -> PlanningError:
+    given = given and f", {given}"
+    return planning_error(
+        f'torch.autocast("{device_type}"{given}) would change no op: a program is captured on the '
+        f"CPU, whatever device runs it.",
+        source=source_here(),
+        fix=f'torch.autocast("{CAPTURED_ON}"{given}), or x.device.type of an argument x: it holds '
+        f"on every device",
+    )
+
+
+# -- checkpoints, and Functions of the user's ------------------------------------------------------
+
+
+def _outermost(numbers: Iterator[int]) -> AbstractContextManager[object]:
+    """A region of its own, unless it is within one."""
+    if CHECKPOINT in traceback.current_meta.get("custom", {}):
+        return nullcontext()
+    return traceback.annotate({CHECKPOINT: next(numbers)})
+
+
+def _numbered(plain: Any, numbers: Iterator[int]) -> Any:
+    def generator(function: Any, preserve: bool, context_fn: Any, *args: Any, **kw: Any) -> Any:
+        """Torch runs the function where the generator stands still."""
+        if not is_capturing():
+            yield from plain(function, preserve, context_fn, *args, **kw)
+            return
+        if context_fn is not checkpoints.noop_context_fn:
+            raise planning_error(
+                "torch.utils.checkpoint with context_fn= cannot be captured: a plan saves what "
+                "comes into a region, and not op by op.",
+                f"context_fn={context_fn!r}",
+                source=source_here(),
+                fix="leave context_fn out, or checkpoint smaller parts",
+            )
+        with _outermost(numbers):
+            yield
+
+    return generator
+
+
+def _checked_apply(apply: Any, numbers: Iterator[int]) -> Any:
+    def checked(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if is_capturing() and cls is checkpoints.CheckpointFunction:
+            function, _, *given = args
+            with _outermost(numbers):
+                made = function(*given)
+            _check_reentrant(given, made)
+            return made
+        # torch's own, those of custom ops, are exact
+        if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
+            raise planning_error(
+                "A custom torch.autograd.Function cannot be captured: its backward would be lost.",
+                f"class {cls.__module__}.{cls.__qualname__}",
+                source=source_here(),
+                fix="define it with torch.library.custom_op and register_autograd, which capture "
+                "keeps",
+            )
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    return classmethod(checked)
+
+
+def _check_reentrant(given: list[Any], made: Any) -> None:
+    """Raises where torch would leave out gradients that this capture would make."""
+    lost = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(made))
+    if lost and not any(isinstance(x, torch.Tensor) and x.requires_grad for x in given):
+        raise planning_error(
+            "torch.utils.checkpoint makes no gradients here: no argument of it requires grad.",
+            source=source_here(),
+            fix="use_reentrant=False",
+        )
+
+
+# -- layers that are kept whole --------------------------------------------------------------------
+
+# Torch registers Python decompositions under autograd for a few ops, for which the joint export has
+# no switch. Resizing is one fused kernel otherwise. Those of the margin losses differ from their
+# kernels: multilabel_margin_loss with targets that end early (-1) comes out wrong.
+_WHOLE = (
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def whole_layers() -> Iterator[None]:
+    """Within it these ops reach the joint graph as they are; not reentrant."""
+    import torch._decomp
+
+    taken: list[tuple[OpOverload, DispatchKey, object]] = []
+    for packet in (getattr(torch.ops.aten, name) for name in _WHOLE):
+        for op in (getattr(packet, name) for name in packet.overloads() if "out" not in name):
+            for key in _KEYS:
+                if key in op.py_kernels:
+                    taken.append((op, key, op.py_kernels.pop(key)))
+            op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel  # type: ignore[assignment]
+            op._dispatch_cache.clear()
+
+
+def export_joint(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Forward and backward in one graph, its placeholders and output with meta "desc"."""
+    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with ExitStack() as stack:
+        return aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module

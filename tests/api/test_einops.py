@@ -1,0 +1,214 @@
+"""Attention written with einops: captured, split by heads, refused by its line, and eager.
+
+A `rearrange` is a reshape, a permutation and a reshape, so a fused projection "(three h d)" is
+split by ``blocks=3`` and whole heads by ``unit=``, as with views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import einsum, pack, rearrange, reduce, repeat, unpack
+from einops.layers.torch import EinMix, Rearrange
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.api.eager import MESHES, gradients, placements, same
+from tests.api.training import assert_gradients_close
+from tests.frontend.eager import check
+from tests.plans import kinds
+
+TP2, TP4 = dt.Mesh(tp=2), dt.Mesh(tp=4)
+FUSED = "b t (three h d) -> three b h t d"
+
+
+class Fused(nn.Module):
+    """x [b t 24]: six heads of four, one projection of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), FUSED, three=3, h=6)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(rearrange(y, "b h t d -> b t (h d)"))
+
+
+class Grouped(nn.Module):
+    """x [b t 24]: six heads of queries share three of keys and values; attention written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(24, 24), nn.Linear(24, 12)
+        self.k = nn.Linear(24, 12, bias=False)  # a bias of keys would have no gradient
+        self.proj = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = rearrange(self.q(x), "b t (g n d) -> b g n t d", g=3, d=4)
+        k, v = (rearrange(f(x), "b t (g d) -> b g t d", d=4) for f in (self.k, self.v))
+        scores = einsum(q, k, "b g n t d, b g s d -> b g n t s")
+        y = einsum(scores.softmax(-1), v, "b g n t s, b g s d -> b g n t d")
+        return self.proj(rearrange(y, "b g n t d -> b t (g n d)"))
+
+
+class Patches(nn.Module):
+    """Pictures [b c H W] in patches, as layers of einops; mixed, and averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Sequential(
+            Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=2, q=2), nn.Linear(12, 16)
+        )
+        self.mix = EinMix("b n (h i) -> b n (h o)", weight_shape="h i o", h=2, i=8, o=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce(self.mix(self.cut(x)), "b n c -> b c", "mean")
+
+
+def squared(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(2).mean()
+
+
+def an_input(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+MODELS: dict[type[nn.Module], tuple[int, ...]] = {
+    Fused: (2, 5, 24),
+    Grouped: (2, 5, 24),
+    Patches: (2, 3, 4, 6),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_forward_and_backward_are_captured(kind: type[nn.Module]) -> None:
+    check(squared, (kind(), an_input(*MODELS[kind])), grads="loss")
+    check(kind(), (an_input(*MODELS[kind]).requires_grad_(),), grads="tangents")
+
+
+# -- split by heads --------------------------------------------------------------------------------
+
+MEGATRON: dict[type[nn.Module], dict[str, Any]] = {
+    Fused: {"qkv": dict(tp=dt.ColumnParallel(blocks=3)), "proj": dict(tp=dt.RowParallel())},
+    Grouped: {
+        "q.weight": dict(tp=dt.Row(unit=8)),
+        "[kv].weight": dict(tp=dt.Row(unit=4)),
+        "proj.weight": dict(tp=dt.Column(unit=8)),
+    },
+}
+
+
+@pytest.mark.parametrize("mesh", [TP2, dt.Mesh(tp=3)], ids=str)
+@pytest.mark.parametrize("kind", MEGATRON)
+def test_heads_are_split_and_gradients_are_torchs(kind: type[nn.Module], mesh: dt.Mesh) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), an_input(*MODELS[kind])
+    opt = torch.optim.AdamW(model.parameters())
+    step = dt.train_step(dt.parallelize(model, mesh, MEGATRON[kind]), squared, opt)
+    assert kinds(step.plan(x)) == Counter({"all_reduce@tp": 1})  # Megatron's; x wants no gradient
+    found = step.gradients(x)
+    squared(model, x).backward()
+    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_gradients_close(found, wanted)
+
+
+def test_what_is_derived_are_blocks_and_units() -> None:
+    x = an_input(2, 5, 24)
+    assert dict(dt.placements.for_model(Fused(), (x,), size=2)) == {
+        "qkv.weight": dict(tp=dt.Row(blocks=3)),
+        "proj.weight": dict(tp=dt.Shard(1)),
+    }
+    found = dt.placements.for_model(Grouped(), (x,))
+    assert found["q.weight"] == dict(tp=dt.Row(unit=8))
+    assert found["k.weight"] == found["v.weight"] == dict(tp=dt.Row(unit=4))
+
+
+# -- pins that do not line up ----------------------------------------------------------------------
+
+
+def refused(model: nn.Module, mesh: dt.Mesh, pins: dict[str, Any]) -> str:
+    placed = dt.parallelize(model, mesh, pins)
+    with pytest.raises(dt.PlanningError) as caught:
+        dt.compile(lambda model, x: model(x), mesh).plan(placed, an_input(2, 5, 24))
+    return re.sub(r"\.py:\d+", ".py:N", str(caught.value))
+
+
+def test_a_pin_across_fused_projections_proposes_the_blocks() -> None:
+    assert_expected_inline(
+        refused(Fused(), TP2, {"qkv.weight": dict(tp=dt.Row())}),
+        """\
+the pin tp=Shard(0) on qkv.weight does not line up with what the program does to that dim.
+  qkv.weight: f32[72,24], dim 0: 2 ranks hold 36, 36 of 72
+  aten.reshape.default sees it as 3 x 6 x 4 in add: f32[10,72]
+  test_einops.py:N: q, k, v = rearrange(self.qkv(x), FUSED, three=3, h=6)
+fix: tp=Shard(0, blocks=3), which lines up""",
+    )
+
+
+def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
+    pins = {"k.weight": dict(tp=dt.Row())}
+    assert_expected_inline(
+        refused(Grouped(), TP2, pins),
+        """\
+the pin tp=Shard(0) on k.weight does not line up with what the program does to that dim.
+  k.weight: f32[12,24], dim 0: 2 ranks hold 6, 6 of 12
+  aten.reshape.default sees it as 3 x 4 in mm_1: f32[10,12]
+  test_einops.py:N: k, v = (rearrange(f(x), "b t (g d) -> b g t d", d=4) for f in (self.k, self.v))
+fix: tp=Shard(0, unit=4), which lines up""",
+    )
+
+
+# -- eager -----------------------------------------------------------------------------------------
+
+OPS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "heads": (lambda x: rearrange(x, "b t (h d) -> b h t d", h=2), (3, 4, 6)),
+    "fused": (lambda x: [*rearrange(x, "t (three h d) -> three h t d", three=3, h=2)], (3, 12)),
+    "together": (lambda x: rearrange(x, "b h t d -> b t (h d)").contiguous(), (2, 2, 3, 4)),
+    "repeat": (lambda x: repeat(x, "t d -> t r d", r=2), (3, 4)),
+    "reduce": (lambda x: reduce(x, "b (t two) d -> b t", "sum", two=2), (2, 4, 3)),
+    "einsum": (lambda x: einsum(x, x, "b t d, b s d -> b t s"), (2, 3, 4)),
+    "pack": (lambda x: unpack(*pack([x, x[..., 0]], "t *"), "t *")[0], (3, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES[:1] + MESHES[2:], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_on_eager_tensors(name: str, mesh: dt.Mesh) -> None:
+    fn, shape = OPS[name]
+    x = torch.randn(shape, dtype=torch.float64)
+    with dt.implicit_redistribution("allow"):
+        for choice in placements(mesh, len(shape), pending=len(mesh.axes) == 1)[::3]:
+            same(fn(dt.distribute(x, mesh, **choice)), fn(x))
+
+
+def test_eager_attention_and_its_gradients() -> None:
+    def attention(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = rearrange(F.linear(x, w), FUSED, three=3, h=2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return rearrange(y, "b h t d -> b t (h d)")
+
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(18, 6, dtype=torch.float64, requires_grad=True)
+    rows = dt.distribute(w, TP2, tp=dt.Row(blocks=3))
+    with dt.implicit_redistribution("error"):  # heads are split by themselves, and nothing is sent
+        out = attention(dt.distribute(x, TP2), rows)
+    assert str(out.spec) == "f64[2,3,6@tp]"
+    with dt.implicit_redistribution("allow"):
+        same(gradients(attention, (dt.distribute(x, TP2), rows)), gradients(attention, (x, w)))
+
+
+def test_a_module_of_layers_on_dtensors() -> None:
+    model, x = Patches(), an_input(2, 3, 4, 6)
+    wanted = model(x)
+    for name, parameter in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(dt.distribute(parameter.data, TP2)))
+    with dt.implicit_redistribution("error"):
+        same(model(dt.distribute(x, TP2, tp=dt.Row())), wanted, atol=1e-6)
