@@ -222,10 +222,7 @@ def _input_node(
     for placement in choices:
         placed = canonical(item.name, placement)
         wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else placed
-        ends = [
-            priced.ends(gradient, canonical(gradient, wanted), bucketed=question.bucketed)
-            for gradient in question.gradients.get(item.name, ())
-        ]
+        ends = [priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())]
         if item.name in question.mutations:
             ends.append([((question.mutations[item.name], placed), 0.0)])
         for combination in itertools.product(*ends):

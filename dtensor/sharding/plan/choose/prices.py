@@ -29,9 +29,6 @@ from dtensor.sharding.spec.placements import (
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
-# Seconds: of equals, a sum for which nothing waits is reduced last.
-_UNHURRIED = 5e-7
-
 
 class Canonical:
     """One representative for all placements that hold the same indices of a value."""
@@ -102,26 +99,22 @@ class Prices:
             return math.inf
         return seconds(spec(src), spec(dst), self.question.topology)
 
-    def ends(
-        self, value: str, wanted: Placement, *, bucketed: bool = False
-    ) -> list[tuple[At, float]]:
+    def ends(self, value: str, wanted: Placement) -> list[tuple[At, float]]:
         """Ways to deliver an output: as wanted, or pending and reduced after the last microbatch.
 
-        Reductions that share buckets (``bucketed``) cost bytes but no latency of their own; others
-        of a training step are a little cheaper than where they arise, as nothing waits for them.
+        Reductions that share buckets cost bytes but no latency of their own.
         """
         found: list[tuple[At, float]] = [((value, wanted), 0.0)]
         if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
             return found
         topology = self.question.topology
-        if bucketed:
+        if self.question.bucketed:
             topology = replace(topology, latency=0.0)
         patient = Prices(replace(self.question, topology=topology), self.axis, self.done)
         times = self.question.mesh.shape.get(MICROBATCH_AXIS, 1)
         price = patient.convert(value, PARTIAL, wanted)
         if math.isfinite(price):  # not so where the value is pending in another way already
-            unhurried = _UNHURRIED if self.question.bucketed and not bucketed else 0.0
-            found.append(((value, PARTIAL), max(price / times - unhurried, 0.0)))
+            found.append(((value, PARTIAL), price / times))
         return found
 
     def op(self, op: Op, strategy: Strategy) -> float:
