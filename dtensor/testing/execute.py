@@ -44,7 +44,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
 from dtensor.sharding.spec.shards import assemble, shard_of
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.testing.oracle.trial import cut
+from dtensor.testing.oracle import cut
 
 Stated = Mapping[str, Placement]
 Tensors = tuple[torch.Tensor | None, ...]
