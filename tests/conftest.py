@@ -12,7 +12,6 @@ import torch
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
 
-
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
 
@@ -40,7 +39,6 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         for user in (
             "dtensor.api.placements",
             "dtensor.api.plan_call",
-            "dtensor.testing.collectives",
             "tests.plans",
         ):
             monkeypatch.setattr(f"{user}.capture", shared_capture)

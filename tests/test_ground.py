@@ -66,6 +66,10 @@ def test_only_kernels_import_triton():
     assert not outside
 
 
+def test_the_package_needs_no_tests():
+    assert not where("tests")
+
+
 def test_files_stay_readable():
     lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in FILES}
     assert len(lengths) > 10
