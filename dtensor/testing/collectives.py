@@ -233,7 +233,7 @@ def _with_loss(module_or_fn: Callable[..., Any], loss: Callable[[Any], Any]) -> 
         return loss(module_or_fn(*args))
 
     if isinstance(module_or_fn, nn.Module):
-        signature = named_as(module_or_fn, "model")
+        signature = named_as(module_or_fn, "model", "arg")
     else:
         signature = inspect.signature(module_or_fn)
     with_loss.__signature__ = signature  # type: ignore[attr-defined]

@@ -319,19 +319,22 @@ def _whole(output: PlannedOutput, held: Sequence[Mapping[str, torch.Tensor]]) ->
     return whole
 
 
-def named_as(module: nn.Module, first: str, without: Container[str] = ()) -> inspect.Signature:
+def named_as(
+    module: nn.Module, first: str, others: str, without: Container[str] = ()
+) -> inspect.Signature:
     """That of a function of ``first`` and of what the module's forward takes by position, under
-    forward's names: those that capture gives to its arguments."""
+    forward's names and then as ``others``: the names that capture gives to its arguments."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = [
         p.replace(kind=p.POSITIONAL_ONLY, default=p.empty)
         for p in inspect.signature(module.forward).parameters.values()
         if p.kind in positional and p.name != first and p.name not in without
     ]
-    others = inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL)
-    return inspect.Signature(
-        [inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY), *own, others]
+    ends = (
+        inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY),
+        inspect.Parameter(others, inspect.Parameter.VAR_POSITIONAL),
     )
+    return inspect.Signature([ends[0], *own, ends[1]])
 
 
 def tensors_of(tree: Any) -> tuple[torch.Tensor, ...]:

@@ -160,7 +160,7 @@ def _as_function(
     def call(state: Mapping[str, torch.Tensor], *args: Any) -> Any:
         return torch.func.functional_call(module, dict(state), args, rest)
 
-    call.__signature__ = named_as(module, _STATE, rest)  # type: ignore[attr-defined]
+    call.__signature__ = named_as(module, _STATE, "others", rest)  # type: ignore[attr-defined]
     call.__name__ = type(module).__name__
     return state, call, type(module).__name__
 
