@@ -105,8 +105,10 @@ def certify(
             targets = [o for name in names for o in op_overloads(name)]
         case str() | OpOverload():
             targets = list(op_overloads(op))
-        case _:
-            return certify_function(op, args, kwargs, rule=rule or rule_for, seed=seed)
+        case _:  # with two cotangents
+            how = {"rule": rule or rule_for, **kwargs}
+            first = certify_autograd(op, *args, seed=2 * seed, square=True, **how)
+            return first + certify_autograd(op, *args, seed=2 * seed + 1, **how)
     total = Certificate()
     ruled = [target for target in targets if str(target) in builders()]
     for target in targets if rule or not ruled else ruled:  # "aten::mm" names out= as well
@@ -117,23 +119,6 @@ def certify(
                 f'fix: give them, as in dt.testing.certify("{target}", {example(target)})'
             )
         total += certify_given(target, args, kwargs, rule=rule, seed=seed)
-    return total
-
-
-def certify_function(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    rule: RuleOf = rule_for,
-    seed: int = 0,
-) -> Certificate:
-    """Every op that ``fn`` and its backward run, with two cotangents."""
-    total = Certificate()
-    for number, square in ((0, True), (1, False)):
-        total += certify_autograd(
-            fn, *args, seed=2 * seed + number, rule=rule, square=square, **kwargs
-        )
     return total
 
 

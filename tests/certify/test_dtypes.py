@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.certify import dtypes
 from tests.certify.dtypes import DtypeFacts, dtype_facts, expected_dtypes, recorded, table
@@ -29,7 +30,7 @@ def test_the_table_has_the_ops_with_several_operands() -> None:
 
 
 def _has_several(sample: Callable[[Draw], tuple[object, dict[str, object]]]) -> bool:
-    leaves = torch.utils._pytree.tree_leaves(sample(Draw(0)))
+    leaves = tree_leaves(sample(Draw(0)))
     return sum(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in leaves) > 1
 
 
