@@ -111,6 +111,11 @@ def test_a_missing_strategy_says_what_it_would_save() -> None:
     assert certify(aten.mm.default, _randn(6, 4), _randn(4, 6)).missing == ()
 
 
+def test_of_a_result_that_is_not_defined_only_the_shape_is_compared() -> None:
+    found = certify(aten.empty_like.default, _randn(4, 6))
+    assert (found.wrong, found.missing) == ((), ()) and found.checked > 20
+
+
 # -- forward and backward --------------------------------------------------------------------------
 
 
