@@ -153,8 +153,14 @@ class DtypeFacts:
     @property
     def refused(self) -> list[Trial]:
         """Mixes of floats that meta takes and the kernel does not."""
-        trials = [t for s in self.samples for t in (*s.mixed, *s.indices)]
-        return [t for t in trials if t.floats and t.results is None and t.meta is not None]
+        trials = [t for s in self.samples for t in s.mixed if t.floats]
+        return [t for t in trials if t.results is None and t.meta is not None]
+
+    @property
+    def narrow(self) -> list[Trial]:
+        """Int32 indices that meta takes and the kernel does not."""
+        trials = [t for s in self.samples for t in s.indices]
+        return list(dict.fromkeys(t for t in trials if t.results is None and t.meta is not None))
 
     @property
     def misnamed(self) -> list[Trial]:
@@ -277,7 +283,7 @@ if all had the promoted dtype; "like k", as if all had operand k's; "half k", as
 operands may be in a half dtype while the others are float32; "neither". Operands that are indices
 or masks in the samples are not counted (*beside*); indices may be int32 where it says so. *Meta
 takes*: mixes of floats that torch's fake kernels accept and the real ones refuse. Ops with one
-operand have no row.
+operand have no row. Below, "(meta: ...)" is what the fake kernel says where it differs.
 
 """
 _MADE_WITH = f"torch {torch.__version__.rpartition('.')[0]}"
@@ -294,6 +300,10 @@ def table(found: Sequence[DtypeFacts]) -> str:
     sections = (
         ("Half and neither: the mixes of floats that are taken", lambda f: f.together),
         ("Integers that are treated otherwise", lambda f: f.odd),
+        (
+            "Int32 indices that torch's fake kernels alone take",
+            lambda f: f.narrow,
+        ),
         ("Results that have another dtype than torch's fake kernels say", lambda f: f.misnamed),
     )
     for title, of in sections:
@@ -327,7 +337,7 @@ def _beside(facts: DtypeFacts) -> str:
 
 
 def _line(trial: Trial) -> str:
-    named = "" if trial.meta in (None, trial.results) else f", not {_names(trial.meta)}"
+    named = "" if trial.meta in (None, trial.results) else f" (meta: {_names(trial.meta)})"
     return f"{str(trial)[:120]}{named}".replace("|", "/")
 
 

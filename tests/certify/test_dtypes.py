@@ -65,6 +65,8 @@ def test_what_meta_takes_and_the_kernel_refuses_is_found() -> None:
     found = {tuple(t.dtypes) for t in dtype_facts("aten.mm.default").refused}
     assert (torch.float32, torch.bfloat16) in found and len(found) == 12
     assert dtype_facts("aten.add.Tensor").refused == []
+    assert dtype_facts("aten.index_copy.default").narrow
+    assert dtype_facts("aten.index_add.default").narrow == []
 
 
 @this_torch
