@@ -309,12 +309,9 @@ def _certified(calls: Sequence[Recorded], **how: Any) -> Certificate:
         try:
             total += certify_call(target, args, kwargs, **how)
         except NoRule as error:
+            refused = Certificate(refused=(str(error),))
             inner = _expanded(target, args, kwargs)
-            total += (
-                _certified(inner, **how)
-                if inner is not None
-                else Certificate(refused=(str(error),))
-            )
+            total += refused if inner is None else _certified(inner, **how)
     return total
 
 

@@ -189,6 +189,7 @@ def planned(
 def _planned(
     traced: Traced, mesh: Mesh, placements: Sequence[Stated], topology: Topology | None
 ) -> Planned:
+    """By `plan_call`, as `dt.compile`'s; only pins may be pending, and results stay split."""
     stated = list(placements) or [{}] * len(traced.leaves)
     if len(stated) != len(traced.leaves):
         raise PlanningError(
