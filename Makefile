@@ -38,7 +38,7 @@ check: lint
 
 # Torch warns in C++ about statistics of empty shards, thousands of times.
 certify: setup
-	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python -m dtensor.testing.certify --table docs/certified.md
+	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python -m tests.certify --table docs/certified.md
 
 opinfo: setup
 	$(BIN)/python -m tests.opinfo --jobs $(JOBS)

@@ -39,7 +39,6 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         for user in (
             "dtensor.api.placements",
             "dtensor.api.plan_call",
-            "dtensor.testing.collectives",
             "tests.plans",
         ):
             monkeypatch.setattr(f"{user}.capture", shared_capture)

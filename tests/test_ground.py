@@ -67,6 +67,10 @@ def test_only_kernels_import_triton():
     assert not outside
 
 
+def test_the_package_needs_no_tests():
+    assert not where("tests")
+
+
 def test_long_files_are_looked_at():
     """Of a file past 600 lines: one concept, or two rooms in one?"""
     lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in FILES}

@@ -118,9 +118,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a plan depends on besides the call. ``graph``: the call's, where it is captured."""
+    """What a plan depends on besides the call. ``inputs``: as stated, or pins that stand as they
+    are, whatever the arguments are; ``split_results``: those on which nothing is stated may stay
+    split; ``graph``: the call's, where it is captured."""
 
-    inputs: Mapping[str, Any] | None = None
+    inputs: Mapping[str, Any] | InputPins | None = None
+    split_results: bool = False
     results: Callable[[Graph, Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
     num_microbatches: int = 1
     timetable: GridTimetable | None = None
@@ -231,6 +234,7 @@ def _request(
         settled=frozenset(settled),
         batch=found.batch,
         results=options.results(graph, flow) if options.results else {},
+        split_results=options.split_results,
         stage_axis=stages.axis,
         stage_ranks=stages.ranks if timetable is None else timetable.grid.home(),
         num_microbatches=options.num_microbatches,
@@ -269,6 +273,8 @@ def _input_pins(
     stages: StagePlan,
 ) -> InputPins:
     """The pins of arguments: what ``inputs`` states, else how DTensors and specs are placed."""
+    if isinstance(options.inputs, InputPins):
+        return options.inputs
     pins = input_pins(metas, options.inputs, mesh, stage_axis=stages.axis)
     merged: dict[str, Mapping[str, Placement]] = dict(pins.pins)
     for name, leaf in leaves.items():

@@ -1,9 +1,8 @@
 """What users import to unit-test collectives, rules and placements."""
 
 from dtensor.testing import strategies
-from dtensor.testing.certify import certify
+from dtensor.testing.certificates import Certificate, certify
 from dtensor.testing.collectives import assert_collectives, plan_of
-from dtensor.testing.oracle.check import Certificate
 from dtensor.testing.same import Same, assert_same
 
 __all__ = [

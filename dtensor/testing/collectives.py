@@ -20,27 +20,25 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dtensor.api.parallel import parallelize
+from dtensor.api.plan_call import BoundCall, Grads, Options, plan_call
 from dtensor.api.stating.checks import Stated, check_fit, check_stated
 from dtensor.api.stating.patterns import listing, nearest
-from dtensor.api.stating.placing import InputPins, planner_pins, resolve
+from dtensor.api.stating.placing import InputPins
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, meta_of
 from dtensor.sharding.plan.cost.collectives import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import plan
-from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.testing.execute import named_as
 
 Counts = Mapping[str, int]
 
@@ -92,7 +90,7 @@ def plan_of(
     mesh: Mesh,
     placements: Mapping[str, Stated],
     *specs: Any,
-    grads: Literal["none", "tangents", "loss"] | None = None,
+    grads: Grads | None = None,
     loss: Callable[[Any], Any] | None = None,
 ) -> Plan:
     """The plan that `assert_collectives` checks.
@@ -112,32 +110,20 @@ def plan_of(
     if grads is None:
         wanted = any(isinstance(s, TensorSpec) and s.requires_grad for s in leaves)
         grads = "loss" if loss is not None else "tangents" if wanted else "none"
-    args = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], tree)
-    if loss is None:
-        graph = capture(module_or_fn, args, grads=grads)
-    elif isinstance(module_or_fn, nn.Module):
-        graph = capture(_with_loss(module_or_fn, loss), (module_or_fn, *args), grads=grads)
-    else:
-        graph = capture(_function_with_loss(module_or_fn, loss), args, grads=grads)
-    first = 1 if loss is not None and isinstance(module_or_fn, nn.Module) else 0
-    pins = _spec_pins(graph, [None] * first + leaves)
-    if isinstance(module_or_fn, nn.Module):
-        parameters = resolve(module_or_fn, mesh, placements)
-    else:
-        parameters = ()
+    module = module_or_fn if isinstance(module_or_fn, nn.Module) else None
+    fn = module_or_fn if module is None else parallelize(module, mesh, placements)
+    given: tuple[Any, ...] = specs
+    if loss is not None:
+        given = specs if module is None else (fn, *specs)
+        fn = _with_loss(module_or_fn, loss)
+    leaves, tree = pytree.tree_flatten((given, {}))
+    call = BoundCall(fn, tuple(leaves), tree)
+    graph = call.graph(grads)
+    pins = _spec_pins(graph, leaves)
+    if module is None:
         pins = _with_stated(pins, placements, graph, mesh)
-    flow = dataflow(graph)
-    found = planner_pins(flow, parameters, InputPins(pins=pins, batch=()))
-    return plan(
-        Request(
-            name=_name_of(module_or_fn),
-            flow=flow,
-            mesh=mesh,
-            pins=found.pins,
-            pinned_by=found.pinned_by,
-            split_results=True,
-        )
-    )
+    options = Options(inputs=InputPins(pins=pins, batch=()), split_results=True, graph=graph)
+    return plan_call(call, mesh, grads, options, _name_of(module_or_fn)).plan
 
 
 def counts(planned: Plan, phase: str) -> dict[str, int]:
@@ -181,15 +167,7 @@ def _name_of(module_or_fn: Callable[..., Any]) -> str:
 # -- the arguments -----------------------------------------------------------------------------
 
 
-def _stand_in(leaf: Any) -> Any:
-    if not isinstance(leaf, TensorSpec):
-        return leaf
-    return torch.empty(
-        leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad
-    )
-
-
-def _spec_pins(graph: Graph, leaves: list[Any]) -> dict[str, Stated]:
+def _spec_pins(graph: Graph, leaves: Sequence[Any]) -> dict[str, Stated]:
     """Argument name to what its spec states, for the arguments that the program uses."""
     return {
         entry.name: _in_order(leaves[entry.index])
@@ -244,27 +222,18 @@ def _with_stated(
     return result
 
 
-def _with_loss(module: nn.Module, loss: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``f(model, *args)``, whose arguments have the names of forward's."""
+def _with_loss(module_or_fn: Callable[..., Any], loss: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``loss(fn(*args))``; of a module ``loss(model(*args))``, a function of (model, *args)."""
 
-    def with_loss(model: nn.Module, *args: Any) -> Any:
-        return loss(model(*args))
-
-    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
-    others = [p for p in inspect.signature(module.forward).parameters.values() if p.name != "model"]
-    positional_only = [p.replace(kind=p.POSITIONAL_ONLY) for p in others if p.kind in _POSITIONAL]
-    with_loss.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [model, *(p.replace(default=p.empty) for p in positional_only)]
-    )
-    return with_loss
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _function_with_loss(fn: Callable[..., Any], loss: Callable[[Any], Any]) -> Callable[..., Any]:
     def with_loss(*args: Any) -> Any:
-        return loss(fn(*args))
+        if isinstance(module_or_fn, nn.Module):
+            model, *given = args
+            return loss(model(*given))
+        return loss(module_or_fn(*args))
 
-    with_loss.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    if isinstance(module_or_fn, nn.Module):
+        signature = named_as(module_or_fn, "model", "arg")
+    else:
+        signature = inspect.signature(module_or_fn)
+    with_loss.__signature__ = signature  # type: ignore[attr-defined]
     return with_loss

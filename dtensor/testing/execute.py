@@ -5,50 +5,52 @@
     found = run(traced, Mesh(tp=2), [dict(tp=Shard(1)), dict(tp=Shard(0))])
     found.results, found.gradients, found.plan            # global values; gradients by tensor leaf
 
-Capture does not depend on placements, so many of them cost one `trace`. The placements are one dict
-for each tensor leaf of ``(args, kwargs)``, in the order of the pytree; an axis that is not named is
+Planned, loaded and run as by `dt.compile`, on a session of its own, so inside a launch too. Capture
+does not depend on placements, so many of them cost one `trace`. The placements are one dict for
+each tensor leaf of ``(args, kwargs)``, in the order of the pytree; an axis that is not named is
 left to the planner. A pending input, `Partial("sum")`, is fed as random summands, not as "one rank
-has it all". Cotangents are random unless given, so a gradient that is right for ones alone is found
-out.
+has it all". Cotangents are random, so a gradient that is right for ones alone is found out.
 
 Invariants: the same seed gives the same numbers; results may stay split on the ranks, and what the
 ranks hold of one element must be the same number on all of them (`RanksDisagree`).
 
-Not here: comparing (`torch.testing.assert_close`), parameters of modules (pass them as arguments,
-see `torch.func.functional_call`), microbatches and stages.
+Not here: comparing (same.py), parameters of modules (pass them as arguments, see
+`torch.func.functional_call`), microbatches and stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from dtensor.api.stating.checks import check_fit, check_stated
+from dtensor.api.compiled import load
+from dtensor.api.plan_call import BoundCall, Options, Planned, plan_call
+from dtensor.api.session import Session
+from dtensor.api.stating.checks import Stated, check_fit, check_stated
+from dtensor.api.stating.placing import InputPins
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent
+from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent, meta_of
 from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.program import lower
+from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.ops.random import is_random
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.record import PlannedOutput
-from dtensor.sharding.plan.request import Request
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
+from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.shards import assemble, shard_of
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.testing.oracle.trial import cut
+from dtensor.testing.oracle import cut
 
-Stated = Mapping[str, Placement]
 Tensors = tuple[torch.Tensor | None, ...]
 
 
@@ -58,47 +60,41 @@ class RanksDisagree(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traced:
-    """A captured call. ``leaves``: its tensors; ``cotangents``: one per tensor of its results."""
+    """A captured call. ``leaves``: its tensors; ``numbers``: index among all leaves of the call ->
+    number among the tensors; ``cotangents``: one per tensor of its results."""
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    leaves: tuple[torch.Tensor, ...]
+    call: BoundCall
     graph: Graph
-    flow: Dataflow
+    leaves: tuple[torch.Tensor, ...]
+    numbers: Mapping[int, int]
     cotangents: Tensors
     grads: bool
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Number of a tensor leaf -> its name, for the leaves that the program uses."""
+        inputs = [entry for entry in self.graph.inputs if isinstance(entry, Arg)]
+        return {self.numbers[entry.index]: entry.name for entry in inputs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
     """``results``: as fn returns them, of global tensors; ``gradients``: by tensor leaf, None
-    where there is none; ``plan``: None for plain torch."""
+    where there is none; ``planned``: what ran, None for plain torch."""
 
     results: Any
     gradients: Tensors
-    plan: Plan | None = None
+    planned: Planned | None = None
+
+    @property
+    def plan(self) -> Plan:
+        assert self.planned is not None, "plain torch has no plan"
+        return self.planned.plan
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors among the results, in order."""
         return tensors_of(self.results)
-
-
-def evaluate(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    mesh: Mesh,
-    placements: Sequence[Stated],
-    *,
-    grads: bool = True,
-    cotangents: Sequence[torch.Tensor] | None = None,
-    seed: int = 0,
-) -> Evaluation:
-    """`trace` and `run` in one: for one placement."""
-    traced = trace(fn, args, kwargs, grads=grads, cotangents=cotangents, seed=seed)
-    return run(traced, mesh, placements, seed=seed)
 
 
 def trace(
@@ -107,42 +103,27 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     grads: bool = True,
-    cotangents: Sequence[torch.Tensor] | None = None,
     seed: int = 0,
 ) -> Traced:
-    """Capture ``fn(*args, **kwargs)``.
-
-    Args:
-        grads: also the gradients of the tensor leaves that require grad.
-        cotangents: one per tensor that fn returns, of its shape and dtype; random by default.
+    """Capture ``fn(*args, **kwargs)``; ``grads``: and the gradients of leaves that require grad.
 
     Raises PlanningError where the call cannot be captured, or draws random numbers.
     """
-    named = dict(kwargs or {})
-    leaves = tensors_of((args, named))
-    wanted = grads and any(leaf.requires_grad for leaf in leaves)
-    graph = capture(fn, args, named, grads="tangents" if wanted else "none")
+    every, tree = pytree.tree_flatten((args, dict(kwargs or {})))
+    call = BoundCall(fn, tuple(every), tree)
+    indices = [i for i, leaf in enumerate(every) if isinstance(leaf, torch.Tensor)]
+    wanted = grads and any(every[i].requires_grad for i in indices)
+    graph = call.graph("tangents" if wanted else "none")
     flow = dataflow(graph)
     _check_repeats(flow)
-    results = {o.of: flow.metas[o.value] for o in flow.outputs if o.kind == "result"}
-    metas = [results[index] for index in sorted(results, key=int)]
-    if cotangents is not None and len(cotangents) != len(metas):
-        raise PlanningError(
-            f"there is one cotangent per tensor of the results: fn returns {len(metas)} tensors, "
-            f"{len(cotangents)} cotangents were given.\n"
-            f"fix: pass {len(metas)}, in the order of the results"
-        )
+    results = {int(o.of): flow.metas[o.value] for o in flow.outputs if o.kind == "result"}
     generator = torch.Generator().manual_seed(seed)
     return Traced(
-        fn=fn,
-        args=args,
-        kwargs=named,
-        leaves=leaves,
+        call=call,
         graph=graph,
-        flow=flow,
-        cotangents=tuple(cotangents)
-        if cotangents is not None
-        else tuple(_random(meta.shape, meta.dtype, generator) for meta in metas),
+        leaves=tuple(every[i] for i in indices),
+        numbers={index: number for number, index in enumerate(indices)},
+        cotangents=tuple(_random(results[i], generator) for i in sorted(results)),
         grads=wanted,
     )
 
@@ -161,15 +142,15 @@ def _check_repeats(flow: Dataflow) -> None:
 
 def reference(traced: Traced) -> Evaluation:
     """The same call by plain torch on one device, gradients by its autograd."""
-    leaves, tree = pytree.tree_flatten((traced.args, dict(traced.kwargs)))
-    copies: list[torch.Tensor] = []
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            copy = leaf.detach().clone().requires_grad_(leaf.requires_grad and traced.grads)
-            copies.append(copy)
-            leaves[index] = copy
-    args, kwargs = pytree.tree_unflatten(leaves, tree)
-    results = traced.fn(*args, **kwargs)
+    copies = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad and traced.grads)
+        for leaf in traced.leaves
+    ]
+    leaves = list(traced.call.leaves)
+    for index, number in traced.numbers.items():
+        leaves[index] = copies[number]
+    args, kwargs = pytree.tree_unflatten(leaves, traced.call.tree)
+    results = traced.call.fn(*args, **kwargs)
     pairs = [
         (result, cotangent)
         for result, cotangent in zip(tensors_of(results), traced.cotangents, strict=True)
@@ -196,14 +177,19 @@ def planned(
     mesh: Mesh,
     placements: Sequence[Stated] = (),
     *,
-    results: Mapping[int, Stated] | None = None,
     topology: Topology | None = None,
 ) -> Plan:
     """The plan under these placements of the tensor leaves; nothing is run.
 
-    ``results``: number of a tensor of the results -> placements; a result on which nothing is
-    stated may stay split as it comes out, but not pending.
+    A result may stay split as it comes out, but not pending.
     """
+    return _planned(traced, mesh, placements, topology).plan
+
+
+def _planned(
+    traced: Traced, mesh: Mesh, placements: Sequence[Stated], topology: Topology | None
+) -> Planned:
+    """By `plan_call`, as `dt.compile`'s; only pins may be pending, and results stay split."""
     stated = list(placements) or [{}] * len(traced.leaves)
     if len(stated) != len(traced.leaves):
         raise PlanningError(
@@ -211,33 +197,22 @@ def planned(
             f"tensors, {len(stated)} dicts were given.\n"
             f"fix: pass {len(traced.leaves)}, an empty dict for a tensor that the planner may place"
         )
-    pins: dict[str, Stated] = {}
-    pinned_by: dict[str, str] = {}
-    numbers = _leaf_numbers(traced)
-    for item, entry in zip(traced.flow.inputs, traced.graph.inputs, strict=True):
-        if not isinstance(entry, Arg):
-            continue
-        pin = stated[numbers[entry.index]]
+    pins = {name: stated[number] for number, name in traced.names.items()}
+    for number, name in traced.names.items():
         # pending inputs are what a computed value may be, so unlike a user's argument they pass
-        split = {axis: p for axis, p in pin.items() if not isinstance(p, Partial)}
-        check_stated(split, entry.name, mesh)
-        check_fit(entry.name, item.meta, split, "placements", mesh)
-        if pin:
-            pins[item.name] = pin
-            pinned_by[item.name] = entry.name
-    name = traced.fn.__name__ if hasattr(traced.fn, "__name__") else type(traced.fn).__name__
-    return plan(
-        Request(
-            name=name if name.isidentifier() else "function",
-            flow=traced.flow,
-            mesh=mesh,
-            pins=pins,
-            pinned_by=pinned_by,
-            results=results or {},
-            split_results=True,
-            topology=topology or Topology(),
-        )
+        split = {axis: p for axis, p in pins[name].items() if not isinstance(p, Partial)}
+        check_stated(split, name, mesh)
+        check_fit(name, meta_of(traced.leaves[number]), split, "placements", mesh)
+    options = Options(
+        inputs=InputPins(pins=pins, batch=()),
+        split_results=True,
+        topology=topology,
+        graph=traced.graph,
     )
+    fn = traced.call.fn
+    name = fn.__name__ if hasattr(fn, "__name__") else type(fn).__name__
+    name = name if name.isidentifier() else "function"
+    return plan_call(traced.call, mesh, "tangents", options, name)
 
 
 def run(
@@ -245,49 +220,45 @@ def run(
     mesh: Mesh,
     placements: Sequence[Stated] = (),
     *,
-    results: Mapping[int, Stated] | None = None,
     topology: Topology | None = None,
     seed: int = 0,
 ) -> Evaluation:
     """Plan under these placements, run on an in-process cluster, bring the global values back."""
-    made = planned(traced, mesh, placements, results=results, topology=topology)
-    numbers = _leaf_numbers(traced)
+    made = _planned(traced, mesh, placements, topology)
     generator = torch.Generator().manual_seed(seed)
     fed: dict[str, list[torch.Tensor]] = {}
-    constants: dict[str, torch.Tensor] = {}
-    for item, entry in zip(made.inputs, traced.graph.inputs, strict=True):
+    for item, entry in zip(made.plan.inputs, traced.graph.inputs, strict=True):
         match entry:
             case Arg(index):
-                leaf = traced.leaves[numbers[index]].detach()
+                leaf = traced.leaves[traced.numbers[index]].detach()
                 fed[item.name] = _cut(leaf, item.spec, generator)
             case Tangent(output):
                 cotangent = traced.cotangents[output]
                 assert cotangent is not None
                 fed[item.name] = _cut(cotangent, item.spec, generator)
-            case Const(_, value):
-                constants[item.name] = value
+            case Const():
+                pass  # put with the program
             case _:
                 raise PlanningError(
                     f"the function reads {entry.name}, a parameter or buffer of a module.\n"
                     f"fix: pass it as an argument, by torch.func.functional_call"
                 )
-    state = {name: f"constant {name}" for name in constants}
-    lowered = lower(made, None, roles=Roles(gradients=True, state=state))
     with launch_cluster(mesh.size) as cluster:
-        cluster.put([{state[n]: value for n, value in constants.items()}] * mesh.size)
-        handle = cluster.load(lowered.program)
+        session = Session(mesh, cluster, "compiled")
+        program = load(session, made, Roles(gradients=True))
         inputs = [
-            {name: fed[name][rank] for name in lowered.inputs[rank]} for rank in range(mesh.size)
+            {name: fed[name][rank] for name in names}
+            for rank, names in enumerate(program.lowered.inputs)
         ]
-        held = cluster.run(handle, inputs).get()
-    values = {(o.kind, o.of): _whole(o, held) for o in made.outputs}
+        held = session.run(program.handle, inputs, {}).get()
+    values = {(o.kind, o.of): _whole(o, held) for o in made.plan.outputs}
     tensors = [values["result", i] for i in range(len(traced.cotangents))]
     gradients: list[torch.Tensor | None] = [None] * len(traced.leaves)
     for output in traced.graph.outputs:
         if isinstance(output, Grad) and isinstance(output.of, Arg):
-            gradients[numbers[output.of.index]] = values["gradient", output.of.name]
+            gradients[traced.numbers[output.of.index]] = values["gradient", output.of.name]
     return Evaluation(
-        results=traced.graph.unflatten(tensors), gradients=tuple(gradients), plan=made
+        results=traced.graph.unflatten(tensors), gradients=tuple(gradients), planned=made
     )
 
 
@@ -349,16 +320,22 @@ def _whole(output: PlannedOutput, held: Sequence[Mapping[str, torch.Tensor]]) ->
     return whole
 
 
-def replicated(traced: Traced, mesh: Mesh) -> list[Stated]:
-    """Placements that pin every leaf whole on every rank: a start to change entries of."""
-    return [dict.fromkeys(mesh.axes, REPLICATE) for _ in traced.leaves]
-
-
-def _leaf_numbers(traced: Traced) -> dict[int, int]:
-    """Index among all leaves -> number among the tensor leaves."""
-    leaves = pytree.tree_leaves((traced.args, dict(traced.kwargs)))
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return {index: number for number, index in enumerate(tensors)}
+def named_as(
+    module: nn.Module, first: str, others: str, without: Container[str] = ()
+) -> inspect.Signature:
+    """That of a function of ``first`` and of what the module's forward takes by position, under
+    forward's names and then as ``others``: the names that capture gives to its arguments."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = [
+        p.replace(kind=p.POSITIONAL_ONLY, default=p.empty)
+        for p in inspect.signature(module.forward).parameters.values()
+        if p.kind in positional and p.name != first and p.name not in without
+    ]
+    ends = (
+        inspect.Parameter(first, inspect.Parameter.POSITIONAL_ONLY),
+        inspect.Parameter(others, inspect.Parameter.VAR_POSITIONAL),
+    )
+    return inspect.Signature([ends[0], *own, ends[1]])
 
 
 def tensors_of(tree: Any) -> tuple[torch.Tensor, ...]:
@@ -366,9 +343,7 @@ def tensors_of(tree: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor))
 
 
-def _random(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor | None:
-    if not (dtype.is_floating_point or dtype.is_complex):
+def _random(meta: Meta, generator: torch.Generator) -> torch.Tensor | None:
+    if not (meta.dtype.is_floating_point or meta.dtype.is_complex):
         return None
-    return torch.randn(shape, dtype=dtype, generator=generator)
+    return torch.randn(meta.shape, dtype=meta.dtype, generator=generator)

@@ -8,9 +8,10 @@ The function, or the nn.Module with its parameters and buffers, is run once by p
 under each placement on each mesh; every result and every gradient is compared. The cotangents are
 random, so a gradient that is right for a cotangent of ones alone is found out.
 
-Tolerance: |found - expected| <= atol + rtol * (the largest magnitude in the expected tensor). The
-default is by dtype (`TOLERANCES`): what reordering a sum may cost, not what a wrong rule makes.
-Integers and bools must be equal, NaN and infinities in the same places.
+Tolerance: |found - expected| <= atol + rtol * (the largest magnitude in the expected tensor), not
+of each element: sums that cancel are as wrong as their summands. The default is by dtype
+(`TOLERANCES`): what reordering a sum may cost, not what a wrong rule makes. Integers and bools must
+be equal, NaN and infinities in the same places.
 
 Not here: which collectives that takes (`assert_collectives`), whether one op's rule is right for
 all operands (`certify`), random ops and modules that change their buffers.
@@ -18,7 +19,6 @@ all operands (`certify`), random ops and modules that change their buffers.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,31 @@ from torch.utils import _pytree as pytree
 from dtensor.api.stating.checks import Stated
 from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import Arg
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
-from dtensor.testing.compare import TOLERANCES, difference
-from dtensor.testing.execute import Evaluation, RanksDisagree, Traced, reference, run, trace
+from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.testing.execute import (
+    Evaluation,
+    RanksDisagree,
+    Traced,
+    named_as,
+    reference,
+    run,
+    trace,
+)
 from dtensor.testing.trials import enumerated
 
 Placements = Mapping[str, Stated]
 """By argument, and for a module by globs over its parameters: axis to placement."""
+
+TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-10, 2e-15),
+    torch.float32: (1e-5, 1e-6),
+    torch.float16: (1e-2, 1e-3),
+    torch.bfloat16: (5e-2, 1e-2),
+    torch.complex128: (1e-10, 2e-15),
+    torch.complex64: (1e-5, 1e-6),
+}
+"""dtype to (rtol, atol); atol is about 8 units in the last place of 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +108,8 @@ def assert_same(
     named = None if state is not None else kwargs
     traced = trace(call, full, named, grads=gradients, seed=seed)
     expected = reference(traced)
-    arguments = _arguments(traced, state is not None)
+    prefix = f"{_STATE}." if state is not None else ""
+    arguments = {i: of.removeprefix(prefix) for i, of in traced.names.items()}
     stated = _listed(placements)
     checked: list[str] = []
     refused: list[tuple[str, str]] = []
@@ -142,17 +160,7 @@ def _as_function(
     def call(state: Mapping[str, torch.Tensor], *args: Any) -> Any:
         return torch.func.functional_call(module, dict(state), args, rest)
 
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = [
-        p.replace(kind=p.POSITIONAL_ONLY, default=p.empty)
-        for p in inspect.signature(module.forward).parameters.values()
-        if p.kind in positional and p.name not in rest
-    ]
-    first = inspect.Parameter(_STATE, inspect.Parameter.POSITIONAL_ONLY)
-    others = inspect.Parameter("others", inspect.Parameter.VAR_POSITIONAL)
-    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [first, *(p for p in own if p.name != _STATE), others]
-    )
+    call.__signature__ = named_as(module, _STATE, "others", rest)  # type: ignore[attr-defined]
     call.__name__ = type(module).__name__
     return state, call, type(module).__name__
 
@@ -165,18 +173,6 @@ def _leaf(tensor: torch.Tensor, gradients: bool) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         wanted = wanted and tensor.requires_grad
     return tensor.detach().clone().requires_grad_(wanted)
-
-
-def _arguments(traced: Traced, module: bool) -> dict[int, str]:
-    """Number of a tensor leaf to its name, for the leaves that the program uses."""
-    leaves = pytree.tree_leaves((traced.args, dict(traced.kwargs)))
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    numbers = {index: number for number, index in enumerate(tensors)}
-    return {
-        numbers[entry.index]: entry.name.removeprefix(f"{_STATE}.") if module else entry.name
-        for entry in traced.graph.inputs
-        if isinstance(entry, Arg)
-    }
 
 
 # -- the placements ----------------------------------------------------------------------------
@@ -264,15 +260,13 @@ def _compared(
     tolerance: tuple[float | None, float | None],
 ) -> str | None:
     """The first value that differs, in words; results before gradients."""
-    assert found.plan is not None
     specs = {(o.kind, o.of): o.spec for o in found.plan.outputs}
-    graph_names = _arguments(traced, False)
     pairs: list[tuple[str, Any, torch.Tensor | None, torch.Tensor | None]] = []
     for i, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
         label = "the result" if len(expected.tensors) == 1 else f"result {i}"
         pairs.append((label, specs.get(("result", i)), a, b))
     for i, (a, b) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
-        spec = specs.get(("gradient", graph_names.get(i, "")))
+        spec = specs.get(("gradient", traced.names.get(i, "")))
         pairs.append((f"the gradient of {arguments.get(i, i)}", spec, a, b))
     for label, spec, a, b in pairs:
         if a is None and b is None:
@@ -291,4 +285,69 @@ def _compared(
     return None
 
 
-__all__ = ["TOLERANCES", "Same", "assert_same"]
+def difference(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    spec: TensorSpec | None,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> str | None:
+    """What differs, with the element, its ranks and the tolerance; None if nothing does."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"  expected:   {_kind(expected)}\n  found:      {_kind(found)}"
+    if expected.numel() == 0:
+        return None
+    default = TOLERANCES.get(expected.dtype, (0.0, 0.0))
+    relative = default[0] if rtol is None else rtol
+    absolute = default[1] if atol is None else atol
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    if expected.dtype in TOLERANCES:
+        a, b = found.to(wide), expected.to(wide)
+        finite = b.abs()[b.isfinite()]
+        largest = float(finite.max()) if finite.numel() else 0.0
+        allowed = absolute + relative * largest
+        # equal covers infinities; a NaN on one side alone makes the distance NaN, which is wrong
+        alike = (a == b) | (a.isnan() & b.isnan())
+        excess = torch.where(alike, torch.zeros((), dtype=torch.float64), (a - b).abs())
+        wrong = ~(excess <= allowed)
+        rule = f"allowed is {allowed:.2g} (atol {absolute:.2g} + rtol {relative:.2g} * "
+        rule += f"{largest:.4g}, the largest)"
+    else:
+        wrong = found != expected
+        excess = wrong.double()
+        rule = f"{expected.dtype} must be equal"
+    if not bool(wrong.any()):
+        return None
+    ranked = torch.where(wrong, excess.nan_to_num(nan=float("inf")), -1.0)
+    worst = int(ranked.flatten().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
+    number = int(wrong.sum())
+    lines = [f"  spec:       {spec} on {spec.mesh}"] if spec is not None else []
+    held = f", held by {_ranks(spec, index)}" if spec is not None else ""
+    lines += [
+        f"  element:    {list(index)}{held}",
+        f"  expected:   {expected[index].item()}",
+        f"  found:      {found[index].item()}",
+        f"  {number} of {expected.numel()} elements differ; {rule}",
+    ]
+    return "\n".join(lines)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _ranks(spec: TensorSpec, index: tuple[int, ...]) -> str:
+    """The ranks whose shard has the element."""
+    ranks: list[int] = []
+    for rank in range(spec.mesh.size):
+        here = spec.mesh.coordinates(rank)
+        inside = all(
+            any(lo <= i < hi for lo, hi in spec.intervals(dim, here)) for dim, i in enumerate(index)
+        )
+        if inside:
+            ranks.append(rank)
+    if len(ranks) == spec.mesh.size:
+        return "all ranks" if len(ranks) > 1 else "rank 0"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtensor.api.stating.checks import check_fit
-from dtensor.errors import PlanningError
-from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.testing.trials import stated_spec
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -65,7 +63,7 @@ def shardings(
             fitting = [
                 choice
                 for choice in _choices(wanted, pending)
-                if _fits(wanted, mesh, {**stated, axis: choice})
+                if stated_spec(wanted, mesh, {**stated, axis: choice}) is not None
             ]
             stated[axis] = draw(st.sampled_from(fitting))
         return stated
@@ -141,16 +139,6 @@ def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
     if pending:
         found += [Partial("sum"), Partial("max"), Partial("min")]
     return found
-
-
-def _fits(shape: tuple[int, ...], mesh: Mesh, stated: dict[str, Placement]) -> bool:
-    """Whether users may state that: blocks of a minor axis, for one, would be lost."""
-    try:
-        check_fit("x", Meta(shape, torch.float32), stated, "a strategy", mesh)
-        make_spec(shape, torch.float32, mesh, stated)
-    except PlanningError:  # two kinds of pending, too
-        return False
-    return True
 
 
 def _strategy(given: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dtensor.api.stating.checks import check_fit
+from dtensor.api.stating.checks import Stated, check_fit
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
@@ -46,13 +46,20 @@ def placed(shape: tuple[int, ...], mesh: Mesh) -> list[Pins]:
         together = dict(zip(mesh.axes, each, strict=True))
         for order in itertools.permutations(mesh.axes):
             pins = {axis: together[axis] for axis in order}
-            try:
-                check_fit("x", Meta(shape, torch.float32), pins, "a trial", mesh)
-                spec = make_spec(shape, torch.float32, mesh, pins)
-            except PlanningError:  # units or blocks that do not fit the pieces of the major axis
-                continue
-            found.setdefault(spec, pins)
+            spec = stated_spec(shape, mesh, pins)
+            if spec is not None:
+                found.setdefault(spec, pins)
     return list(found.values())
+
+
+def stated_spec(shape: tuple[int, ...], mesh: Mesh, stated: Stated) -> TensorSpec | None:
+    """The spec of what users may state; None for what they may not: two kinds of pending, units or
+    blocks that do not fit the pieces of the major axis."""
+    try:
+        check_fit("x", Meta(shape, torch.float32), stated, "a trial", mesh)
+        return make_spec(shape, torch.float32, mesh, stated)
+    except PlanningError:
+        return None
 
 
 def enumerated(

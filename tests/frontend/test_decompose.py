@@ -16,7 +16,7 @@ from dtensor.frontend.dataflow.composites import expansion, is_composite
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.sharding.ops.call import Meta, OpCall
 from dtensor.sharding.rules import rule_for
-from dtensor.testing.oracle.trial import call_of, run
+from dtensor.testing.oracle import call_of, run
 from tests.frontend.eager import close
 
 aten = torch.ops.aten

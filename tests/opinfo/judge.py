@@ -257,7 +257,6 @@ class _Runner:
         self, found: Evaluation, option: tuple[Placement, ...], expected: Evaluation
     ) -> None:
         record = self.record
-        assert found.plan is not None
         wrong = _differences(found, expected, self.traced.grads)
         if wrong:
             again = self._in_double(option)
@@ -275,9 +274,11 @@ class _Runner:
         record.free += not forward
         record.free_all += not found.plan.collectives
         record.split += ran_split(found.plan)
-        if found.plan.flow is not self.traced.flow:  # the planner wrote an op out
+        assert found.planned is not None
+        asked = found.planned.request.flow
+        if found.plan.flow is not asked:  # the planner wrote an op out
             kept = {op.name for op in found.plan.flow.ops}
-            for op in self.traced.flow.ops:
+            for op in asked.ops:
                 if op.name not in kept:
                     add_once(record.expanded, op.call.name)
         for step in found.plan.steps:

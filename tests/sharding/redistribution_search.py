@@ -49,7 +49,7 @@ from dtensor.sharding.spec.placements import (
 )
 from dtensor.sharding.spec.shards import assemble, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
-from dtensor.testing.oracle.trial import cut
+from dtensor.testing.oracle import cut
 
 STEPS = 6
 SMALL = Topology(latency=0.0, bandwidth=1e6)

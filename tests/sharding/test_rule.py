@@ -21,7 +21,7 @@ from dtensor.sharding.rules.tables.whole import reasons
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
-from dtensor.testing.oracle.check import certify_call
+from dtensor.testing.certificates import certify_call
 
 aten, dt = torch.ops.aten, torch.ops.dt
 F32 = torch.float32

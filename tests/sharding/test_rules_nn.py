@@ -15,7 +15,7 @@ from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.testing.execute import reference, run, trace
-from dtensor.testing.oracle.trial import call_of, run_whole
+from dtensor.testing.oracle import call_of, run_whole
 
 aten = torch.ops.aten
 

@@ -36,18 +36,16 @@ def test_values_and_gradients_by_leaf() -> None:
         torch.testing.assert_close(found.results["y"], expected.results["y"])
         torch.testing.assert_close(found.gradients[:2], expected.gradients[:2])
         assert found.gradients[2] is None  # it does not require grad
-        assert found.plan is not None and found.plan.collectives
+        assert found.plan.collectives
 
 
-def test_cotangents_are_given_or_random() -> None:
+def test_cotangents_are_random() -> None:
     x = drawn(5)
-    given = execute.trace(torch.sin, (x,), cotangents=[torch.full((5,), 2.0)])
-    found = execute.run(given, MESH, [{"x": Shard(0)}])
-    torch.testing.assert_close(found.gradients[0], 2 * x.detach().cos())
-    first, second = (execute.trace(torch.sin, (x,), seed=s).cotangents[0] for s in (0, 1))
-    assert first is not None and second is not None and not torch.equal(first, second)
-    with pytest.raises(PlanningError, match="one cotangent per tensor"):
-        execute.trace(torch.sin, (x,), cotangents=[])
+    first, second = (execute.trace(torch.sin, (x,), seed=s) for s in (0, 1))
+    cotangent = first.cotangents[0]
+    assert cotangent is not None and not torch.equal(cotangent, second.cotangents[0])
+    found = execute.run(first, MESH, [{"x": Shard(0)}])
+    torch.testing.assert_close(found.gradients[0], cotangent * x.detach().cos())
 
 
 @pytest.mark.parametrize("num", [2, 3, 4])
@@ -115,8 +113,8 @@ def test_placements_are_one_dict_per_tensor() -> None:
         execute.run(traced, MESH, [{"x": Shard(1)}, {}])
 
 
-def test_evaluate_is_trace_and_run() -> None:
+def test_without_gradients() -> None:
     x = drawn(6)
-    found = execute.evaluate(torch.exp, (x,), None, MESH, [{"x": Shard(0)}], grads=False)
+    found = execute.run(execute.trace(torch.exp, (x,), grads=False), MESH, [{"x": Shard(0)}])
     torch.testing.assert_close(found.tensors[0], x.detach().exp())
     assert found.gradients == (None,)

@@ -11,7 +11,7 @@ from torch import nn
 import dtensor as dt
 from dtensor.sharding.rules import registry
 from dtensor.sharding.rules.build import pattern, retarget
-from dtensor.testing.compare import difference
+from dtensor.testing.same import difference
 from dtensor.testing.trials import enumerated, placed
 
 
@@ -88,6 +88,12 @@ def test_a_module_under_stated_placements_and_meshes() -> None:
     assert len(same.checked) == 1
     kwargs = {"mask": torch.ones(6)}
     dt.testing.assert_same(MLP(), torch.randn(5, 6), kwargs=kwargs, count=2)
+
+
+def test_inside_a_launch_of_another_mesh() -> None:
+    with dt.launch(dt.Mesh(dp=2)):
+        same = dt.testing.assert_same(torch.relu, torch.randn(5, 6), count=2)
+    assert len(same.checked) == 6
 
 
 def test_pytrees_integers_and_no_gradients() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dtensor.testing.samples.draw import Draw, Sample, call, words
-from dtensor.testing.samples.special import complex_of
+from tests.certify.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.special import complex_of
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]

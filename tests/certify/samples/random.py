@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.testing.samples.draw import Draw, Sample, call
+from tests.certify.samples.draw import Draw, Sample, call
 
 dt = torch.ops.dt
 KEY = {"at_seed": 1 << 40 | 5, "at_step": 3, "op": 2}

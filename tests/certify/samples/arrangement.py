@@ -5,7 +5,7 @@ Rules of dtensor.sharding.rules.tables.views, pieces, diagonals, create.
 
 from __future__ import annotations
 
-from dtensor.testing.samples.draw import Sample, call
+from tests.certify.samples.draw import Sample, call
 
 _COPIES: dict[str, list[Sample]] = {
     "aten._reshape_alias.default": [lambda d: call(d("a 12"), [d.size("a"), 3, 4], [12, 4, 1])],

@@ -27,7 +27,7 @@ from dtensor.sharding.rules.rule import Dims, Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.testing.oracle.trial import Case, compare, cut, generator_of, run
+from dtensor.testing.oracle import Case, compare, cut, generator_of, run
 
 NUMS = (2, 3)
 _TRIALS = 400  # placements of the operands that are worth the search

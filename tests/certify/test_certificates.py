@@ -1,8 +1,8 @@
 """Every rule's certificate: no strategy that a rule offers may be wrong.
 
-    pytest tests/testing/test_certificates.py -k mm
+    pytest tests/certify/test_certificates.py -k mm
 
-Each registered op is tried with its samples (dtensor.testing.samples) at one size on 2 ranks, with
+Each registered op is tried with its samples (tests.certify.samples) at one size on 2 ranks, with
 values that change whenever a rule does; a share of them, which changes with it, wholly: at all
 sizes, on 3 ranks and 2x2, in half precision, backward. `make certify` does all wholly. The last
 tests plant wrong rules: the oracle must find them.
@@ -27,10 +27,12 @@ from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import TABLES, rule_for
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.testing.certify import certify, certify_samples
-from dtensor.testing.certify.table import recorded_missing, recorded_ops
-from dtensor.testing.oracle.check import certify_autograd, certify_call
-from dtensor.testing.samples import FAMILIES, SAMPLES
+from dtensor.testing import Certificate, certify
+from dtensor.testing.certificates import certify_autograd, certify_call
+from tests.certify.__main__ import main
+from tests.certify.judge import certify_samples
+from tests.certify.samples import FAMILIES, SAMPLES
+from tests.certify.table import Row, recorded_missing, recorded_ops, table
 
 aten, dt = torch.ops.aten, torch.ops.dt
 
@@ -42,7 +44,7 @@ WHOLLY = 12  # ops; about 0.3 s each
 def _seed() -> int:
     """Stable while no rule changes, so that a failure can be repeated; another one then."""
     text = hashlib.sha256(" ".join(RULED).encode())
-    for file in sorted(Path(next(iter(dtensor.sharding.rules.__path__))).glob("*.py")):
+    for file in sorted(Path(next(iter(dtensor.sharding.rules.__path__))).rglob("*.py")):
         text.update(file.read_bytes())
     return int(text.hexdigest()[:6], 16)
 
@@ -329,3 +331,41 @@ def test_wrong_at_another_size_than_the_sample() -> None:
     x = _randn(4, 1)
     assert certify_call(aten.amax.default, (x, [1]), rule=rule).wrong == ()
     assert certify(aten.amax.default, x, [1], rule=rule).wrong
+
+
+# -- the table and the command ---------------------------------------------------------------------
+
+
+def test_the_table_can_be_read_back() -> None:
+    whole = _planted("m! k!, k! n! -> m! n!")
+    found = certify(aten.mm.default, _randn(6, 6), _randn(6, 6), rule=whole)
+    rows = [
+        Row(op="aten.mm.default", rule="m k, k n -> m n", certificate=found),
+        Row(op="aten.add.Tensor", rule="a, a -> a", certificate=Certificate(checked=7)),
+    ]
+    text = table(rows)
+    assert text == table(rows[::-1])
+    assert recorded_ops(text) == ["aten.add.Tensor", "aten.mm.default"]
+    assert set(recorded_missing(text)["aten.mm.default"]) == {str(m) for m in found.missing}
+    assert "| `aten.add.Tensor` | `a, a -> a` | 7 | 0 | 0 | 0 |" in text
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aten.neg.default", "aten::mm"]) == 0
+    out = capsys.readouterr().out
+    assert "m k, k n -> m n" in out
+    assert "2 rules, " in out and ": 0 wrong" in out
+
+
+def test_the_command_names_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["aten.negg.default"], ["aten.mm.default", "--table", "x.md"]):
+        with pytest.raises(SystemExit) as raised:
+            main(given)
+        assert raised.value.code == 2
+    assert "nearest names" in capsys.readouterr().err
+
+
+def test_the_command_fails_on_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Certificate(("aten.neg.default: bad",), checked=1)
+    monkeypatch.setattr("tests.certify.__main__.certify_samples", lambda *a, **k: wrong)
+    assert main(["aten.neg.default"]) == 1

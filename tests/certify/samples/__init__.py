@@ -4,7 +4,7 @@
 
 One file per family, each with a dict from an op's full name to functions of a Draw (draw.py);
 FAMILIES lists them. A new family adds its file and a line there. Invariants: an op has samples in
-one family; STAND_INS, UNDEFINED, UNCHECKED and NO_HALF say what is special about an op,
+one family; STAND_INS, UNCHECKED and NO_HALF say what is special about an op,
 not how it is split.
 """
 
@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dtensor.testing.samples.arrangement import ARRANGEMENT
-from dtensor.testing.samples.checked import CHECKED
-from dtensor.testing.samples.draw import EDGES, VARIANTS, Draw, Sample, call, words
-from dtensor.testing.samples.indexing import INDEXING
-from dtensor.testing.samples.layers import LAYERS
-from dtensor.testing.samples.losses import LAYER_LOSSES
-from dtensor.testing.samples.matrices import MATRICES
-from dtensor.testing.samples.ordering import ORDERING
-from dtensor.testing.samples.pointwise import POINTWISE
-from dtensor.testing.samples.random import RANDOM
-from dtensor.testing.samples.special import SPECIAL
-from dtensor.testing.samples.statistics import STATISTICS
-from dtensor.testing.samples.tensors import STAND_INS, TENSORS
+from tests.certify.samples.arrangement import ARRANGEMENT
+from tests.certify.samples.checked import CHECKED
+from tests.certify.samples.draw import EDGES, VARIANTS, Draw, Sample, call, words
+from tests.certify.samples.indexing import INDEXING
+from tests.certify.samples.layers import LAYERS
+from tests.certify.samples.losses import LAYER_LOSSES
+from tests.certify.samples.matrices import MATRICES
+from tests.certify.samples.ordering import ORDERING
+from tests.certify.samples.pointwise import POINTWISE
+from tests.certify.samples.random import RANDOM
+from tests.certify.samples.special import SPECIAL
+from tests.certify.samples.statistics import STATISTICS
+from tests.certify.samples.tensors import STAND_INS, TENSORS
 
 FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
     ARRANGEMENT,
@@ -40,16 +40,6 @@ FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
     STATISTICS,
     TENSORS,
 )
-
-# Results that are not defined: only their shapes are compared.
-UNDEFINED = {
-    "aten.empty.memory_format",
-    "aten.empty_like.default",
-    "aten.empty_permuted.default",
-    "aten.empty_strided.default",
-    "aten.new_empty.default",
-    "aten.new_empty_strided.default",
-}
 
 # Not tried under placements that do not belong together, nor at sizes of 0: their kernels do not
 # check shapes, and end the process.
@@ -84,7 +74,6 @@ __all__ = [
     "SAMPLES",
     "STAND_INS",
     "UNCHECKED",
-    "UNDEFINED",
     "VARIANTS",
     "Draw",
     "Sample",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dtensor.sharding.rules.tables import special
-from dtensor.testing.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.draw import Draw, Sample, call, words
 
 _UNARY = words("""
     alias_copy detach_copy deg2rad rad2deg resolve_conj resolve_neg zero conj_physical

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dtensor.testing.samples.draw import Draw, Sample, call
-from dtensor.testing.samples.special import complex_of
+from tests.certify.samples.draw import Draw, Sample, call
+from tests.certify.samples.special import complex_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtensor.testing.samples.draw import Draw, Sample, call
+from tests.certify.samples.draw import Draw, Sample, call
 
 
 def _permutation(d: Draw, size: str) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dtensor.testing.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.draw import Draw, Sample, call, words
 
 
 def _unary() -> dict[str, list[Sample]]:

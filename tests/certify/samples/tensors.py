@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from dtensor.testing.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.draw import Draw, Sample, call, words
 
 aten = torch.ops.aten
 Call = tuple[tuple[Any, ...], dict[str, Any]]

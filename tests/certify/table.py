@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dtensor.sharding.rules import TABLES
 from dtensor.sharding.rules.registry import builders
 from dtensor.sharding.rules.tables.whole import reasons
-from dtensor.testing.oracle.check import Certificate
+from dtensor.testing import Certificate
 
 _HEAD = """\
 # Certified rules

@@ -1,9 +1,9 @@
 """The command: certify the rules of this library, all or some, and write the table.
 
-    python -m dtensor.testing.certify                          # all; exit status 1 on a wrong one
-    python -m dtensor.testing.certify aten.mm.default          # one, in detail
-    python -m dtensor.testing.certify --sample 50 --seed 7     # 50 of them, chosen by the seed
-    python -m dtensor.testing.certify --table docs/certified.md
+    python -m tests.certify                          # all; exit status 1 on a wrong one
+    python -m tests.certify aten.mm.default          # one, in detail
+    python -m tests.certify --sample 50 --seed 7     # 50 of them, chosen by the seed
+    python -m tests.certify --table docs/certified.md
 
 A registered rule without samples is a failure too. Torch's C++ warnings about empty shards are
 silenced by the environment: TORCH_CPP_LOG_LEVEL=ERROR.
@@ -25,14 +25,14 @@ from dtensor.api.rule import op_overloads
 from dtensor.api.stating.patterns import listing
 from dtensor.errors import PlanningError
 from dtensor.sharding.rules import registered, rule_for
-from dtensor.testing.certify import certify_samples
-from dtensor.testing.certify.table import Row, table, without_samples
-from dtensor.testing.oracle.trial import call_of, run_whole
-from dtensor.testing.samples import SAMPLES, STAND_INS, Draw
+from dtensor.testing.oracle import call_of, run_whole
+from tests.certify.judge import certify_samples
+from tests.certify.samples import SAMPLES, STAND_INS, Draw
+from tests.certify.table import Row, table, without_samples
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dtensor.testing.certify", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.certify", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("ops", nargs="*", metavar="op", help="names; none: every registered rule")
     parser.add_argument("--seed", type=int, default=0, help="of values, and of --sample")

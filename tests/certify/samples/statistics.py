@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtensor.testing.samples.draw import Sample, call
+from tests.certify.samples.draw import Sample, call
 
 STATISTICS: dict[str, list[Sample]] = {
     "dt.bn_squares.default": [

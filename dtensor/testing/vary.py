@@ -1,7 +1,8 @@
-"""Other arguments of the same op, made from one sample call: negated, resized, in half precision.
+"""Arguments of an op, made from those of one call (negated, resized, halved) or from its schema.
 
     negated((x, 2.0), {})                            # (-x, 2.0): numbers are not turned
-    other_sizes(aten.mm.default, (x, w), {}, rule_for)      # 4x6 @ 6x2: 5x7 @ 7x3, 2x2 @ 2x2, ...
+    other_sizes(aten.mm.default, (x, w), {}, rule_for)      # 4x6 @ 6x2: 5x7 @ 7x3, 2x2 @ 2x3, ...
+    example(aten.mm.default)                         # "torch.randn(4, 4), torch.randn(4, 4)"
 
 Sizes are changed by the rule's own factors, so operands still belong together; values are repeated,
 so indices stay in range. Invariants: nothing here says that the op accepts what is made; see
@@ -10,15 +11,17 @@ so indices stay in range. Invariants: nothing here says that the op accepts what
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.rules.rule import Dims, Rule
-from dtensor.testing.oracle.trial import call_of, run_whole
+from dtensor.testing.oracle import call_of, run_whole
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 _SINGLES = 4  # factors that are tried at size 1
@@ -90,3 +93,50 @@ def _resize(x: torch.Tensor, dims: Dims, rule: Rule, sizes: Mapping[str, int]) -
         if total != rule.dim_size(dim):
             x = x.index_select(index, torch.arange(total) % x.shape[index])
     return x
+
+
+# -- from the schema -----------------------------------------------------------------------------
+
+_SHAPES = ((4, 6), (4, 4), (4,), (2, 4, 4), (2, 4, 6, 6))
+_LISTS = ([1], [0, 1], [2, 12])
+
+
+def example(target: OpOverload) -> str:
+    """Arguments of a call, as code: the first of a few that the op accepts on the meta device.
+
+    Of an op that accepts none of these, the names of the arguments that have no default.
+    """
+    required = [a for a in target._schema.arguments if not a.has_default_value()]
+    for shape, numbers in itertools.product(_SHAPES, _LISTS):
+        made = [_argument(str(a.type), shape, numbers) for a in required]
+        values = [m[1] for m in made if m is not None]
+        named = {a.name: v for a, v in zip(required, values) if a.kwarg_only}
+        given = values[: len(values) - len(named)]
+        if len(values) == len(required) and without_error(target, given, named):
+            texts = [m[0] for m in made if m is not None]
+            return ", ".join(
+                f"{a.name}={text}" if a.kwarg_only else text for a, text in zip(required, texts)
+            )
+    return ", ".join(f"{a.name}=..." if a.kwarg_only else a.name for a in required)
+
+
+def _argument(kind: str, shape: tuple[int, ...], numbers: list[int]) -> tuple[str, Any] | None:
+    """Its text and, for a tensor, one without values; None where the type is not one of these."""
+    tensor = f"torch.randn({', '.join(map(str, shape))})", torch.empty(shape, device="meta")
+    match kind:
+        case "Tensor":
+            return tensor
+        case "List[Tensor]":
+            return f"[{tensor[0]}, {tensor[0]}]", [tensor[1], tensor[1]]
+        case "List[int]":
+            return str(numbers), numbers
+        case "int":
+            return str(numbers[0]), numbers[0]
+        case "float" | "number":
+            return "0.5", 0.5
+        case "bool":
+            return "False", False
+        case _ if kind.startswith("Optional"):
+            return "None", None
+        case _:
+            return None

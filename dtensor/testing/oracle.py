@@ -1,34 +1,53 @@
-"""One trial of the oracle: a call carried out on real shards and compared with the global result.
+"""The oracle: a rule's strategies, each carried out on real shards and compared with the op whole.
 
-    case = Case(call=..., rule=..., operands=(x, w), results=(y,), seed=0)
-    trial(case, (2, 2), (strategy, strategy))      # None, or what goes wrong: "rank 1 has ..."
+    case = Case(call=..., rule=..., operands=(x, w), results=(y,), seed=0)  # x: (4, 6), w: (6, 2)
+    for strategy in one_axis(case.rule, 3):             # and pairs of them, two_axes(case.rule)
+        trial(case, (3,), (strategy,))                  # None, or "result 0: rank 1 has ..."
 
-Operands are cut to shards, pending ones into *random* summands; each rank's localised call is run;
-each rank's result is compared with its piece of the global one, pending results reduced first.
+Operands are cut to shards, pending ones into *random* summands, so that a rule that is right only
+for "rank 0 has it all" is found out; each rank's localised call is run; each rank's result is
+compared with its piece of the global one, pending results reduced first. Tried are all that the
+rule offers, factors cut in blocks and at units, and two axes, also both on one factor.
 
-Invariants: nothing is communicated; the same seed gives the same shards. Not here: which strategies
-are tried (choices.py).
+Invariants: nothing is communicated; the same seed gives the same shards. It cannot find rules whose
+local form differs from the global one: those must be written. Not here: strategies that the rule
+does not offer (missing.py), which calls are tried and the backward (certificates.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from dtensor.frontend.graph import meta_of
 from dtensor.numerics import fold
 from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
-from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.rules.rule import FactorSharding, Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Partial
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, pieces
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor | None, ...]
+
+UNDEFINED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "empty.memory_format",
+        "empty_like.default",
+        "empty_permuted.default",
+        "empty_strided.default",
+        "new_empty.default",
+        "new_empty_strided.default",
+    )
+)
+"""Ops whose results are not defined: only their shapes are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +113,50 @@ def _returned(call: OpCall, operands: Sequence[torch.Tensor]) -> Any:
     return call.target(*args, **kwargs)
 
 
-def meta_of(tensor: torch.Tensor) -> Meta:
-    return Meta(tuple(tensor.shape), tensor.dtype)
-
-
 def generator_of(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+# -- what is tried -------------------------------------------------------------------------------
+
+
+def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
+    found: dict[Strategy, None] = dict.fromkeys(rule.strategies(num))
+    for assignment in _assignments(rule):
+        strategy = rule.apply(assignment, num)
+        if strategy is not None:
+            found[strategy] = None
+    yield from found
+
+
+def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
+    """Each factor, with those it stands in a sum with, cut plainly, in blocks and at units."""
+    for factor in rule.factors():
+        group = sorted(rule.partners().get(factor, {factor}))
+        sizes = [rule.size[f] for f in group]
+        yield {f: FactorSharding((s,)) for f, s in zip(group, sizes, strict=True)}
+        if all(s % 2 == 0 for s in sizes):
+            yield {f: FactorSharding((s // 2,) * 2) for f, s in zip(group, sizes, strict=True)}
+            yield {f: FactorSharding((s,), 2) for f, s in zip(group, sizes, strict=True)}
+        if all(s > 2 for s in sizes):
+            yield {f: FactorSharding((1, s - 1)) for f, s in zip(group, sizes, strict=True)}
+
+
+def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
+    plain = rule.strategies(2)[1:]
+    yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
+    yield from itertools.permutations(plain, 2)
+    for assignment in _assignments(rule):
+        finer = {
+            f: FactorSharding(pieces([(Shard(0, c.blocks, c.unit), 2)], rule.size[f]), c.unit)
+            for f, c in assignment.items()
+        }
+        first, second = rule.apply(assignment, 2), rule.apply(finer, 2)
+        if first is not None and second is not None:
+            yield first, second
+
+
+# -- one trial -----------------------------------------------------------------------------------
 
 
 def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) -> str | None:

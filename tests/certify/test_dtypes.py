@@ -1,0 +1,134 @@
+"""Which dtypes go together: that the tool tells classes apart, and a share of its table anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.certify import dtypes
+from tests.certify.dtypes import DtypeFacts, dtype_facts, expected_dtypes, recorded, table
+from tests.certify.samples import SAMPLES, Draw
+from tests.certify.test_certificates import SEED
+
+TEXT = dtypes.TABLE.read_text()
+RECORDED = recorded(TEXT)
+SHARE = sorted(random.Random(SEED).sample(sorted(RECORDED), 12))  # about 0.5 s each
+this_torch = pytest.mark.skipif(
+    not dtypes.is_of_this_torch(TEXT) or not torch.backends.mkldnn.is_available(),
+    reason="the table is of another version of torch, or of another kind of CPU",
+)
+quiet = pytest.mark.filterwarnings("ignore")  # the ops' own: deprecations
+
+
+def test_the_table_has_the_ops_with_several_operands() -> None:
+    several = {op for op, samples in SAMPLES.items() if any(map(_has_several, samples))}
+    assert set(RECORDED) == several, "run python -m tests.certify.dtypes"
+
+
+def _has_several(sample: Callable[[Draw], tuple[object, dict[str, object]]]) -> bool:
+    leaves = tree_leaves(sample(Draw(0)))
+    return sum(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in leaves) > 1
+
+
+@this_torch
+@quiet
+@pytest.mark.parametrize("op", SHARE)
+def test_the_recorded_class(op: str) -> None:
+    assert expected_dtypes(op) == RECORDED[op], "run python -m tests.certify.dtypes"
+
+
+@this_torch
+@quiet
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [
+        ("aten.mm.default", "same"),
+        ("aten.index_add.default", "same"),
+        ("aten.add.Tensor", "promote"),
+        ("aten.where.self", "promote"),
+        ("aten.copy.default", "like 0"),
+        ("aten.masked_fill.Tensor", "like 0"),
+        ("aten.native_layer_norm.default", "half 0"),
+        ("aten.relu.default", ""),
+    ],
+)
+def test_known_classes(op: str, kind: str) -> None:
+    assert expected_dtypes(op) == kind
+
+
+@this_torch
+def test_what_meta_takes_and_the_kernel_refuses_is_found() -> None:
+    found = {tuple(t.dtypes) for t in dtype_facts("aten.mm.default").refused}
+    assert (torch.float32, torch.bfloat16) in found and len(found) == 12
+    assert dtype_facts("aten.add.Tensor").refused == []
+    assert dtype_facts("aten.index_copy.default").narrow
+    assert dtype_facts("aten.index_add.default").narrow == []
+
+
+@this_torch
+def test_a_wrong_dtype_of_meta_is_found() -> None:
+    found = {t.dtypes: t for t in dtype_facts("aten.native_layer_norm.default").misnamed}
+    bf16, f32 = torch.bfloat16, torch.float32
+    mixed = found[bf16, f32, f32]
+    assert (mixed.results, mixed.meta) == ((bf16, f32, f32), (bf16, bf16, bf16))
+
+
+# -- functions whose class is known ----------------------------------------------------------------
+
+
+def _same(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.dtype != y.dtype:
+        raise TypeError("of one dtype")
+    return x * y
+
+
+def _half(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if x.dtype != y.dtype and (x.dtype.itemsize != 2 or y.dtype != torch.float32):
+        raise TypeError("of one dtype, or the first of half precision")
+    return x * y.to(x.dtype)
+
+
+def _no_float64(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if torch.float64 in (x.dtype, y.dtype) and x.dtype != y.dtype:
+        raise TypeError("not with float64")
+    return x * y
+
+
+def _narrower(x: torch.Tensor, y: torch.Tensor) -> torch.dtype:
+    return min(x.dtype, y.dtype, key=lambda dtype: dtype.itemsize)
+
+
+PLANTED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "same": (_same, "same"),
+    "promote": (torch.mul, "promote"),
+    "promote to bool": (torch.lt, "promote"),
+    "like 0": (lambda x, y: (x * y).to(x.dtype), "like 0"),
+    "like 1": (lambda x, y: (x * y).to(y.dtype), "like 1"),
+    "half 0": (_half, "half 0"),
+    "neither": (_no_float64, "neither"),
+    "neither: the narrower": (lambda x, y: (x * y).to(_narrower(x, y)), "neither"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_functions(name: str) -> None:
+    fn, kind = PLANTED[name]
+    assert _facts(fn).kind == kind
+
+
+def test_the_table_can_be_read_back() -> None:
+    found = [_facts(PLANTED[name][0], op=f"a.{name}") for name in PLANTED]
+    text = table(found)
+    assert recorded(text) == {facts.op: facts.kind for facts in found}
+    assert "- `a.half 0`: bf16 f32 -> bf16; f16 f32 -> f16" in text
+    assert dtypes.is_of_this_torch(text)
+
+
+def _facts(fn: Callable[..., torch.Tensor], op: str = "") -> DtypeFacts:
+    x, y = (torch.ones(2, 3, dtype=torch.float64) for _ in range(2))
+    call, operands = dtypes.call_of(fn, (x, y), {})
+    return DtypeFacts(op=op, samples=(dtypes.sample_facts(call, operands),))
