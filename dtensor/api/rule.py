@@ -25,7 +25,8 @@ from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
-from dtensor.sharding.rules.build import make
+from dtensor.sharding.rules.build import make, with_dtypes
+from dtensor.sharding.rules.dtypes import Dtypes
 from dtensor.sharding.rules.notation import pattern_terms
 from dtensor.sharding.rules.registry import register
 from dtensor.sharding.rules.rule import Rule
@@ -44,8 +45,12 @@ class OpRule:
     reduce: ReduceOp = "sum"
     localize: Localizer | None = None
     flops: str = ""
+    dtypes: Dtypes = "promote"
 
     def __call__(self, call: OpCall) -> Rule:
+        return with_dtypes(self.dtypes, self._made)(call)
+
+    def _made(self, call: OpCall) -> Rule:
         groups = [g for g in (_indices(call, group) for group in self.linear) if g]
         return make(
             call,
@@ -65,6 +70,7 @@ def rule(
     reduce: ReduceOp = "sum",
     localize: Localizer | None = None,
     flops: str = "",
+    dtypes: Dtypes = "promote",
 ) -> OpRule:
     """State how an op may be split.
 
@@ -78,6 +84,9 @@ def rule(
         localize: rewrites the call for one rank, where sizes or counts among its arguments are
             global; see dtensor.sharding.ops.call.
         flops: the factors whose product, doubled, is the number of operations: "m k n".
+        dtypes: which dtypes of tensor operands the op takes together: any mix ("promote"), one
+            dtype ("same"), or a function of the tuple of them. A call with others is a
+            PlanningError with its line, where otherwise the kernel fails on a rank.
 
     Raises PlanningError where the op is unknown or changes its arguments, where the pattern does
     not fit its schema, and where the op has another rule.
@@ -85,7 +94,7 @@ def rule(
     overloads = op_overloads(op)
     groups = _groups(linear)
     for overload in overloads:
-        _check(overload, pattern, groups, reduce, localize)
+        _check(overload, pattern, groups, reduce, localize, dtypes)
     stated = OpRule(
         ops=tuple(str(o) for o in overloads),
         pattern=pattern,
@@ -93,6 +102,7 @@ def rule(
         reduce=reduce,
         localize=localize,
         flops=flops,
+        dtypes=dtypes,
     )
     register(stated.ops, stated)
     return stated
@@ -169,6 +179,7 @@ def _check(
     groups: Sequence[Group],
     reduce: ReduceOp,
     localize: Localizer | None,
+    dtypes: Dtypes,
 ) -> None:
     schema = op._schema
     if schema.is_mutable:
@@ -180,6 +191,12 @@ def _check(
         raise PlanningError(
             f'dt.rule("{schema.name}", reduce={reduce!r}): the parts of a contracted factor '
             f'combine by "sum", "max" or "min".\nfix: leave reduce out for a sum'
+        )
+    if dtypes not in ("promote", "same") and not callable(dtypes):
+        raise PlanningError(
+            f'dt.rule("{schema.name}", dtypes={dtypes!r}): operands are taken in any mix of '
+            f'dtypes ("promote") or in one dtype ("same").\n'
+            f'fix: "same", or a function of the tuple of dtypes that says whether they are taken'
         )
     operands, results = pattern_terms(pattern)
     tensors = [a for a in schema.arguments if _is_tensor(a.type)]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
+import dtensor as dt
 from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
@@ -194,6 +195,44 @@ fix: dt.rule("test_errors::mix", "... -> ...") if it works element by element;
      dt.rule("test_errors::mix", "a! b! -> c! d!")
      is right for any op and splits nothing: remove the "!" of dims that may be
      split, and dt.testing.certify("test_errors::mix", *arguments) says whether they may""",
+    )
+
+
+def test_dtypes_that_an_op_does_not_take_together() -> None:
+    """Torch captures the product, its kernel refuses it."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x)
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        return F.layer_norm(x, (4,), weight)
+
+    x = torch.ones(2, 4)
+    model = dt.parallelize(Mixed(), TP2, {"up.weight": {"tp": dt.Column()}})
+    compiled = dt.compile(lambda m, x: m(x), TP2)
+    assert_expected_inline(
+        refused(compiled.plan, model, x),
+        """\
+aten.mm.default does not take bf16 and f32 together.
+  x: f32[2,4]
+  up.weight: bf16[4,4]
+  test_errors.py:N: return self.up(x)
+fix: make up.weight f32, as with .to(torch.float32), or run it under torch.autocast""",
+    )
+    mixed = spec("f32[4,4]", TP2), spec("bf16[4]", TP2)
+    assert_expected_inline(
+        refused(plan_of, fn, TP2, {}, *mixed),
+        """\
+aten.native_layer_norm.default does not take bf16 and f32 together.
+  x: f32[4,4]
+  weight: bf16[4]
+  test_errors.py:N: return F.layer_norm(x, (4,), weight)
+fix: make weight f32, as with .to(torch.float32), or run it under torch.autocast""",
     )
 
 

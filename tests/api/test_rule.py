@@ -157,6 +157,14 @@ def test_operands_by_name_in_calls_that_leave_some_out() -> None:
     dt.rule("aten::rrelu_with_noise_backward", "..., ..., ... -> ...", linear="grad_output")
 
 
+@pytest.mark.usefixtures("registry")
+def test_dtypes_that_the_op_does_not_take() -> None:
+    dt.rule(GATE, "b t d, d -> b t d", dtypes="same")
+    x, weight = _values()
+    with pytest.raises(PlanningError, match="gate.default does not take bf16 and f64 together"):
+        dt.compile(gate, MESH).plan(x, weight.bfloat16())
+
+
 ERRORS = {
     "unknown op": (
         lambda: dt.rule("aten::cholesky_solv", "... -> ..."),
@@ -198,6 +206,12 @@ ERRORS = {
         'combine by "sum", "max" or "min".\n'
         "fix: leave reduce out for a sum",
     ),
+    "dtypes": (
+        lambda: dt.rule(GATE, "b t d, d -> b t d", dtypes="smae"),  # type: ignore[arg-type]
+        "dt.rule(\"test_rule_api::gate\", dtypes='smae'): operands are taken in any mix of "
+        'dtypes ("promote") or in one dtype ("same").\n'
+        'fix: "same", or a function of the tuple of dtypes that says whether they are taken',
+    ),
     "in place": (
         lambda: dt.rule("aten::add_", "..., ... -> ..."),
         "aten.add_.Scalar changes its arguments: "
@@ -220,4 +234,4 @@ def test_the_fix_for_a_new_factor_is_accepted() -> None:
     from dtensor.api.rule import _check
 
     op = torch.ops.test_rule_api.gate.default
-    _check(op, "b t d, d -> b t e!", (), "sum", None)
+    _check(op, "b t d, d -> b t e!", (), "sum", None, "promote")

@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from dtensor.api.rule import op_overloads
+from dtensor.sharding.rules.dtypes import Half, accepts, beside_indices
+from dtensor.sharding.rules.tables.dtypes import DTYPES
+from dtensor.testing.oracle import call_of
 from tests.certify import dtypes
 from tests.certify.dtypes import DtypeFacts, dtype_facts, expected_dtypes, recorded, table
 from tests.certify.samples import SAMPLES, Draw
@@ -75,6 +79,64 @@ def test_a_wrong_dtype_of_meta_is_found() -> None:
     bf16, f32 = torch.bfloat16, torch.float32
     mixed = found[bf16, f32, f32]
     assert (mixed.results, mixed.meta) == ((bf16, f32, f32), (bf16, bf16, bf16))
+
+
+# -- the field of the rules ------------------------------------------------------------------------
+
+# Classes that the field leaves open: torch's meta kernels name the statistics' dtype wrongly.
+OPEN = {
+    "aten.batch_norm_backward.default",
+    "aten.native_batch_norm_backward.default",
+    "aten.native_group_norm_backward.default",
+}
+# Of no one class; the field refuses what each of their kernels refuses, or nothing.
+NEITHER: dict[str, object] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": Half((0, 1, 2)),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": "promote",
+    "aten._trilinear.default": "promote",
+    "aten.convolution.default": "same",
+    "aten.convolution_backward.default": "same",
+    "aten.gelu_backward.default": "promote",
+    "aten.native_layer_norm_backward.default": "promote",
+    "aten.nll_loss2d_backward.default": beside_indices,
+    "aten.nll_loss_backward.default": beside_indices,
+    "dt.bn_sums.default": "promote",
+}
+
+
+@pytest.mark.parametrize("op", sorted(RECORDED))
+def test_the_rule_says_the_recorded_class(op: str) -> None:
+    kind, _, narrow = RECORDED[op].partition(" ")
+    stated = DTYPES.get(op, "promote")
+    match kind:
+        case "same":
+            assert stated in ("same", beside_indices)
+        case "half":
+            assert stated == ("promote" if op in OPEN else Half(tuple(map(int, narrow.split()))))
+        case "neither":
+            assert stated == NEITHER[op]
+        case _:  # promote, like
+            assert stated == "promote"
+
+
+def test_no_rule_says_more() -> None:
+    assert set(DTYPES) <= set(RECORDED)
+
+
+@this_torch
+@quiet
+@pytest.mark.parametrize("op", [*SHARE, "aten.mm.default", "aten.index_add.default"])
+def test_the_rule_refuses_what_the_kernels_refuse(op: str) -> None:
+    """Of the mixes of floats, run on real tensors."""
+    (target,) = op_overloads(op)
+    dtypes_of = DTYPES.get(op, "promote")
+    for sample, facts in zip(SAMPLES[op], dtype_facts(op).samples, strict=True):
+        _, operands = call_of(target, *sample(Draw(0)))
+        for trial in facts.mixed if RECORDED[op] != "neither" else ():
+            mixed = iter(trial.dtypes)
+            given = [next(mixed) if x.dtype == torch.float64 else x.dtype for x in operands]
+            if trial.floats and not (dtypes_of == "promote" and op in OPEN):
+                assert accepts(dtypes_of, tuple(given)) == (trial.results is not None), trial
 
 
 # -- functions whose class is known ----------------------------------------------------------------

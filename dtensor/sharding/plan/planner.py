@@ -9,12 +9,18 @@ here, before anything runs.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
+import torch
+
+from dtensor.errors import PlanningError
+from dtensor.numerics import dtype_name
 from dtensor.sharding.gc_pause import collector_paused
+from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import cheapest
 from dtensor.sharding.plan.choose.question import AxisChoice, inner_mesh, question_of
-from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
 from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.passes.recompute import recomputed
@@ -23,6 +29,7 @@ from dtensor.sharding.plan.precision import uncast
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.request import Request, Timetable
 from dtensor.sharding.plan.verify import verify
+from dtensor.sharding.rules.dtypes import accepts
 from dtensor.sharding.rules.registry import NoRule, rule_for
 from dtensor.sharding.rules.rule import Rule
 
@@ -95,7 +102,8 @@ def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
 
 
 def rules_of(flow: Dataflow) -> dict[str, Rule]:
-    """The rule of every op by op name; NoRule names the user's line."""
+    """The rule of every op by op name. Raises NoRule, and PlanningError for dtypes that do not go
+    together, with the user's line."""
     found: dict[str, Rule] = {}
     for op in flow.ops:
         try:
@@ -104,4 +112,31 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
             fact, _, fix = str(error).partition("\n")
             where = f"\n  {op.source}: {op.source_text}" if op.source else ""
             raise NoRule(f"{fact}{where}\n{fix}") from None
+        if not accepts(found[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
+            raise _mixed(flow, op)
     return found
+
+
+def _mixed(flow: Dataflow, op: Op) -> PlanningError:
+    """For operands of dtypes that the op's kernels do not take together."""
+    labels = {item.name: item.label for item in flow.inputs}
+    metas: dict[str, Meta] = {}  # by the user's name, where a view of an input has one
+    for name, meta in zip(op.operands, op.call.operands, strict=True):
+        root = name
+        while (maker := flow.producers.get(root)) is not None and len(maker.operands) == 1:
+            root = maker.operands[0]
+        metas[labels.get(root, name)] = meta
+    widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
+    given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
+    other = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
+    return PlanningError(
+        "\n".join(
+            [
+                f"{op.call.name} does not take {given} together.",
+                *(f"  {name}: {meta}" for name, meta in metas.items()),
+                *([f"  {op.source}: {op.source_text}"] if op.source else []),
+                f"fix: make {other} {dtype_name(widest)}, as with .to({widest}), or run it under "
+                f"torch.autocast",
+            ]
+        )
+    )

@@ -17,6 +17,7 @@ import torch
 
 from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, Meta, OpCall, Operand
+from dtensor.sharding.rules.dtypes import Dtypes
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Kind, Rule
@@ -83,6 +84,11 @@ def make(
 def of_kind(kind: Kind, builder: Builder) -> Builder:
     """The builder of such rules, for ops of another kind than "compute"."""
     return lambda call: replace(builder(call), kind=kind)
+
+
+def with_dtypes(dtypes: Dtypes, builder: Builder) -> Builder:
+    """The builder of such rules, for ops that do not take operands of any dtypes together."""
+    return lambda call: replace(builder(call), dtypes=dtypes)
 
 
 def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:

@@ -26,6 +26,7 @@ from typing import Literal
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Local, Localizer, Meta, OpCall
+from dtensor.sharding.rules.dtypes import Dtypes
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
@@ -93,6 +94,7 @@ class Rule:
     localize: rewrites the call for one rank where the local form differs from the global one.
     flops: floating-point operations of the global call, 0 where memory traffic dominates.
     kind: see `Kind`.
+    dtypes: which dtypes of operands go together (dtypes.py).
     of_loss: its sums over a split factor are parts of a loss, one number a row: wanted as they are.
     """
 
@@ -107,6 +109,7 @@ class Rule:
     localize: Localizer | None = None
     flops: int = 0
     kind: Kind = "compute"
+    dtypes: Dtypes = "promote"
     of_loss: bool = False
 
     @cached_property

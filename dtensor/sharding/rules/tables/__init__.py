@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtensor.sharding.rules.build import with_dtypes
 from dtensor.sharding.rules.registry import register
 from dtensor.sharding.rules.tables import (
     activations,
@@ -28,6 +29,7 @@ from dtensor.sharding.rules.tables import (
     tokens,
     views,
 )
+from dtensor.sharding.rules.tables.dtypes import DTYPES
 
 # One module per family, each with its RULES.
 TABLES = (
@@ -58,4 +60,4 @@ TABLES = (
 
 for _table in TABLES:
     for _name, _builder in _table.RULES.items():
-        register(_name, _builder)
+        register(_name, with_dtypes(DTYPES[_name], _builder) if _name in DTYPES else _builder)
