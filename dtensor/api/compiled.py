@@ -20,7 +20,7 @@ from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import fresh_name
 from dtensor.api.plan_call import BoundCall, Options, PlanCache, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
-from dtensor.api.session import Session, session_for
+from dtensor.api.session import MeshSession, session_for
 from dtensor.api.stating.placing import Out, pinned_results
 from dtensor.daft import Stored
 from dtensor.errors import PlanningError
@@ -111,7 +111,7 @@ def compile(
 class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks."""
 
-    def __init__(self, session: Session, planned: Planned, lowered: Lowered) -> None:
+    def __init__(self, session: MeshSession, planned: Planned, lowered: Lowered) -> None:
         self.session = session
         self.planned = planned
         self.lowered = lowered
@@ -173,7 +173,7 @@ class LoadedProgram:
 
 
 def load(
-    session: Session, planned: Planned, roles: Roles, grid: Grid | None = None
+    session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
 ) -> LoadedProgram:
     """Lower, verify and ship a plan once per session; put the state it needs."""
     key = (id(planned), roles.gradients, roles.optimizer)
@@ -193,7 +193,7 @@ def load(
     return program
 
 
-def _put_constants(session: Session, plan: Plan, state: Mapping[str, str]) -> None:
+def _put_constants(session: MeshSession, plan: Plan, state: Mapping[str, str]) -> None:
     tensors = {i.name: i.constant for i in plan.flow.inputs if i.constant is not None}
     values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
     for item in plan.inputs:
@@ -204,7 +204,7 @@ def _put_constants(session: Session, plan: Plan, state: Mapping[str, str]) -> No
         session.put(values)
 
 
-def state_names(session: Session, planned: Planned) -> dict[str, str]:
+def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
     """Plan input to the name of its value in the actors' tables."""
     found: dict[str, str] = {}
     for item in planned.plan.inputs:

@@ -25,7 +25,7 @@ import torch
 
 from dtensor.api.eager.tensor import DTensor, check_placements
 from dtensor.api.eager.values import Value, fresh_name
-from dtensor.api.session import Session, launched, session_for
+from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.daft import Cluster, Handle, Stored
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError
@@ -74,7 +74,7 @@ def transfer_plan(
 
 class _Transfer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, target: Session, spec: TensorSpec) -> DTensor:
+    def forward(ctx: Any, x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
         ctx.source = (x.session, x.spec.with_placements(**_pending(x.spec)))
         return _moved(x, target, spec)
 
@@ -83,7 +83,7 @@ class _Transfer(torch.autograd.Function):
         return _moved(gradients[0], *ctx.source), None, None
 
 
-def _moved(x: DTensor, target: Session, spec: TensorSpec) -> DTensor:
+def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
     pending = _pending(x.spec)
     x = x.redistribute(**pending) if pending else x
     value = x.value()
@@ -97,7 +97,7 @@ def _moved(x: DTensor, target: Session, spec: TensorSpec) -> DTensor:
 
 
 def _plan(
-    source_spec: TensorSpec, session: Session, target: Session, spec: TensorSpec
+    source_spec: TensorSpec, session: MeshSession, target: MeshSession, spec: TensorSpec
 ) -> TransferPlan:
     source, here = _home(session)
     whole, there = _home(target)
@@ -112,7 +112,7 @@ def _plan(
 
 def _target(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None, placements: dict[str, Placement]
-) -> tuple[Session, TensorSpec]:
+) -> tuple[MeshSession, TensorSpec]:
     """The session and the spec that the value gets."""
     x.session.check()
     check_placements(mesh, placements)
@@ -155,7 +155,7 @@ def _target(
     return target, spec
 
 
-def _home(session: Session) -> tuple[Cluster, tuple[int, ...]]:
+def _home(session: MeshSession) -> tuple[Cluster, tuple[int, ...]]:
     """The cluster that hosts a session's ranks, and their numbers there."""
     cluster = session.cluster
     if isinstance(cluster, Part):
@@ -167,12 +167,12 @@ def _pending(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
 
 
-def _inner(session: Session, name: str) -> str:
+def _inner(session: MeshSession, name: str) -> str:
     cluster = session.cluster
     return cluster.inner(name) if isinstance(cluster, Part) else name
 
 
-def _among_actors(x: Value, target: Session, plan: TransferPlan, name: str) -> None:
+def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
     cluster, _ = _home(target)
     key = ("transfer", plan.source, plan.target, plan.source_ranks, plan.target_ranks)
     if key not in x.session.loaded:
@@ -188,7 +188,7 @@ def _among_actors(x: Value, target: Session, plan: TransferPlan, name: str) -> N
         future.get()
 
 
-def _through_controller(x: Value, target: Session, plan: TransferPlan, name: str) -> None:
+def _through_controller(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
     """Fetched from the ranks that are to send, cut and joined here, put on the target's ranks."""
     held = holders_of(plan.source)
     needed = {piece.source_rank for piece in plan.pieces}

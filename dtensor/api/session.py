@@ -82,7 +82,7 @@ class Resident:
         return f"{self.prefix}{label}"
 
 
-class Session:
+class MeshSession:
     """See the module docstring. ``mode``: how programs run, compiled or interpreted."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, mode: Mode) -> None:
@@ -97,7 +97,7 @@ class Session:
         self.garbage_bytes = 0  # as if no rank held a part
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.failure_was_read = False
-        self.parts: dict[Mesh, Session] = {}  # other meshes on ranks of this cluster
+        self.parts: dict[Mesh, MeshSession] = {}  # other meshes on ranks of this cluster
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -224,12 +224,12 @@ class Session:
             for part in self.parts.values():
                 part.settle()
 
-    def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> Session:
+    def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> MeshSession:
         """The session of another mesh on ranks of this cluster, made at first use."""
         found = self.parts.get(mesh)
         if found is None:
             cluster = Part(self.cluster, ranks, f"part {len(self.parts)}: ")
-            found = self.parts[mesh] = Session(mesh, cluster, self.mode)
+            found = self.parts[mesh] = MeshSession(mesh, cluster, self.mode)
         return found
 
     # -- the end -----------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Session:
             )
 
 
-def _warn_of_other_values(session: Session, model: ParallelModule) -> None:
+def _warn_of_other_values(session: MeshSession, model: ParallelModule) -> None:
     """The implicit session's values of a model do not follow it into a launch."""
     for other in _implicit.values():
         home = other.residents.get(id(model))
@@ -275,11 +275,11 @@ def _outside() -> int:
 
 # -- which session ---------------------------------------------------------------------------------
 
-_launched: list[Session] = []
-_implicit: dict[Mesh, Session] = {}
+_launched: list[MeshSession] = []
+_implicit: dict[Mesh, MeshSession] = {}
 
 
-def session_for(mesh: Mesh) -> Session:
+def session_for(mesh: Mesh) -> MeshSession:
     """The launched session, a part of it, or the implicit in-process one of the mesh."""
     if _launched:
         session = _launched[-1]
@@ -292,11 +292,11 @@ def session_for(mesh: Mesh) -> Session:
             )
         return session
     if mesh not in _implicit or _implicit[mesh].cluster.failure is not None:
-        _implicit[mesh] = Session(mesh, launch_cluster(mesh.size), "compiled")
+        _implicit[mesh] = MeshSession(mesh, launch_cluster(mesh.size), "compiled")
     return _implicit[mesh]
 
 
-def launched() -> Session | None:
+def launched() -> MeshSession | None:
     """The session of the running launch."""
     return _launched[-1] if _launched else None
 
@@ -310,7 +310,7 @@ def launch(
     address: str | None = None,
     deadline_s: float = 60.0,
     mode: Mode = "compiled",
-) -> Iterator[Session]:
+) -> Iterator[MeshSession]:
     """Start the ranks of ``mesh``; what runs inside the block runs there.
 
     Args:
@@ -338,7 +338,7 @@ def launch(
         address=address,
         deadline_s=deadline_s,
     )
-    session = Session(mesh, cluster, mode)
+    session = MeshSession(mesh, cluster, mode)
     _launched.append(session)
     failed = False
     try:

@@ -24,7 +24,7 @@ import torch
 
 from dtensor.api.initial import names_in_state
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.session import OptimizerHome, Resident, Session, session_for
+from dtensor.api.session import MeshSession, OptimizerHome, Resident, session_for
 from dtensor.errors import PlanningError
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from dtensor.sharding.spec.shards import assemble_at, shard_of
@@ -107,7 +107,7 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
                 optimizer.state[parameter][key] = value.detach().clone()
 
 
-def _resident(model: ParallelModule) -> tuple[Session, Resident] | None:
+def _resident(model: ParallelModule) -> tuple[MeshSession, Resident] | None:
     session = session_for(model.mesh)
     home = session.residents.get(id(model))
     if home is None or home.version != model.version or not home.specs:
@@ -115,7 +115,7 @@ def _resident(model: ParallelModule) -> tuple[Session, Resident] | None:
     return session, home
 
 
-def _gather_model(session: Session, home: Resident) -> dict[str, torch.Tensor]:
+def _gather_model(session: MeshSession, home: Resident) -> dict[str, torch.Tensor]:
     labels = list(home.specs)
     wanted = [
         [home.name(label) for label in labels if rank in home.ranks[label]]
@@ -132,7 +132,7 @@ def _gather_model(session: Session, home: Resident) -> dict[str, torch.Tensor]:
 
 
 def _gather_optimizer(
-    session: Session, home: Resident, optimizer: OptimizerHome
+    session: MeshSession, home: Resident, optimizer: OptimizerHome
 ) -> dict[str, dict[str, Any]]:
     """Parameter name to its state entries, whole."""
     found = session.cluster.get([[optimizer.name]] * session.mesh.size).get()
@@ -173,7 +173,7 @@ def _in_torch_format(
 
 
 def place_optimizer(
-    session: Session,
+    session: MeshSession,
     model: ParallelModule,
     optimizer: torch.optim.Optimizer,
     groups: tuple[tuple[str, ...], ...],
@@ -224,7 +224,7 @@ def optimizer_state(
     return {names[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in names}
 
 
-def _cut(session: Session, value: Any, spec: TensorSpec, rank: int) -> Any:
+def _cut(session: MeshSession, value: Any, spec: TensorSpec, rank: int) -> Any:
     """A state tensor of the parameter's shape is cut as the parameter is."""
     if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
         local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)

@@ -31,7 +31,7 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import numbers_fed
-from dtensor.api.session import OptimizerHome, Session, session_for
+from dtensor.api.session import MeshSession, OptimizerHome, session_for
 from dtensor.api.state import agreed, place_optimizer
 from dtensor.api.stating.options import recompute_of
 from dtensor.daft import DaftError, Future
@@ -75,7 +75,7 @@ class Loss:
     ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
     """
 
-    def __init__(self, future: Future, planned: Planned, session: Session) -> None:
+    def __init__(self, future: Future, planned: Planned, session: MeshSession) -> None:
         self._future = future
         self._planned = planned
         self._session = session
@@ -166,7 +166,7 @@ class TrainStep:
         self._groups()
         self._last: Planned | None = None
         self._running: deque[Loss] = deque()
-        self._session: Session | None = None  # of the last step
+        self._session: MeshSession | None = None  # of the last step
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -300,12 +300,12 @@ class TrainStep:
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
         return {n: g.to(dtypes[n]) for n, g in gradients.items()}
 
-    def _kept(self, session: Session, planned: Planned) -> dict[str, str]:
+    def _kept(self, session: MeshSession, planned: Planned) -> dict[str, str]:
         """Program output to the table's name of a gradient that stays on the actors."""
         prefix = session.resident(self.model).prefix
         return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
 
-    def _place_optimizer(self, session: Session, planned: Planned) -> OptimizerHome:
+    def _place_optimizer(self, session: MeshSession, planned: Planned) -> OptimizerHome:
         """The optimizer's state goes to the cluster with the first step."""
         resident = session.resident(self.model)
         home = resident.optimizers.get(id(self.optimizer))

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.compiled import load
 from dtensor.api.plan_call import BoundCall, Options, Planned, plan_call
-from dtensor.api.session import Session
+from dtensor.api.session import MeshSession
 from dtensor.api.stating.checks import Stated, check_fit, check_stated
 from dtensor.api.stating.placing import InputPins
 from dtensor.daft import launch_cluster
@@ -244,7 +244,7 @@ def run(
                     f"fix: pass it as an argument, by torch.func.functional_call"
                 )
     with launch_cluster(mesh.size) as cluster:
-        session = Session(mesh, cluster, "compiled")
+        session = MeshSession(mesh, cluster, "compiled")
         program = load(session, made, Roles(gradients=True))
         inputs = [
             {name: fed[name][rank] for name in names}

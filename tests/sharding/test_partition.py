@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, Shared, partition
+from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, SharedCost, partition
 
 
 def every_cut(num: int, parts: int) -> list[tuple[int, ...]]:
@@ -27,8 +27,8 @@ def random_chain(seed: int, num: int = 9) -> Chain:
 
     return Chain(
         own=tuple(rng.randint(0, 20) for _ in range(num)),
-        shared=tuple(Shared(rng.randint(1, 9), units()) for _ in range(3)),
-        tied=tuple(Shared(rng.randint(1, 9), units(2)) for _ in range(2)),
+        shared=tuple(SharedCost(rng.randint(1, 9), units()) for _ in range(3)),
+        tied=tuple(SharedCost(rng.randint(1, 9), units(2)) for _ in range(2)),
         sent=tuple(sent() for _ in range(6)),
         barred=((0, 3), (2, 6)),
     )
@@ -52,8 +52,8 @@ def test_the_dearest_part_is_as_cheap_as_can_be(seed: int, parts: int) -> None:
 def test_costs_are_counted_once_a_part() -> None:
     chain = Chain(
         own=(1, 1, 1, 1),
-        shared=(Shared(10, (0, 1, 3)),),
-        tied=(Shared(100, (0, 1)), Shared(1000, (0, 3))),
+        shared=(SharedCost(10, (0, 1, 3)),),
+        tied=(SharedCost(100, (0, 1)), SharedCost(1000, (0, 3))),
         sent=(Sent(5, 0, (1, 2, 3)),),
     )
     assert chain.costs((0, 2, 4)) == (2 + 10 + 1000 + 5, 2 + 10 + 1000)
@@ -73,8 +73,8 @@ def test_ties_go_to_what_sends_least_then_to_even_parts() -> None:
 
 
 def test_memory_limits_a_part() -> None:
-    held = tuple(Shared(4, (u,)) for u in range(6))
-    kept = tuple(Shared(1, (u,)) for u in range(6))
+    held = tuple(SharedCost(4, (u,)) for u in range(6))
+    kept = tuple(SharedCost(1, (u,)) for u in range(6))
     chain = Chain(own=(9, 1, 1, 1, 1, 1), bytes_held=held, bytes_kept=kept, bytes_passing=(0,) * 6)
     free = partition(chain, 2)
     assert free is not None and free.bounds == (0, 1, 6)

@@ -14,14 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dtensor.api.eager.values import CellTensor
-from dtensor.api.session import Session
+from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Place, line_of, source_here, user_place
 
 MAX_LINES = 65536
-_lines: WeakKeyDictionary[Session, OrderedDict[int, Place]] = WeakKeyDictionary()
+_lines: WeakKeyDictionary[MeshSession, OrderedDict[int, Place]] = WeakKeyDictionary()
 
 
 def op_name(target: Any) -> str:
@@ -85,7 +85,7 @@ def with_line(error: PlanningError) -> PlanningError:
     return type(error)(f"{fact}\n  {source}: {source.text}" + (f"\n{rest}" if rest else ""))
 
 
-def note_line(session: Session) -> None:
+def note_line(session: MeshSession) -> None:
     """Write down the line of the run that comes next."""
     place = user_place() if session.cluster.failure is None else None
     if place is not None:
@@ -95,7 +95,7 @@ def note_line(session: Session) -> None:
             lines.popitem(last=False)
 
 
-def located(session: Session, error: DaftError) -> DaftError:
+def located(session: MeshSession, error: DaftError) -> DaftError:
     """The failure of an eager op with the user's line."""
     failure = error.failure
     step = failure.step if failure.step is not None else session.cluster.runs - 1

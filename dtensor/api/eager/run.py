@@ -35,7 +35,7 @@ from dtensor.api.eager.values import (
     fresh_name,
     layout_of,
 )
-from dtensor.api.session import Session
+from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import lower
@@ -70,7 +70,7 @@ class Entry:
 
     planned: PlannedOp
     name: str
-    programs: WeakKeyDictionary[Session, Any] = field(default_factory=WeakKeyDictionary)
+    programs: WeakKeyDictionary[MeshSession, Any] = field(default_factory=WeakKeyDictionary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Ran:
 
 
 _entries: OrderedDict[Any, Entry] = OrderedDict()
-_loaded: WeakKeyDictionary[Session, OrderedDict[Entry, None]] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[MeshSession, OrderedDict[Entry, None]] = WeakKeyDictionary()
 
 
 def execute(
@@ -159,7 +159,7 @@ def _open(target: Any) -> frozenset[int | str]:
 _open_of: dict[Any, frozenset[int | str]] = {}
 
 
-def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Session, Mesh]:
+def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[MeshSession, Mesh]:
     """Where the op runs: where its operands are. PlanningError where they are in two places."""
     first: Any = None
     for x in operands:
@@ -213,7 +213,7 @@ def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
     return entry
 
 
-def _run(session: Session, entry: Entry, call: CallKey, reads: Sequence[ReadValue]) -> Ran:
+def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[ReadValue]) -> Ran:
     planned = entry.planned
     program = entry.programs.get(session)
     if program is None:
@@ -248,7 +248,7 @@ def _run(session: Session, entry: Entry, call: CallKey, reads: Sequence[ReadValu
     return Ran(planned, values)
 
 
-def _load(session: Session, entry: Entry) -> Any:
+def _load(session: MeshSession, entry: Entry) -> Any:
     lowered = lower(entry.planned.plan, None, device=session.cluster.device)
     program = session.cluster.load(lowered.program)
     entry.programs[session] = program

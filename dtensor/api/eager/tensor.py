@@ -34,7 +34,7 @@ from dtensor.api.eager.values import (
     fresh_name,
     layout_of,
 )
-from dtensor.api.session import Session, session_for
+from dtensor.api.session import MeshSession, session_for
 from dtensor.api.stating.checks import check_fit
 from dtensor.api.stating.placing import restated
 from dtensor.errors import PlanningError
@@ -51,12 +51,12 @@ class DTensor(CellTensor):
     """Global ``shape`` and ``dtype``; ``spec`` says how it is split. Made by `distribute`, by
     compiled functions and by ops on DTensors."""
 
-    def __new__(cls, spec: TensorSpec, session: Session, name: str) -> DTensor:
+    def __new__(cls, spec: TensorSpec, session: MeshSession, name: str) -> DTensor:
         """The tensor whose shards are stored under ``name``, which it drops with itself."""
         strides = contiguous_strides(spec.shape)
         return cls.of(Cell(session, layout_of(spec, strides), Value(session, name, spec)))
 
-    def __init__(self, spec: TensorSpec, session: Session, name: str) -> None:
+    def __init__(self, spec: TensorSpec, session: MeshSession, name: str) -> None:
         pass
 
     @staticmethod
@@ -264,7 +264,7 @@ class _FullTensor(torch.autograd.Function):
         return _put(grad, ctx.back, ctx.session)
 
 
-def _put(tensor: torch.Tensor, spec: TensorSpec, session: Session) -> DTensor:
+def _put(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
     name, mesh = fresh_name(), spec.mesh
     session.put([{name: shard_of(tensor, spec, mesh.coordinates(r))} for r in range(mesh.size)])
     return DTensor(spec, session, name)

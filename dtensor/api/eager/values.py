@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dtensor.api.session import Session
+from dtensor.api.session import MeshSession
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.spec import TensorSpec
@@ -40,7 +40,7 @@ class Value:
 
     __slots__ = ("name", "session", "spec")
 
-    def __init__(self, session: Session, name: str, spec: TensorSpec) -> None:
+    def __init__(self, session: MeshSession, name: str, spec: TensorSpec) -> None:
         self.session = session
         self.name = name
         self.spec = spec
@@ -97,7 +97,7 @@ class Cell:
 
     __slots__ = ("layout", "reduced", "session", "value")
 
-    def __init__(self, session: Session, layout: Layout, value: Value | None) -> None:
+    def __init__(self, session: MeshSession, layout: Layout, value: Value | None) -> None:
         self.session = session
         self.layout = layout
         self.value = value
@@ -129,7 +129,7 @@ class CellTensor(torch.Tensor):
     _made: Made | None
 
     @property
-    def session(self) -> Session:
+    def session(self) -> MeshSession:
         return self._cell.session
 
     @property

@@ -77,7 +77,7 @@ def _waiting_weights(stage: int, microbatches: int, ahead: int, lag: int) -> lis
     return order + [Action("W", m, stage) for m in range(max(microbatches - lag, 0), microbatches)]
 
 
-class _Rank:
+class _VRank:
     """The actions of one rank of a V, its stages called 0 (going down) and 1 (coming back)."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -136,7 +136,7 @@ class ZBV:
 
 
 def _zbv(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
-    own = _Rank(rank, num_ranks)
+    own = _VRank(rank, num_ranks)
     for _ in range(2 * (num_ranks - rank) - 1):
         own.forward(0)
     for _ in range(rank):
@@ -193,7 +193,7 @@ class DualPipeV:
 
 
 def _dualpipe(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
-    own = _Rank(rank, num_ranks)
+    own = _VRank(rank, num_ranks)
     below = num_ranks - rank - 1
     for _ in range(2 * below):
         own.forward(0)

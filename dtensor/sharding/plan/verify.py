@@ -43,7 +43,7 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 def verify(plan: PlanRecord) -> None:
     """AssertionError where the plan contradicts itself."""
-    seen = _Seen(plan)
+    seen = _SoFar(plan)
     for step in plan.steps:
         for fault in _faults(seen, step):
             raise AssertionError(f"{fault}; in {step}")
@@ -55,7 +55,7 @@ def verify(plan: PlanRecord) -> None:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _SoFar:
     """The values so far: their specs, the stages that have them, whether they are of all
     microbatches. ``axes``: by axis of specs, its position and size."""
 
@@ -99,7 +99,7 @@ class _Seen:
         return None
 
 
-def _faults(seen: _Seen, step: Step) -> Iterator[str]:
+def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
     for stage, name, spec in _reads(step):
         if fault := seen.missing(name, stage):
             yield fault
@@ -188,7 +188,7 @@ def _moved(move: Move) -> Iterator[str]:
         yield f"no {move.kind} over {axis} makes {dst} of {src}"
 
 
-def _computed(seen: _Seen, step: Compute) -> Iterator[str]:
+def _computed(seen: _SoFar, step: Compute) -> Iterator[str]:
     specs = (*step.operand_specs, *step.result_specs)
     for meta, spec in zip((*step.op.call.operands, *step.op.call.results), specs):
         if spec is not None and (

@@ -34,7 +34,7 @@ Table = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedCost:
     """A cost that each part with any of the ``units`` pays once; ascending."""
 
     cost: int
@@ -62,13 +62,13 @@ class Chain:
     """
 
     own: tuple[int, ...]
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedCost, ...] = ()
     sent: tuple[Sent, ...] = ()
-    tied: tuple[Shared, ...] = ()
+    tied: tuple[SharedCost, ...] = ()
     barred: tuple[tuple[int, int], ...] = ()
     depth: tuple[int, ...] = ()
-    bytes_held: tuple[Shared, ...] = ()
-    bytes_kept: tuple[Shared, ...] = ()
+    bytes_held: tuple[SharedCost, ...] = ()
+    bytes_kept: tuple[SharedCost, ...] = ()
     bytes_passing: tuple[int, ...] = ()
 
     def costs(self, bounds: Sequence[int]) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def partition(
 # -- tables of all parts ---------------------------------------------------------------------------
 
 
-def _any(items: Sequence[Shared], num: int) -> Table:
+def _any(items: Sequence[SharedCost], num: int) -> Table:
     """Of each part, what it pays of items of which it has any unit."""
     found = np.zeros((num, num + 1), np.int64)
     for item in items:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.cost.collectives import step_times
-from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, Shared
+from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, SharedCost
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.emit.values import rearranges
@@ -69,12 +69,12 @@ def chain_of(
     num = parts.num_stages
     pricing.cross()
     own = [0] * num
-    shared: list[Shared] = []
+    shared: list[SharedCost] = []
     for units, cost in pricing.costs.items():
         if len(units) == 1:
             own[units[0]] += cost
         elif units:
-            shared.append(Shared(cost, units))
+            shared.append(SharedCost(cost, units))
     return Chain(
         own=tuple(own),
         shared=tuple(shared),
@@ -82,8 +82,8 @@ def chain_of(
         tied=tuple(pricing.ties()),
         barred=reused,
         depth=depth,
-        bytes_held=tuple(Shared(n, units) for units, n in pricing.held().items()),
-        bytes_kept=tuple(Shared(n, units) for units, n in pricing.kept().items()),
+        bytes_held=tuple(SharedCost(n, units) for units, n in pricing.held().items()),
+        bytes_kept=tuple(SharedCost(n, units) for units, n in pricing.kept().items()),
         bytes_passing=tuple(pricing.passing.get(u, 0) for u in range(num)),
     )
 
@@ -204,7 +204,7 @@ class _Pricing:
                     often[name] = step_times(self.whole, step)
         return sizes, often
 
-    def ties(self) -> Iterator[Shared]:
+    def ties(self) -> Iterator[SharedCost]:
         """Sums over stages of the gradients of parameters that several units use."""
         trained = self._trained()
         for label, units in self.uses.items():
@@ -212,7 +212,7 @@ class _Pricing:
                 seconds = self.whole.topology.collective_seconds(
                     "all_reduce", self.axis, num=2, bytes_sent=trained[label]
                 )
-                yield Shared(round(seconds * SECOND), units)
+                yield SharedCost(round(seconds * SECOND), units)
 
     # -- bytes ---------------------------------------------------------------------------------
 
