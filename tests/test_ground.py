@@ -1,15 +1,19 @@
-"""The ground that everything stands on: what may be imported where, how files are kept, and that
-the example starts."""
+"""The ground that everything stands on: what may be imported where, how files are kept, how much of
+them a first program needs, and that the example starts."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
+import grimp
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +73,63 @@ def test_only_kernels_import_triton():
 
 def test_the_package_needs_no_tests():
     assert not where("tests")
+
+
+@pytest.fixture(scope="module")
+def imports() -> nx.DiGraph[str]:
+    """Who imports whom, also inside functions and for types alone."""
+    graph = grimp.build_graph("dtensor")
+    found: nx.DiGraph[str] = nx.DiGraph()
+    found.add_nodes_from(graph.modules)
+    for module in graph.modules:
+        targets = graph.find_modules_directly_imported_by(module)
+        found.add_edges_from((module, target) for target in targets)
+    return found
+
+
+def test_no_import_circle(imports: nx.DiGraph[str]):
+    assert list(nx.simple_cycles(imports)) == []
+
+
+def test_no_circle_of_rooms(imports: nx.DiGraph[str]):
+    """Of the files and folders of any one folder, those of its folders taken whole."""
+    for room in {module.rpartition(".")[0] for module in imports} - {""}:
+        inside = [m for m in imports if m.startswith(f"{room}.")]
+        part = {m: m.removeprefix(f"{room}.").split(".")[0] for m in inside}
+        parts = nx.DiGraph(
+            (part[a], part[b]) for a, b in imports.subgraph(inside).edges if part[a] != part[b]
+        )
+        assert list(nx.simple_cycles(parts)) == [], room
+
+
+def test_no_import_goes_up():
+    """The layers of pyproject.toml, and that each room has one."""
+    python("-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())")
+
+
+def test_every_module_is_used(imports: nx.DiGraph[str]):
+    """Reached from what users import."""
+    entries = ("dtensor", "dtensor.daft", "dtensor.testing", "dtensor.testing.fixtures")
+    used = {*entries}.union(*(nx.descendants(imports, entry) for entry in entries))
+    packages = {m.rpartition(".")[0] for m in imports}
+    assert set(imports) - used - packages == set()
+
+
+def test_no_two_classes_of_one_name():
+    where_defined: dict[str, list[str]] = defaultdict(list)
+    for file in (f for f in FILES if f.is_relative_to(ROOT / "dtensor")):
+        for node in _parsed(file).body:
+            if isinstance(node, ast.ClassDef):
+                where_defined[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in where_defined.items() if len(files) > 1} == {}
+
+
+def test_the_path_of_the_readmes_example():
+    """What a reader of it opens does not grow in silence; `python -m tests.path -v` lists it."""
+    text = python("-W", "ignore", "-m", "tests.path")
+    files, lines, ran = (int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d", text))
+    assert files > 20 and lines > ran > 1000
+    assert files <= 96 and lines <= 19_900 and ran <= 8_130, text
 
 
 def test_long_files_are_looked_at():

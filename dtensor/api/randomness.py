@@ -16,12 +16,10 @@ that was made under an earlier seed starts from 0 under the present one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.ops.random import SEED, STEP, is_random
-from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.ops.random import SEED, STEP
 
 
 @dataclass(slots=True)
@@ -77,8 +75,3 @@ class Counter:
 def numbers_fed(step: int, *purpose: str) -> dict[str, object]:
     """What a program with random ops is fed, by the names of its Slots."""
     return {SEED: key_of(_present.seed, *purpose), STEP: step}
-
-
-def draws(flow: Dataflow, among: Sequence[str] = ("forward", "backward")) -> bool:
-    """Whether a program has random ops."""
-    return any(is_random(op.call) for op in flow.ops if op.phase in among)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, SharedCost, partition
+from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost, partition
 
 
 def every_cut(num: int, parts: int) -> list[tuple[int, ...]]:

@@ -19,11 +19,12 @@ from benchmarks import planner_loss
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import fed_spec
 from dtensor.sharding.plan.choose import choose_axis
-from dtensor.sharding.plan.choose.solve import Node, Price, Solution, brute_force, solve
+from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
 from dtensor.sharding.plan.steps import Convert
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import PARTIAL, Placement, Shard
 from dtensor.sharding.spec.spec import make_spec
+from tests.sharding.enumerated import brute_force
 from tests.sharding.programs import (
     Program,
     execute,

@@ -19,12 +19,12 @@ from dtensor.sharding.plan.choose.solve import (
     Node,
     Option,
     Price,
-    brute_force,
     conversion_seconds,
     evaluate,
     solve,
 )
 from dtensor.sharding.spec.placements import PARTIAL, REPLICATE, Placement, Shard
+from tests.sharding.enumerated import brute_force
 
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), Shard(1), PARTIAL)
 SEEDS = st.integers(min_value=0, max_value=2**32)

@@ -9,9 +9,9 @@ import torch
 
 import dtensor as dt
 from dtensor.api.stating import auto_stages
-from dtensor.sharding.plan.cost.cut_chain import Chain, Partition, partition
 from dtensor.sharding.plan.cost.seconds import stage_seconds
-from dtensor.sharding.plan.cost.unit_costs import SECOND
+from dtensor.sharding.plan.stages.cut_chain import Chain, Partition, partition
+from dtensor.sharding.plan.stages.unit_costs import SECOND
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON
 

@@ -9,8 +9,8 @@ parameters) is a chain, and the chain is cut where the dearest stage is cheapest
 patterns, read as stated ones are, so that who states them gets the same plan. Once a program
 has run it holds for the model: parameters stay where they are, whatever else is planned.
 
-Not here: units (frontend/dataflow/units.py), prices (sharding/plan/cost/unit_costs.py), the search
-(sharding/plan/cost/cut_chain.py).
+Not here: units (frontend/dataflow/units.py), prices and the search for the best cut
+(sharding/plan/stages/).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dtensor.api.stating.patterns import listing, names_of
 from dtensor.api.stating.stages import StagePlan, stage_of
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.units import Units, units_of
-from dtensor.sharding.plan.cost.cut_chain import partition
-from dtensor.sharding.plan.cost.unit_costs import chain_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Request
+from dtensor.sharding.plan.stages.cut_chain import partition
+from dtensor.sharding.plan.stages.unit_costs import chain_of
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.mesh import Mesh
 

@@ -9,7 +9,7 @@ in a row that use parameters of one module are one unit, so a cut never parts a 
 bias. All other ops are where stages of one unit each would have them (assign_stages.py), so what is
 said of units holds for stages of several: values go from a unit to a later one, gradients back.
 
-Not here: what units cost (sharding/plan/cost/unit_costs.py), which of them form a stage.
+Not here: what units cost (sharding/plan/stages/unit_costs.py), which of them form a stage.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Values, all of it: the same request gives the same plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast, get_args
 
 from dtensor.errors import PlanningError
@@ -116,9 +116,6 @@ class Request:
         if not self.stage_ranks:
             num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
             object.__setattr__(self, "stage_ranks", dealt(self.flow.num_stages, num))
-
-    def with_flow(self, flow: Dataflow) -> Request:
-        return replace(self, flow=flow)
 
 
 def checked_search(search: str) -> Search:

@@ -10,7 +10,7 @@ scipy.optimize.milp, gap 0), and ties are broken by the order of the options.
     one option per node; a reader of v at q needs v written at q or converted to q
 
 Nodes that share a `group` (the same op of repeated layers) share one variable: repeated layers
-are solved once. `brute_force` enumerates all choices under the same prices; tests compare the two.
+are solved once. Tests compare with an enumeration of all choices (tests/sharding/enumerated.py).
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
@@ -303,15 +303,3 @@ def conversion_seconds(
         min(price(value, native, p), price(value, REPLICATE, p)) for p in rest if p != REPLICATE
     )
     return min(direct, via)
-
-
-def brute_force(nodes: Sequence[Node], price: Price) -> Solution:
-    """The cheapest choice by enumeration; for tests, and for small graphs only."""
-    best = math.inf
-    winner: dict[str, int] = {}
-    for combination in itertools.product(*(range(len(n.options)) for n in nodes)):
-        chosen = {n.name: k for n, k in zip(nodes, combination, strict=True)}
-        seconds = evaluate(nodes, chosen, price)
-        if seconds < best:
-            best, winner = seconds, chosen
-    return Solution(winner, best, sum(len(n.options) for n in nodes))

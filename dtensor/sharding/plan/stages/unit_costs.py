@@ -26,11 +26,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.cost.collectives import step_times
-from dtensor.sharding.plan.cost.cut_chain import Chain, Sent, SharedCost
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
