@@ -12,7 +12,6 @@ import torch
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
 
-
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
 

@@ -139,7 +139,7 @@ def launch_cluster(
             )
         case "ray":
             # Not at the top: Ray is an extra, and takes a second to import.
-            from dtensor.daft.ray.backend import RayCluster
+            from dtensor.daft.ray.cluster import RayCluster
 
             return RayCluster(
                 size,

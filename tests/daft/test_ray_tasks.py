@@ -147,7 +147,7 @@ def test_a_stopped_actor_is_named(ray_session: None):
         b.fail(1)
         process = a.process().get()
         os.kill(process, signal.SIGSTOP)
-        session._processes.deadline_s = 3.0  # type: ignore[attr-defined]  # starting takes longer
+        session.watch.deadline_s = 3.0  # type: ignore[attr-defined]  # starting takes longer
         with pytest.raises(daft.ActorLost, match="actor 'a': the process has stopped: no heart"):
             a.execute(X).get()
     assert not running(process)
