@@ -21,8 +21,8 @@ from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch
 from dtensor.daft.cluster.cluster import hosts_of
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import Messenger, gloo_group
+from dtensor.daft.ray.joining import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.ray.nccl import NcclWire, join_nccl
-from dtensor.daft.ray.routes import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.run.worker import Worker
 from tests.daft.programs import Collectives, pipeline, program, same_bits
 

@@ -26,7 +26,7 @@ from dtensor.daft import (
 )
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.routes import check_routes
+from dtensor.daft.ray.joining import check_routes
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits

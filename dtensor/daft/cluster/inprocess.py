@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dtensor.daft.cluster.cluster import (
-    NOTHING_KEPT,
     Cluster,
     Finished,
     Future,
@@ -28,10 +27,9 @@ from dtensor.daft.cluster.cluster import (
 )
 from dtensor.daft.errors import ClusterClosed, CommunicationError, DaftError, Failure
 from dtensor.daft.ir.program import Program
-from dtensor.daft.run.in_process_transport import LocalTransport
-from dtensor.daft.run.worker import Worker
-from dtensor.daft.verification.interference import check_state
-from dtensor.daft.verification.verifier import verify
+from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.worker import NOTHING_KEPT, Worker
+from dtensor.daft.verification.verifier import check_state, verify
 
 
 class InProcessCluster(Cluster):

@@ -23,7 +23,6 @@ import ray
 import torch
 
 from dtensor.daft.cluster.cluster import (
-    NOTHING_KEPT,
     Cluster,
     Finished,
     Future,
@@ -34,20 +33,18 @@ from dtensor.daft.cluster.cluster import (
     hosts_of,
 )
 from dtensor.daft.errors import ClusterClosed, CommunicationError, DaftError, Failure
-from dtensor.daft.ir.instructions import Call
+from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
-from dtensor.daft.ray.joining import Join
+from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Ranks, pack, unpack, unpack_all
-from dtensor.daft.ray.routes import Key, check_groups, check_routes
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
-from dtensor.daft.ray.watch import Asked, Watch
+from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
-from dtensor.daft.verification.interference import check_state
-from dtensor.daft.verification.merge import merge_sites
-from dtensor.daft.verification.pairing import Site, instruction_at
-from dtensor.daft.verification.verifier import verify
+from dtensor.daft.run.worker import NOTHING_KEPT
+from dtensor.daft.verification.pairing import Site, instruction_at, merge_sites
+from dtensor.daft.verification.verifier import check_state, verify
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 
@@ -84,7 +81,7 @@ class RayCluster(Cluster):
         self._closed = False
         self._lock = threading.RLock()  # runs have one order, the same at every host
         self._home = Home(address)
-        self.watch = Watch(self, self._home, deadline_s, moves=True)
+        self.watch = HostWatch(self, self._home, deadline_s, moves=True)
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))

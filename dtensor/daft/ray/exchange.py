@@ -26,10 +26,8 @@ from typing import Protocol, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-from dtensor.daft.ir.instructions import Buffer, Collective, Recv, Send
-from dtensor.daft.ray.routes import Key, key_of
-from dtensor.daft.run.in_process_transport import LocalTransport
-from dtensor.daft.run.transport import Pending, Transport
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
+from dtensor.daft.run.transport import LocalTransport, Pending, Transport
 from dtensor.numerics import fold
 
 SMALL_BYTES = 1 << 16

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
-from dtensor.daft.ray.routes import Key
 from dtensor.daft.run.transport import Pending
 
 PATIENCE_S = 86400.0

@@ -1,4 +1,5 @@
-"""Hosts that run a program together: how they find each other, and what a failure of one does.
+"""Hosts that run a program together: what crosses between them, how they find each other, and what
+a failure of one does.
 
 Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` and `objects.py` do this):
 
@@ -6,6 +7,12 @@ Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` and `objects.py` do 
     engine = Engine(program, sites, table, joined.transport)
     with joined.running():
         engine.run({0: {"x": x}})
+
+The controller numbers the keys that cross hosts, of all programs loaded: gloo makes tags of the
+numbers, NCCL a communicator for each key, in their order. `pipeline(4)` on two hosts of two ranks
+crosses once, from rank 1 to rank 2:
+
+    check_routes(program, (0, 0, 1, 1))        # [((1, 2), "fwd", "transfer")]
 
 Invariants: what fails while they run closes the connections, so that hosts that wait for this one
 fail too instead of blocking, and is repeated to whatever comes later. Nothing here is a time-out: a
@@ -17,7 +24,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,15 +33,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from dtensor.daft.errors import CommunicationError, DaftError, Failure
+from dtensor.daft.errors import CommunicationError, DaftError, Failure, ProgramError
+from dtensor.daft.ir.instructions import Collective, Key, Recv, Send, key_of
+from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.nccl import join_nccl
-from dtensor.daft.ray.routes import Key
 from dtensor.daft.ray.starting import own_address
-from dtensor.daft.run.in_process_transport import LocalTransport
-from dtensor.daft.run.transport import Transport
+from dtensor.daft.run.transport import LocalTransport, Transport
 
+MAX_GROUPS = 24
+"""Communicators on one GPU, see `nccl.py`."""
 SLICE_S = 0.1  # how often one that waits for others to join looks whether they have, or are lost
 
 
@@ -112,6 +121,43 @@ class Joined:
             self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
             self.transport.close()
             raise self.failed from None
+
+
+def check_routes(program: Program, host_of: Sequence[int]) -> list[Key]:
+    """The keys that cross actors, sorted. `ProgramError` for a collective that does so in part."""
+    found: set[Key] = set()
+    for rank, own in enumerate(program.ranks):
+        for instruction in own.instructions:
+            if not isinstance(instruction, Send | Recv | Collective):
+                continue
+            key = key_of(rank, instruction)
+            hosts = {host_of[member] for member in key[0]}
+            if 1 < len(hosts) < len(key[0]):
+                raise ProgramError(
+                    f"Program {program.name!r}: a collective over {key[0]} has members that share "
+                    f"an actor and members that do not (actors "
+                    f"{[host_of[member] for member in key[0]]}).\n"
+                    f"  Fix: launch with ranks_per_actor=1, or with all members on one."
+                )
+            if len(hosts) > 1:
+                found.add(key)
+    return sorted(found)
+
+
+def check_groups(keys: Iterable[Key], host_of: Sequence[int]) -> None:
+    """`ProgramError` if an actor would hold more NCCL communicators than may run at once."""
+    held: dict[int, int] = {}
+    for members, _, _ in keys:
+        for member in members:
+            held[host_of[member]] = held.get(host_of[member], 0) + 1
+    actor, most = max(held.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
+    if most > MAX_GROUPS:
+        raise ProgramError(
+            f"The programs loaded need {most} NCCL communicators on actor {actor}, at most "
+            f"{MAX_GROUPS} can be sure to run at once.\n"
+            f"  Fix: put starts that need no order among themselves on one channel, or launch anew "
+            f"for programs that use other groups."
+        )
 
 
 def meet(store: Store, prefixed: Store, join: Join) -> None:

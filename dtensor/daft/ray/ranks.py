@@ -20,10 +20,10 @@ from typing import Any
 import numpy
 import torch
 
+from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.ray.routes import Key
 from dtensor.daft.run.worker import Names, Values, Worker
 from dtensor.daft.verification.pairing import Site
 

@@ -25,14 +25,13 @@ from torch import Tensor
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.program import format_instruction
-from dtensor.daft.ray.joining import Join
+from dtensor.daft.ray.joining import Join, check_routes
 from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.routes import check_routes
 from dtensor.daft.ray.starting import START_S, own_address
-from dtensor.daft.ray.watch import Asked, Watch
-from dtensor.daft.tasks.actor_session import ActorInfo, Session
+from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture, user_frames, user_line
 from dtensor.daft.tasks.task import Task
@@ -52,7 +51,7 @@ class RaySession(Session):
     def __init__(self, *, address: str | None = None, deadline_s: float = 60.0) -> None:
         super().__init__()
         self._home = Home(address)
-        self.watch = Watch(self, self._home, deadline_s, moves=False)
+        self.watch = HostWatch(self, self._home, deadline_s, moves=False)
         self._loaded: list[Frozen] = []
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is
 

@@ -1,6 +1,6 @@
 """The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
 
-    watch = Watch(controller, home, deadline_s=60.0, moves=True)
+    watch = HostWatch(controller, home, deadline_s=60.0, moves=True)
     watch.get([Asked(process, process.call(Ranks.get, names))])     # or the root cause of a failure
 
 A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
@@ -60,7 +60,7 @@ class Controller(Protocol):
         ...
 
 
-class Watch:
+class HostWatch:
     """`moves`: whether hosts have to move on; a method of a spawned actor may take as long as it
     likes."""
 

@@ -14,10 +14,11 @@ the CPU; nothing outside aliases the table. It is used by one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from dtensor.daft.cluster.cluster import NOTHING_KEPT, Stored
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import Transport
@@ -25,6 +26,14 @@ from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
+NOTHING_KEPT: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Stands among a run's inputs for a value in the rank's table."""
+
+    name: str
 
 
 class Worker:

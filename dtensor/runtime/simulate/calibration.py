@@ -22,8 +22,8 @@ from typing import cast
 import torch
 
 from dtensor.daft import Cluster, Program
-from dtensor.daft.cluster.cluster import TIMES
 from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.lower.rank import MAX_LINES
 from dtensor.runtime.simulate.calibration_programs import (
     CPU,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from dtensor.daft import Call, Collective, Free, Handle, Recv, Send, Wait
-from dtensor.daft.cluster.cluster import TIMES
+from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
 from dtensor.sharding.plan.text.words import seconds_text
 

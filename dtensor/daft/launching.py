@@ -1,8 +1,10 @@
-"""`launch` and `spawn`: where actors come from.
+"""`launch`, `spawn` and `launch_cluster`: where actors and ranks come from.
 
     with daft.launch(backend="ray", deadline_s=30.0):
         reward = daft.spawn(Reward, threshold=0.5, name="reward", resources={"CPU": 1})
         judge = daft.spawn(Judge, host=reward)          # in the same process
+    with daft.launch_cluster(4, backend="ray") as cluster:
+        ...                                             # four ranks, that run programs
 
 Invariants: Ray is shut down only by the launch that started it; leaving a launch waits
 for the tasks under way, ends its actors, and raises the first failure of a method that nobody has
@@ -14,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, assert_never
 
-from dtensor.daft.cluster.cluster import Backend
-from dtensor.daft.tasks.actor_session import Session, current_session, enter
-from dtensor.daft.tasks.actors import ActorHandle, info_of
+import torch
+
+from dtensor.daft.cluster.cluster import Backend, Cluster
+from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.tasks.actors import ActorHandle, Session, current_session, enter, info_of
 from dtensor.daft.tasks.local_session import LocalSession
 
 
@@ -63,3 +67,42 @@ def spawn(
     return ActorHandle(
         current_session().spawn(cls, args, kwargs, name=name, resources=resources, host=shared)
     )
+
+
+def launch_cluster(
+    size: int,
+    *,
+    backend: Backend = "inprocess",
+    device: str = "cpu",
+    address: str | None = None,
+    deadline_s: float = 60.0,
+    ranks_per_actor: int | None = None,
+    seed: int = 0,
+) -> Cluster:
+    """Start `size` ranks.
+
+    `address` joins a Ray cluster that runs already. `deadline_s`: how long a rank may wait for
+    another, or make no progress, before it counts as lost (Ray only; nothing waits in-process).
+    `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
+    `seed` picks one of the legal orders in which the ranks of a host run.
+    """
+    match backend:
+        case "inprocess":
+            per_actor = 1 if ranks_per_actor is None else ranks_per_actor
+            return InProcessCluster(
+                size, torch.device(device), ranks_per_actor=per_actor, seed=seed
+            )
+        case "ray":
+            # Not at the top: Ray is an extra, and takes a second to import.
+            from dtensor.daft.ray.cluster import RayCluster
+
+            return RayCluster(
+                size,
+                torch.device(device),
+                address=address,
+                deadline_s=deadline_s,
+                ranks_per_actor=ranks_per_actor,
+                seed=seed,
+            )
+        case _:
+            assert_never(backend)
