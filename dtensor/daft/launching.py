@@ -13,6 +13,7 @@ read. Leaving it by an exception waits for nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, assert_never
 
@@ -29,12 +30,14 @@ def launch(
     *,
     address: str | None = None,
     deadline_s: float = 60.0,
+    call_deadline_s: float = math.inf,
     seed: int = 0,
 ) -> Session:
     """A place for actors, until its `with` block or `close()` ends them.
 
     `address` joins a Ray that runs already, as one in this process is joined too. `deadline_s`: how
-    long an actor's process may be silent before it counts as lost, or take to start (Ray only).
+    long an actor's process may be silent before it counts as lost, or take to start;
+    `call_deadline_s`: how long a method may take before its process is ended (both Ray only).
     `seed` picks one of the legal orders in which compiled functions run in-process.
     """
     match backend:
@@ -44,7 +47,10 @@ def launch(
             # Not at the top: Ray is an extra, and takes a second to import.
             from dtensor.daft.ray.session import RaySession
 
-            return enter(RaySession(address=address, deadline_s=deadline_s))
+            session = RaySession(
+                address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s
+            )
+            return enter(session)
         case _:
             assert_never(backend)
 
@@ -76,13 +82,15 @@ def launch_cluster(
     device: str = "cpu",
     address: str | None = None,
     deadline_s: float = 60.0,
+    call_deadline_s: float = 3600.0,
     ranks_per_actor: int | None = None,
     seed: int = 0,
 ) -> Cluster:
     """Start `size` ranks.
 
-    `address` joins a Ray cluster that runs already. `deadline_s`: how long a rank may wait for
-    another, or make no progress, before it counts as lost (Ray only; nothing waits in-process).
+    `address` joins a Ray cluster that runs already. Ray only, as nothing waits in-process:
+    `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
+    uses the CPU goes on, after a warning, for up to `call_deadline_s`.
     `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
     `seed` picks one of the legal orders in which the ranks of a host run.
     """
@@ -101,6 +109,7 @@ def launch_cluster(
                 torch.device(device),
                 address=address,
                 deadline_s=deadline_s,
+                call_deadline_s=call_deadline_s,
                 ranks_per_actor=ranks_per_actor,
                 seed=seed,
             )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import assert_never
 
 from dtensor.daft.ir.instructions import (
@@ -37,22 +37,33 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.numerics import DTYPES
 
+EXCERPT = 120
+
 _PLAIN = re.compile(r"[\w.:/%-]*[\w/%-]")
 _TOKEN = re.compile(
     r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
 )
 
 
-def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
-    """One line; `brief` leaves out channels, buffers, the label and the user's line."""
+def format_instruction(
+    instruction: Instruction, *, brief: bool = False, most: int | None = None
+) -> str:
+    """One line; `brief` leaves out channels, buffers, the label and the user's line. `most`: names
+    of a list that are shown."""
     i = instruction
+
+    def names_of(names: Sequence[str]) -> str:
+        shown = ", ".join(map(_name, names[:most]))
+        more = 0 if most is None else len(names) - most
+        return shown if more <= 0 else f"{shown}, ... ({more} more)"
+
     match i:
         case Call():
-            text = f"call {_name(i.fn)}({_names(i.inputs)})"
+            text = f"call {_name(i.fn)}({names_of(i.inputs)})"
             if i.outputs:
-                text = f"{_names(i.outputs)} = {text}"
+                text = f"{names_of(i.outputs)} = {text}"
             if i.writes:
-                text += f" writes {_names(i.writes)}"
+                text += f" writes {names_of(i.writes)}"
         case Send():
             text = f"send {_name(i.value)} to {i.to}"
             text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
@@ -61,15 +72,15 @@ def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
             text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
         case Collective():
             kind = i.kind if i.op is None else f"{i.kind}.{i.op}"
-            text = f"{_names(i.outputs)} = {kind}({_names(i.inputs)})"
+            text = f"{names_of(i.outputs)} = {kind}({names_of(i.inputs)})"
             text += f" over ({', '.join(map(str, i.group))})"
             if not brief:
                 ins, outs = (", ".join(map(str, b)) for b in (i.in_buffers, i.out_buffers))
                 text += f" on {_name(i.channel)} : {ins}{' ' if ins else ''}=> {outs}"
         case Wait():
-            text = f"wait {_names(i.values)}"
+            text = f"wait {names_of(i.values)}"
         case Free():
-            text = f"free {_names(i.values)}"
+            text = f"free {names_of(i.values)}"
         case _:
             assert_never(i)
     if not brief and i.label:
@@ -77,6 +88,16 @@ def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
     if not brief and i.source is not None:
         text += f" @ {json.dumps(i.source, ensure_ascii=False)}"
     return text
+
+
+def excerpt(instruction: Instruction) -> str:
+    """An instruction in an error's text: brief, on one line of at most `EXCERPT` characters."""
+    text = ""
+    for most in (None, 4, 2, 1):
+        text = format_instruction(instruction, brief=True, most=most)
+        if len(text) <= EXCERPT:
+            return text
+    return _cell(text, EXCERPT)
 
 
 def parse_instructions(text: str) -> tuple[Instruction, ...]:
@@ -112,10 +133,6 @@ def _cell(text: str, size: int) -> str:
 
 def _name(name: str) -> str:
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(map(_name, names))
 
 
 class _Parser:

@@ -61,6 +61,7 @@ class RayCluster(Cluster):
         *,
         address: str | None = None,
         deadline_s: float = 60.0,
+        call_deadline_s: float = 3600.0,
         ranks_per_actor: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -80,8 +81,10 @@ class RayCluster(Cluster):
         self._next_handle = 0
         self._closed = False
         self._lock = threading.RLock()  # runs have one order, the same at every host
-        self._home = Home(address)
-        self.watch = HostWatch(self, self._home, deadline_s, moves=True)
+        self._home = Home(address, deadline_s)
+        self.watch = HostWatch(
+            self, self._home, deadline_s=deadline_s, call_deadline_s=call_deadline_s, moves=True
+        )
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
@@ -212,9 +215,9 @@ class RayCluster(Cluster):
         handle, site = known
         return replace(describe(handle.program, site, reason), step=at.run)
 
-    def in_call(self, host: int, at: Progress) -> bool:
-        known = self._at(host, at)
-        return known is not None and isinstance(instruction_at(known[0].program, known[1]), Call)
+    def at_work(self, host: int, at: Progress) -> bool:
+        known = self._at(host, at)  # between runs it may unpack what it is given, or load it
+        return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
 
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
         """The instruction that a host was last seen at; none between runs."""

@@ -1,6 +1,6 @@
 """The processes of a launch: each is a Ray actor that hosts ranks or spawned objects.
 
-    home = Home(address=None)                        # joins a Ray, or starts one on this machine
+    home = Home(address=None, deadline_s=60.0)       # joins a Ray, or starts one on this machine
     process = home.spawn(Ranks, (0,), "cpu")         # and its counter file; nothing is waited for
     ref = process.call(Ranks.get, {0: ("w",)})       # Ray's reference to what it will give
     home.close()                                     # all end, and Ray if it was started here
@@ -52,6 +52,7 @@ class HostProcess:
         self.index = index
         self.counter = counter
         self.started = time.monotonic()
+        self.answered = False  # a call: then it has started, though its counter may not be seen
         all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
         all_options |= options
         if (environment := missing_environment()) is not None:
@@ -97,11 +98,13 @@ class HostProcess:
     @property
     def stopped(self) -> bool:
         """Whether a signal has stopped it: its state says so, where a heartbeat may be late."""
-        try:
-            stat = Path(f"/proc/{self.counter.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
+        return self._stat()[0] in "Tt"
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU time of all its threads; 0 if it is not on this machine."""
+        user, system = self._stat()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """Ask Ray to end it; a process that runs ends at once."""
@@ -123,6 +126,14 @@ class HostProcess:
         self._process, self._ended = None, True
         self.counter.close()
 
+    def _stat(self) -> list[str]:
+        """State, parent, ... as `man 5 proc` has them from the third on."""
+        try:
+            text = Path(f"/proc/{self.counter.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ["X", *"0" * 12]
+        return text.rpartition(")")[2].split()
+
     def _ends_within(self, seconds: float) -> bool:
         if self._process is None:
             return False
@@ -135,13 +146,13 @@ class Home:
     """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
     files, its processes, and the store where those find each other."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
         self._store: TCPStore | None = None
         with ExitStack() as ending:
             folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
             self._folder = Path(ending.enter_context(folder))
-            if start_ray(address):
+            if start_ray(address, deadline_s):
                 ending.callback(_ray.shutdown)
             self._ending = ending.pop_all()
 

@@ -14,6 +14,7 @@ was doing, by every future that depends on it; the others go on. Leaving ends al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.instructions import Call, Instruction
-from dtensor.daft.ir.program import format_instruction
+from dtensor.daft.ir.text import excerpt
 from dtensor.daft.ray.joining import Join, check_routes
 from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess
@@ -48,10 +49,18 @@ _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 class RaySession(Session):
     pickler = CloudPickler
 
-    def __init__(self, *, address: str | None = None, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        deadline_s: float = 60.0,
+        call_deadline_s: float = math.inf,
+    ) -> None:
         super().__init__()
-        self._home = Home(address)
-        self.watch = HostWatch(self, self._home, deadline_s, moves=False)
+        self._home = Home(address, deadline_s)
+        self.watch = HostWatch(
+            self, self._home, deadline_s=deadline_s, call_deadline_s=call_deadline_s, moves=False
+        )
         self._loaded: list[Frozen] = []
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is
 
@@ -219,7 +228,7 @@ class RaySession(Session):
         if title and at.program >= 0:  # in a compiled function
             instruction, name = self._at(host, at)
             reason = f"{reason} It was in compiled function {title!r}."
-            title = instruction.label or f"{name}.{format_instruction(instruction, brief=True)}"
+            title = instruction.label or f"{name}.{excerpt(instruction)}"
             issued = (instruction.source, *issued) if instruction.source else issued
         actor, _, method = title.partition(".")
         if not title:
@@ -227,7 +236,7 @@ class RaySession(Session):
             reason = f"{reason} It was between tasks."
         return Failure(rank=None, actor=actor, text=method, reason=reason, issued=issued)
 
-    def in_call(self, host: int, at: Progress) -> bool:
+    def at_work(self, host: int, at: Progress) -> bool:
         if at.position < 0 or at.program < 0:
             return at.position >= 0
         return isinstance(self._at(host, at)[0], Call)

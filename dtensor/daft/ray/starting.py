@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -28,16 +30,25 @@ RELEASE_S = 10.0
 START_S = 180.0
 """How long processes may take to start and to connect: each imports torch, and they share cores."""
 
+ANSWER_S = 10.0
+"""How long an address may take to answer: Ray is perhaps just starting there."""
+RETRY_S = 0.2
+ATTEMPT_S = 41.0
+"""What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
+
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
-def start_ray(address: str | None) -> bool:
-    """Make Ray usable; whether it was started here, and is to be shut down here."""
+def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
+    """Make Ray usable; whether it was started here, and is to be shut down here.
+
+    `ConnectionError` if there is none at `address`.
+    """
     if ray.is_initialized():
         return False
     if address is not None:
-        _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _join_ray(address, deadline_s)
         return False
     # A failure is raised as the root cause, once: Ray would also log each future nobody read.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -55,6 +66,37 @@ def start_ray(address: str | None) -> bool:
         _ray.shutdown()
         raise
     return True
+
+
+def _join_ray(address: str, deadline_s: float) -> None:
+    """Ray itself would look for seven minutes, and leave a thread behind."""
+    attempts = max(1, int(deadline_s / ATTEMPT_S))
+    environment = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
+    try:
+        _await_answer(address, min(deadline_s, ANSWER_S))
+        with _environment(environment):
+            _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:
+        raise ConnectionError(
+            f"No Ray answers at {address!r}: {error}.\n"
+            f"  Fix: give the address that `ray start --head` prints, or leave out address= to "
+            f"start Ray on this machine."
+        ) from error
+
+
+def _await_answer(address: str, patience_s: float) -> None:
+    """`OSError` unless something listens there; of "auto" Ray alone knows what it stands for."""
+    where = urlsplit(address if "//" in address else f"//{address}")
+    end = time.monotonic() + patience_s
+    while where.hostname is not None and where.port is not None:
+        try:
+            left = max(0.1, end - time.monotonic())
+            socket.create_connection((where.hostname, where.port), timeout=left).close()
+            return
+        except OSError:
+            if time.monotonic() + RETRY_S > end:
+                raise
+            time.sleep(RETRY_S)
 
 
 def ranks_per_gpu(size: int, asked: int | None) -> int:

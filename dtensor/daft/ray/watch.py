@@ -1,6 +1,6 @@
 """The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
 
-    watch = HostWatch(controller, home, deadline_s=60.0, moves=True)
+    watch = HostWatch(controller, home, deadline_s=60.0, call_deadline_s=3600.0, moves=True)
     watch.get([Asked(process, process.call(Ranks.get, names))])     # or the root cause of a failure
 
 A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
@@ -9,8 +9,9 @@ instruction in its counter file, and host 0's error as a note. In order: a `Call
 host that was lost; a transfer that failed for another reason. Within one sort, the lowest.
 
 Invariants: a host is lost once, described by what it was doing then, and every failure that comes
-of it is that one `ActorLost`. A host that has stopped for `deadline_s`, or stands still where hosts
-have to move, is ended, so that whatever waits for it fails.
+of it is that one `ActorLost`. So that whatever waits for it fails, a host is ended that has stopped
+for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one that
+stands still for `deadline_s` while none is at work, that is, in a call and using the CPU.
 
 It does not know what hosts run: the controller says what one was doing (`Controller`).
 """
@@ -18,8 +19,9 @@ It does not know what hosts run: the controller says what one was doing (`Contro
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import ray
@@ -36,16 +38,33 @@ SETTLE_S = 5.0  # how long after a first failure it looks for its root
 STALE_S = 5.0
 """A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
 has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
+COMPUTES = 0.05
+"""Of a core: a process that used so much of it over `deadline_s` computes, if slowly on a loaded
+machine. What Ray's threads use in an idle one is an eighth of that."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call under way: who was called, and Ray's reference to the result."""
+    """A call under way: who was called, Ray's reference to the result, and when that was."""
 
     host: HostProcess
     ref: Any
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Where a host was seen, since when; the CPU time that it had `measured` at, and whether it
+    used the CPU in the `deadline_s` before that."""
+
+    moving: tuple[int, int, int]
+    since: float
+    measured: float
+    cpu_s: float
+    computes: bool = False
+    at_work: bool = False  # and not in a wait for another
 
 
 class Controller(Protocol):
@@ -55,8 +74,8 @@ class Controller(Protocol):
         """What a host was doing when this became of it."""
         ...
 
-    def in_call(self, host: int, at: Progress) -> bool:
-        """Whether a host is in code of the user's."""
+    def at_work(self, host: int, at: Progress) -> bool:
+        """Whether a host is in what ends by itself, a `Call` say, and in no wait for another."""
         ...
 
 
@@ -65,16 +84,23 @@ class HostWatch:
     likes."""
 
     def __init__(
-        self, controller: Controller, home: Home, deadline_s: float, *, moves: bool
+        self,
+        controller: Controller,
+        home: Home,
+        *,
+        deadline_s: float,
+        call_deadline_s: float,
+        moves: bool,
     ) -> None:
         self.deadline_s = deadline_s
+        self.call_deadline_s = call_deadline_s
         self.lost: dict[int, ActorLost] = {}
         self.failure: DaftError | None = None  # of all of it: whoever waits is told
         self._controller = controller
         self._home = home
         self._moves = moves
-        self._seen: list[tuple[int, int, int]] = []
-        self._since = self._looked = 0.0  # when the hosts were first, and last, seen there
+        self._seen: dict[int, _Seen] = {}
+        self._told: set[tuple[int, int, int]] = set()
 
     def get(
         self,
@@ -105,6 +131,7 @@ class HostWatch:
                 raise self._root(asked, (), str(error)) from None
             else:
                 for each in asked:
+                    each.host.answered = True
                     each.host.watch()
                 return found
             if self.failure is not None:
@@ -123,21 +150,56 @@ class HostWatch:
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
 
     def look(self, asked: Sequence[Asked] = ()) -> None:
-        """Lose who has died, and end who has stopped or, where hosts have to move, stands still."""
+        """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
+        have to move and none is at work, stands still."""
+        now = time.monotonic()
         for host in self._home.processes:
-            if host.index in self.lost:
-                continue
-            beat_s = host.counter.read().beat_s
-            if host.gone:
-                self.lose(host, "the process died.")
-            elif beat_s is None:
-                waited_s = time.monotonic() - host.started
-                if waited_s > max(START_S, self.deadline_s):
-                    self.end(host, f"the process has not started for {waited_s:.1f} s.")
-            elif beat_s > self.deadline_s and (host.stopped or beat_s > STALE_S):
-                self.end(host, f"the process has stopped: no heartbeat for {beat_s:.1f} s.")
+            if host.index not in self.lost:
+                self._look_at(host, host.counter.read(), now)
         if self._moves:
-            self._look_for_one_that_stands(asked)
+            self._look_for_one_that_stands(asked, now)
+
+    def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
+        if host.gone:
+            self.lose(host, "the process died.")
+            return
+        if at.beat_s is None:
+            waited_s = 0.0 if host.answered else now - host.started
+            if waited_s > max(START_S, self.deadline_s):
+                self.end(host, f"the process has not started for {waited_s:.1f} s.")
+            return
+        seen = self._seen.get(host.index)
+        if seen is None or seen.moving != at.moving:
+            seen = self._seen[host.index] = _Seen(at.moving, now, now, host.cpu_s)
+        elif now - seen.measured > self.deadline_s:
+            used_s = host.cpu_s - seen.cpu_s
+            seen.computes = used_s >= COMPUTES * (now - seen.measured)
+            seen.measured, seen.cpu_s = now, seen.cpu_s + used_s
+        at_work = self._controller.at_work(host.index, at)
+        seen.at_work = at_work and seen.computes
+        if at.beat_s > self.deadline_s and (
+            host.stopped or (at.beat_s > STALE_S and not seen.computes)
+        ):
+            self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
+        elif at_work and at.position >= 0:
+            if now - seen.since > self.call_deadline_s:
+                limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
+                self.end(host, f"the process was in one call for more than {limit}.")
+            elif seen.at_work and self._moves:
+                self._tell(host, at)
+
+    def _tell(self, host: HostProcess, at: Progress) -> None:
+        """Once for each instruction, that it takes its time."""
+        where = (host.index, at.program, at.position)
+        if where in self._told:
+            return
+        self._told.add(where)
+        fact = (
+            f"it has computed for more than {self.deadline_s:g} s, and may go on for up to "
+            f"{self.call_deadline_s:g} s (call_deadline_s)."
+        )
+        failure = self._controller.describe(host.index, at, fact)
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
     def lose(self, host: HostProcess, reason: str) -> ActorLost:
         """It is lost; those that wait for it to join a program are told."""
@@ -153,19 +215,18 @@ class HostWatch:
         host.kill()
         host.end()
 
-    def _look_for_one_that_stands(self, asked: Sequence[Asked]) -> None:
-        now, hosts = time.monotonic(), self._home.processes
-        at = [host.counter.read() for host in hosts]
-        moving = [each.moving for each in at]
-        if moving != self._seen or now - self._looked > 4 * SLICE_S:
-            self._seen, self._since = moving, now
-        self._looked = now
-        if now - self._since <= self.deadline_s or any(each.beat_s is None for each in at):
+    def _look_for_one_that_stands(self, asked: Sequence[Asked], now: float) -> None:
+        hosts = self._home.processes
+        if not all(host.index in self._seen or host.answered for host in hosts):
+            return  # some are still starting
+        since = max(each.since for each in (*self._seen.values(), *asked))
+        if now - since <= self.deadline_s or any(seen.at_work for seen in self._seen.values()):
             return
-        came, _ = _ray.wait([a.ref for a in asked], num_returns=len(asked), timeout=0)
+        came, _ = _ray.wait([each.ref for each in asked], num_returns=len(asked), timeout=0)
         waiting = [each.host for each in asked if each.ref not in came]
         # One in a Call is more likely to be at fault than one that waits for it.
-        waiting.sort(key=lambda host: not self._controller.in_call(host.index, at[host.index]))
+        at = {host: host.counter.read() for host in waiting}
+        waiting.sort(key=lambda host: not self._controller.at_work(host.index, at[host]))
         for host in waiting[:1]:  # none: the last call has just come back
             fact = f"made no progress for more than {self.deadline_s:g} s, though it is alive."
             self.end(host, f"the process {fact}")

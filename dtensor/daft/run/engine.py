@@ -40,7 +40,8 @@ from dtensor.daft.ir.instructions import (
     key_of,
     outputs_of,
 )
-from dtensor.daft.ir.program import Program, format_instruction
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import excerpt
 from dtensor.daft.run.transport import Pending, Transport, check_value
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
 
@@ -260,7 +261,7 @@ def describe(program: Program, site: Site, reason: str, line: str | None = None)
         rank=rank,
         stage=program.stage_of[rank],
         index=index,
-        text=format_instruction(instruction, brief=True),
+        text=excerpt(instruction),
         label=next((i.label for i in concerned if i.label), ""),
         line=line or next((i.source for i in concerned if i.source), None),
         peers=tuple(peers),

@@ -38,7 +38,8 @@ from dtensor.daft.ir.instructions import (
     awaited,
     key_of,
 )
-from dtensor.daft.ir.program import Program, format_instruction
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import excerpt
 
 Site: TypeAlias = tuple[int, int]
 """(rank, index of the instruction in the rank's own list)."""
@@ -53,7 +54,7 @@ def instruction_at(program: Program, site: Site) -> Instruction:
 
 def show_site(program: Program, site: Site) -> str:
     """`(rank 1, instr 7 wait h)`."""
-    text = format_instruction(instruction_at(program, site), brief=True)
+    text = excerpt(instruction_at(program, site))
     return f"(rank {site[0]}, instr {site[1]} {text})"
 
 
