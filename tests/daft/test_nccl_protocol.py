@@ -228,7 +228,7 @@ def test_what_is_used_of_torch_is_there() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_an_actor_without_a_gpu_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"ranks \(3,\) has no CUDA device"):
-        join_nccl(HashStore(), (3,), num_actors=1, deadline_s=1.0)
+        join_nccl(HashStore(), (3,), num_actors=1, patience_s=1.0)
 
 
 @pytest.mark.gpu

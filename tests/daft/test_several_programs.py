@@ -341,9 +341,8 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
 
     def join(prefix: str) -> None:
         own = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
-        own_part = Join(address="", port=0, prefix=prefix, index=0, hosts=(3, 7), host_of=(0, 1),
-                        tags={}, start_s=0.01, deadline_s=0.01)  # fmt: skip
-        meet(own, PrefixStore(prefix, own), own_part)
+        both = Join(address="", port=0, prefix=prefix, hosts=(3, 7), host_of=(0, 1), tags={})
+        meet(own, PrefixStore(prefix, own), both, 0)
 
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(join, "program0")

@@ -39,7 +39,7 @@ from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Ranks, pack, unpack, unpack_all
-from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
+from dtensor.daft.ray.starting import own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import NOTHING_KEPT
@@ -98,21 +98,16 @@ class RayCluster(Cluster):
         options = {"num_gpus": 1} if self.device.type == "cuda" else {}
         for ranks in self.hosts:
             self._home.spawn(Ranks, ranks, str(self.device), options=options)
-        joins = [
-            Join(
-                address=own_address(),
-                port=self._home.store.port,
-                prefix="ranks",
-                index=index,
-                hosts=tuple(range(len(self.hosts))),
-                host_of=self._host_of,
-                tags={},
-                start_s=max(START_S, self.watch.deadline_s),
-                deadline_s=self.watch.deadline_s,
-            )
-            for index in range(len(self.hosts))
-        ]
-        self._collect(self._submit(Ranks.connect, [(join,) for join in joins]))
+        join = Join(
+            address=own_address(),
+            port=self._home.store.port,
+            prefix="ranks",
+            hosts=tuple(range(len(self.hosts))),
+            host_of=self._host_of,
+            tags={},
+            patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
+        )
+        self._collect(self._submit(Ranks.connect, [(join, index) for index in join.hosts]))
 
     @property
     def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -48,10 +48,10 @@ def gloo_group(
     return cast(Messenger, dist.ProcessGroupGloo(store, index, size, options))  # pyright: ignore
 
 
-def join_gloo(store: Store, index: int, actor_of: Sequence[int], own_address: str) -> GlooWire:
+def join_gloo(store: Store, index: int, host_of: Sequence[int], own_address: str) -> GlooWire:
     """Actor `index`'s wire to the others; blocks until all have joined."""
-    size = max(actor_of) + 1
-    return GlooWire(gloo_group(store, index, size, own_address), actor_of)
+    size = max(host_of) + 1
+    return GlooWire(gloo_group(store, index, size, own_address), host_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class _Helped(Pending):
 
 
 class GlooWire(Wire):
-    def __init__(self, group: Messenger, actor_of: Sequence[int]) -> None:
+    def __init__(self, group: Messenger, host_of: Sequence[int]) -> None:
         self._group: Messenger | None = group
-        self._actor_of = tuple(actor_of)
+        self._host_of = tuple(host_of)
         self._tags: dict[Key, int] = {}
         self._helpers: dict[Key, ThreadPoolExecutor] = {}
 
@@ -80,8 +80,8 @@ class GlooWire(Wire):
         if group is None:
             raise RuntimeError("The connections of this actor are closed.")
         tag = 2 * self._tags[key] + half
-        works = [group.recv([data], self._actor_of[m], tag) for m, data in recvs.items()]
-        works += [group.send([data], self._actor_of[m], tag) for m, data in sends.items()]
+        works = [group.recv([data], self._host_of[m], tag) for m, data in recvs.items()]
+        works += [group.send([data], self._host_of[m], tag) for m, data in sends.items()]
         return works
 
     def later(self, key: Key, finish: Finish) -> Pending:

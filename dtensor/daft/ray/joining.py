@@ -3,7 +3,7 @@ a failure of one does.
 
 Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` and `objects.py` do this):
 
-    joined = Joined.by(join, ranks=(0,), device=torch.device("cpu"))   # blocks until both have come
+    joined = Joined.by(join, 0, (0,), torch.device("cpu"))      # blocks until both have come
     engine = Engine(program, sites, table, joined.transport)
     with joined.running():
         engine.run({0: {"x": x}})
@@ -39,7 +39,7 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.nccl import join_nccl
-from dtensor.daft.ray.starting import own_address
+from dtensor.daft.ray.starting import START_S, own_address
 from dtensor.daft.run.transport import LocalTransport, Transport
 
 MAX_GROUPS = 24
@@ -49,18 +49,17 @@ SLICE_S = 0.1  # how often one that waits for others to join looks whether they 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """How hosts find each other: `index` of those in `host_of` (by rank), under `prefix` in a store
-    at the controller. `hosts` are their numbers in the launch, `tags` those of the keys."""
+    """How hosts find each other, under `prefix` in a store at the controller. `hosts` are their
+    numbers in the launch, `tags` those of the keys; `host_of`: by rank, which of `hosts` has it.
+    `patience_s` is of NCCL's watchdog."""
 
     address: str
     port: int
     prefix: str
-    index: int
     hosts: tuple[int, ...]
     host_of: tuple[int, ...]
     tags: Mapping[Key, int]
-    start_s: float
-    deadline_s: float
+    patience_s: float = 60.0
 
 
 class HostFailed(Exception):
@@ -86,18 +85,19 @@ class Joined:
         self._rank = ranks[0]
 
     @staticmethod
-    def by(join: Join, ranks: Sequence[int], device: torch.device) -> Joined:
-        """Blocks until all have come: over gloo they connect here, over NCCL in `open`."""
+    def by(join: Join, index: int, ranks: Sequence[int], device: torch.device) -> Joined:
+        """As host `index` of these; blocks until all have come. Over gloo they connect here, over
+        NCCL in `open`."""
         if len(join.hosts) == 1 and device.type == "cpu":
             return Joined(LocalTransport(), join, ranks)
-        start = timedelta(seconds=join.start_s)
+        start = timedelta(seconds=START_S)
         store = TCPStore(join.address, join.port, None, False, start, wait_for_workers=False)
         prefixed = PrefixStore(join.prefix, store)
-        meet(store, prefixed, join)
+        meet(store, prefixed, join, index)
         if device.type == "cuda":
-            wire = join_nccl(prefixed, ranks, len(join.hosts), join.deadline_s)
+            wire = join_nccl(prefixed, ranks, len(join.hosts), join.patience_s)
         else:
-            wire = join_gloo(prefixed, join.index, join.host_of, own_address())
+            wire = join_gloo(prefixed, index, join.host_of, own_address())
         joined = Joined(ExchangeTransport(wire, join.host_of), join, ranks)
         joined.open(join.tags)
         return joined
@@ -160,11 +160,11 @@ def check_groups(keys: Iterable[Key], host_of: Sequence[int]) -> None:
         )
 
 
-def meet(store: Store, prefixed: Store, join: Join) -> None:
+def meet(store: Store, prefixed: Store, join: Join, index: int) -> None:
     """Blocks until all have come, as gloo would, but not for one that is lost. Others may come
     hours later: from a method, or from runs of other programs."""
-    prefixed.set(f"here{join.index}", "")
-    others = [f"here{index}" for index in range(len(join.hosts))]
+    prefixed.set(f"here{index}", "")
+    others = [f"here{other}" for other in range(len(join.hosts))]
     while not prefixed.check(others):  # the store's own `wait` logs each time that it times out
         for host in join.hosts:
             if store.check([lost_key(host)]):

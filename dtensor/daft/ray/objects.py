@@ -87,11 +87,13 @@ class Objects:
         sites: Sequence[Site],
         actors: Mapping[int, int],
         join: Join,
+        index: int,
     ) -> None:
-        """`actors`: those of this host, by their rank. Blocks until the others have joined."""
+        """`actors`: those of this host, by their rank; `index`: which of the program's hosts it is.
+        Blocks until the others have joined."""
         table: Table = {(rank, SELF): self._subjects[actor] for rank, actor in actors.items()}
         try:
-            joined = Joined.by(join, tuple(actors), torch.device("cpu"))
+            joined = Joined.by(join, index, tuple(actors), torch.device("cpu"))
             engine = Engine(program, sites, table, joined.transport)
         except Exception as error:  # nobody waits for this: its runs raise it
             self._programs[number] = host_failed(error, join.hosts)

@@ -3,7 +3,7 @@
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
-    ranks.connect(join); ranks.load(7, program, sites, tags); ranks.run(7, 0, inputs, keep={})
+    ranks.connect(join, 0); ranks.load(7, program, sites, tags); ranks.run(7, 0, inputs, keep={})
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
 (`joining.py`). Tensors go between controller and host as `Packed`; what arrives is read-only memory
@@ -36,8 +36,8 @@ class Ranks:
         self._joined: Joined | None = None
         self._connected: Worker | None = None
 
-    def connect(self, join: Join) -> None:
-        self._joined = Joined.by(join, self._ranks, self._device)
+    def connect(self, join: Join, index: int) -> None:
+        self._joined = Joined.by(join, index, self._ranks, self._device)
         self._connected = Worker(self._ranks, self._device, self._joined.transport)
 
     def put(self, values: Values) -> None:

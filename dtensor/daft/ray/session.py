@@ -30,7 +30,7 @@ from dtensor.daft.ray.joining import Join, check_routes
 from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.starting import START_S, own_address
+from dtensor.daft.ray.starting import own_address
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
@@ -124,27 +124,24 @@ class RaySession(Session):
             next(h for h, ranks in enumerate(frozen.hosts) if rank in ranks)
             for rank in range(len(frozen.actors))
         )
-        tags = {key: i for i, key in enumerate(check_routes(frozen.program, host_of))}
         program = _ray.put(frozen.program)
         with self.lock:
             number = len(self._loaded)
             self._loaded.append(frozen)
+            join = Join(
+                address=own_address(),
+                port=self._home.store.port,
+                prefix=f"program{number}",
+                hosts=frozen.processes,
+                host_of=host_of,
+                tags={key: i for i, key in enumerate(check_routes(frozen.program, host_of))},
+            )
             for h, (ranks, process) in enumerate(zip(frozen.hosts, frozen.processes, strict=True)):
-                join = Join(
-                    address=own_address(),
-                    port=self._home.store.port,
-                    prefix=f"program{number}",
-                    index=h,
-                    hosts=frozen.processes,
-                    host_of=host_of,
-                    tags=tags,
-                    start_s=max(START_S, self.watch.deadline_s),
-                    deadline_s=self.watch.deadline_s,
-                )
                 actors = {rank: frozen.actors[rank] for rank in ranks}
+                sites = frozen.report.lists[h]
                 self.calls += 1
                 host = self._home.processes[process]
-                host.tell(Objects.load, number, program, frozen.report.lists[h], actors, join)
+                host.tell(Objects.load, number, program, sites, actors, join, h)
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
