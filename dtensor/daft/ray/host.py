@@ -34,8 +34,16 @@ class Host:
     def __init__(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
         torch.set_num_threads(1)
         keep_freed_memory()
-        self._hosted = kind(ProgramCounter(counter), *arguments)
+        self._counter: ProgramCounter | None = None
+        self.host(counter, kind, *arguments)
+
+    def host(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
+        """From now on this; what was hosted before is dropped."""
+        if self._counter is not None:
+            self._counter.close()
+        self._counter = ProgramCounter(counter)
         self._unread: Exception | None = None
+        self._hosted = kind(self._counter, *arguments)
 
     def call(self, method: Callable[..., Any], *arguments: object) -> Any:
         made = method(self._hosted, *arguments)  # in any case: other hosts may wait for its part

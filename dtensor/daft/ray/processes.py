@@ -37,48 +37,47 @@ END_S = 30.0
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
+def start_host(
+    options: Mapping[str, object], counter: Path, kind: Callable[..., object], *arguments: object
+) -> Any:
+    """Ray's handle to an actor that hosts what `kind` makes. `options` are Ray's."""
+    all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
+    all_options |= options
+    if (environment := missing_environment()) is not None:
+        # Only then, as a runtime environment adds half a second to every actor.
+        all_options["runtime_env"] = {"env_vars": environment}
+    return _ray.remote(Host).options(**all_options).remote(str(counter), kind, *arguments)
+
+
 class HostProcess:
     """A host, by its number in the launch, its counter file, and its process if that is on this
-    machine. `options` are Ray's."""
+    machine."""
 
-    def __init__(
-        self,
-        index: int,
-        counter: CounterFile,
-        options: Mapping[str, object],
-        kind: Callable[..., object],
-        *arguments: object,
-    ) -> None:
+    def __init__(self, index: int, counter: CounterFile, actor: Any) -> None:
         self.index = index
         self.counter = counter
+        self.actor = actor
         self.started = time.monotonic()
         self.answered = False  # a call: then it has started, though its counter may not be seen
-        all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
-        all_options |= options
-        if (environment := missing_environment()) is not None:
-            # Only then, as a runtime environment adds half a second to every actor.
-            all_options["runtime_env"] = {"env_vars": environment}
-        host = _ray.remote(Host).options(**all_options)
-        self._actor: Any = host.remote(str(counter.path), kind, *arguments)
         self._process: int | None = None
         self._ended = False  # before anybody held on to it
 
     # -- calls ----------------------------------------------------------------------------------
     def call(self, method: Callable[..., object], *arguments: object, num_returns: int = 1) -> Any:
         """Ray's reference to what the method of what it hosts gives; or a list of them."""
-        remote = self._actor.call
+        remote = self.actor.call
         if num_returns != 1:
             remote = remote.options(num_returns=num_returns)
         return remote.remote(method, *arguments)
 
     def tell(self, method: Callable[..., object], *arguments: object) -> Any:
         """Nobody reads what it gives; what it raises comes with the next call."""
-        return self._actor.tell.remote(method, *arguments)
+        return self.actor.tell.remote(method, *arguments)
 
     @property
     def id(self) -> str:
         """What Ray's errors call it."""
-        return str(self._actor._actor_id.hex())
+        return str(self.actor._actor_id.hex())
 
     # -- life -----------------------------------------------------------------------------------
     def watch(self) -> None:
@@ -110,7 +109,7 @@ class HostProcess:
         """Ask Ray to end it; a process that runs ends at once."""
         self.watch()
         if ray.is_initialized():
-            _ray.kill(self._actor, no_restart=True)
+            _ray.kill(self.actor, no_restart=True)
 
     def end(self, grace_s: float = 1.0) -> None:
         """After `kill`: wait for the process to end; a stopped one needs a signal."""
@@ -165,7 +164,8 @@ class Home:
         """A host of what `kind` makes, in a process of its own; nothing is waited for."""
         index = len(self.processes)
         counter = CounterFile(self._folder, index)
-        self.processes.append(HostProcess(index, counter, options, kind, *arguments))
+        actor = start_host(options, counter.path, kind, *arguments)
+        self.processes.append(HostProcess(index, counter, actor))
         return self.processes[-1]
 
     @property

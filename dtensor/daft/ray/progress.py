@@ -48,6 +48,7 @@ class ProgramCounter:
                 self._memory = mmap.mmap(file.fileno(), 8 * _FIELDS)
         self.view = memoryview(self._memory).cast("q")
         self.view[4] = os.getpid()
+        self._closed = False
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def begin(self, program: int, run: int) -> None:
@@ -58,8 +59,12 @@ class ProgramCounter:
     def end(self) -> None:
         self.view[0] = -1
 
+    def close(self) -> None:
+        """No more heartbeats."""
+        self._closed = True
+
     def _beat(self) -> None:
-        while True:
+        while not self._closed:
             self.view[3] = time.monotonic_ns()
             time.sleep(_BEAT_S)
 
