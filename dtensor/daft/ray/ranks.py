@@ -3,7 +3,9 @@
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
-    ranks.connect(join, 0); ranks.load(7, program, sites, tags); ranks.run(7, 0, inputs, keep={})
+    ranks.connect(join, 0)
+    ranks.ask(Worker.load, 7, program, sites)
+    ranks.run(0, Worker.run, 7, {0: {"x": packed}})              # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
 (`joining.py`). Tensors go between controller and host as `Packed`; what arrives is read-only memory
@@ -13,19 +15,17 @@ of Ray's, and the worker copies it. It does not import Ray.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
 
 from dtensor.daft.ir.instructions import Key
-from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.run.worker import Names, Values, Worker
-from dtensor.daft.verification.pairing import Site
+from dtensor.daft.run.worker import Worker
 
 
 class Ranks:
@@ -34,66 +34,36 @@ class Ranks:
         self._ranks = ranks
         self._device = torch.device(device)
         self._joined: Joined | None = None
-        self._connected: Worker | None = None
+        self._worker: Worker | None = None
 
     def connect(self, join: Join, index: int) -> None:
         self._joined = Joined.by(join, index, self._ranks, self._device)
-        self._connected = Worker(self._ranks, self._device, self._joined.transport)
+        transport, counter = self._joined.transport, self._counter.view
+        self._worker = Worker(self._ranks, self._device, transport, counter)
 
-    def put(self, values: Values) -> None:
-        self._worker.put(unpack_all(values))
+    def open(self, tags: Mapping[Key, int]) -> None:
+        self._connected[0].open(tags)
 
-    def get(self, names: Names) -> dict[int, tuple[object, ...]]:
-        found = self._worker.get(names)
-        return {rank: tuple(map(pack, values)) for rank, values in found.items()}
+    def ask(self, method: Callable[..., Any], *arguments: object) -> Any:
+        """Call a method of the worker."""
+        joined, worker = self._connected
+        joined.check()
+        return pack(method(worker, *map(unpack, arguments)))
 
-    def delete(self, names: Names) -> None:
-        self._worker.delete(names)
-
-    def load(
-        self, handle: int, program: Program, sites: Sequence[Site], tags: Mapping[Key, int]
-    ) -> None:
-        self._connections.open(tags)
-        self._worker.load(handle, program, sites)
-
-    def unload(self, handle: int) -> None:
-        self._worker.unload(handle)
-
-    def run(
-        self, handle: int, run: int, inputs: Values, keep: Mapping[str, str], timed: bool = False
-    ) -> dict[int, dict[str, object]]:
-        worker = self._worker
+    def run(self, run: int, method: Callable[..., Any], handle: int, *arguments: object) -> Any:
+        """Call one that runs a program, or a step of it."""
+        joined, worker = self._connected
+        joined.check()
         self._counter.begin(handle, run)
-        with self._connections.running(run):
-            made = worker.run(handle, unpack_all(inputs), self._counter.view, keep, timed)
-            packed = pack_all(made)
+        with joined.running(run):
+            made = pack(method(worker, handle, *map(unpack, arguments)))
         self._counter.end()
-        return packed
-
-    def begin(self, handle: int, run: int, inputs: Values) -> None:
-        self._worker.begin(handle, unpack_all(inputs))
-        self._counter.begin(handle, run)
-        self._counter.end()
-
-    def step(self, handle: int, run: int, position: int) -> None:
-        self._counter.view[0] = position
-        with self._connections.running(run):
-            self._worker.step(handle, position)
-        self._counter.end()
-
-    def finish(self, handle: int, keep: Mapping[str, str]) -> dict[int, dict[str, object]]:
-        return pack_all(self._worker.finish(handle, keep))
+        return made
 
     @property
-    def _connections(self) -> Joined:
-        assert self._joined is not None, "connect comes first"
-        return self._joined
-
-    @property
-    def _worker(self) -> Worker:
-        self._connections.check()
-        assert self._connected is not None
-        return self._connected
+    def _connected(self) -> tuple[Joined, Worker]:
+        assert self._joined is not None and self._worker is not None, "connect comes first"
+        return self._joined, self._worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +76,43 @@ class Packed:
     shape: tuple[int, ...]
 
 
-def pack(value: object) -> object:
-    """A tensor as `Packed`; anything else as it is."""
+def pack(by_rank: Any) -> Any:
+    """By rank, a mapping or a tuple of values: the tensors as `Packed`. Anything else as it is."""
+    return _each(by_rank, _packed)
+
+
+def unpack(by_rank: Any, *, own: bool = False) -> Any:
+    """The inverse, without a copy and not to be written to, unless tensors are to be one's `own`:
+    Ray's memory lives as long as anything refers to it."""
+    return _each(by_rank, lambda value: _unpacked(value, own))
+
+
+def _each(by_rank: Any, change: Callable[[Any], Any]) -> Any:
+    def one(own: Any) -> Any:
+        if isinstance(own, Mapping):
+            named = cast(Mapping[str, Any], own)
+            return {name: change(value) for name, value in named.items()}
+        return tuple(map(change, cast(tuple[Any, ...], own))) if isinstance(own, tuple) else own
+
+    if not isinstance(by_rank, dict):
+        return by_rank
+    return {rank: one(own) for rank, own in cast(dict[int, Any], by_rank).items()}
+
+
+def _packed(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     flat = value.detach().cpu().contiguous().reshape(-1)
     return Packed(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
-def unpack(value: object) -> object:
-    """The tensor of a `Packed`, without a copy and not to be written to."""
+def _unpacked(value: object, own: bool) -> object:
     if not isinstance(value, Packed):
         return value
     if value.data.size == 0:
         return torch.empty(value.shape, dtype=value.dtype)
-    return read_only(value.data).view(value.dtype).reshape(value.shape)
+    tensor = read_only(value.data).view(value.dtype).reshape(value.shape)
+    return tensor.clone() if own else tensor
 
 
 def read_only(data: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]) -> torch.Tensor:
@@ -129,11 +121,3 @@ def read_only(data: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]) -> torch.Tenso
         # torch warns that the array is read-only: whoever reads it copies.
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(data)  # pyright: ignore[reportUnknownMemberType]
-
-
-def pack_all(values: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, object]]:
-    return {r: {name: pack(v) for name, v in named.items()} for r, named in values.items()}
-
-
-def unpack_all(values: Mapping[int, Mapping[str, object]]) -> dict[int, dict[str, object]]:
-    return {r: {name: unpack(v) for name, v in named.items()} for r, named in values.items()}

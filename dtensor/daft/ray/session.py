@@ -57,6 +57,7 @@ class RaySession(Session):
         call_deadline_s: float = math.inf,
     ) -> None:
         super().__init__()
+        self.failure: DaftError | None = None  # none is of all actors
         self._home = Home(address, deadline_s)
         self.watch = HostWatch(
             self, self._home, deadline_s=deadline_s, call_deadline_s=call_deadline_s, moves=False

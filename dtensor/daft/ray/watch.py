@@ -70,6 +70,11 @@ class _Seen:
 class Controller(Protocol):
     """Who has given the hosts what they do."""
 
+    @property
+    def failure(self) -> DaftError | None:
+        """Of all of it, so that nobody waits on."""
+        ...
+
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         """What a host was doing when this became of it."""
         ...
@@ -95,7 +100,6 @@ class HostWatch:
         self.deadline_s = deadline_s
         self.call_deadline_s = call_deadline_s
         self.lost: dict[int, ActorLost] = {}
-        self.failure: DaftError | None = None  # of all of it: whoever waits is told
         self._controller = controller
         self._home = home
         self._moves = moves
@@ -108,9 +112,11 @@ class HostWatch:
         timeout: float | None = None,
         *,
         needed: Collection[HostProcess] = (),
+        deadline_s: float | None = None,
     ) -> list[Any]:
         """What the calls give; raises the root cause of a failure, also if a host is lost that is
-        `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`."""
+        `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
+        `deadline_s`: for which these calls may stand still, if not as others."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
@@ -134,11 +140,11 @@ class HostWatch:
                     each.host.answered = True
                     each.host.watch()
                 return found
-            if self.failure is not None:
-                raise self.failure
+            if self._controller.failure is not None:
+                raise self._controller.failure
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
-            self.look(asked)
+            self._look(asked, self.deadline_s if deadline_s is None else deadline_s)
             if any(host.index in self.lost for host in needed):
                 raise self._root(asked, [host.index for host in needed])
 
@@ -149,7 +155,12 @@ class HostWatch:
                 self.lose(host, "the process died.")
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
 
-    def look(self, asked: Sequence[Asked] = ()) -> None:
+    def came(self, asked: Sequence[Asked]) -> bool:
+        """Whether all these calls have come back."""
+        refs = [each.ref for each in asked]
+        return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def _look(self, asked: Sequence[Asked], deadline_s: float) -> None:
         """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
         have to move and none is at work, stands still."""
         now = time.monotonic()
@@ -157,7 +168,7 @@ class HostWatch:
             if host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
         if self._moves:
-            self._look_for_one_that_stands(asked, now)
+            self._look_for_one_that_stands(asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
         if host.gone:
@@ -215,20 +226,21 @@ class HostWatch:
         host.kill()
         host.end()
 
-    def _look_for_one_that_stands(self, asked: Sequence[Asked], now: float) -> None:
+    def _look_for_one_that_stands(
+        self, asked: Sequence[Asked], now: float, deadline_s: float
+    ) -> None:
         hosts = self._home.processes
         if not all(host.index in self._seen or host.answered for host in hosts):
             return  # some are still starting
         since = max(each.since for each in (*self._seen.values(), *asked))
-        if now - since <= self.deadline_s or any(seen.at_work for seen in self._seen.values()):
+        if now - since <= deadline_s or any(seen.at_work for seen in self._seen.values()):
             return
-        came, _ = _ray.wait([each.ref for each in asked], num_returns=len(asked), timeout=0)
-        waiting = [each.host for each in asked if each.ref not in came]
+        waiting = [each.host for each in asked if not self.came([each])]
         # One in a Call is more likely to be at fault than one that waits for it.
         at = {host: host.counter.read() for host in waiting}
         waiting.sort(key=lambda host: not self._controller.at_work(host.index, at[host]))
         for host in waiting[:1]:  # none: the last call has just come back
-            fact = f"made no progress for more than {self.deadline_s:g} s, though it is alive."
+            fact = f"made no progress for more than {deadline_s:g} s, though it is alive."
             self.end(host, f"the process {fact}")
 
     def _root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:

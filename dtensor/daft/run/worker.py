@@ -37,11 +37,20 @@ class Stored:
 
 
 class Worker:
-    def __init__(self, ranks: tuple[int, ...], device: torch.device, transport: Transport) -> None:
+    """`counter[0]`, if given, is always the position in the list that runs."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        transport: Transport,
+        counter: memoryview | None = None,
+    ) -> None:
         self.ranks = ranks
         self.device = device
         self.transport = transport
         self.engines: dict[int, Engine] = {}
+        self._counter = counter
         self._table: Table = {}
 
     def put(self, values: Values) -> None:
@@ -71,18 +80,19 @@ class Worker:
         self,
         handle: int,
         inputs: Values,
-        counter: memoryview | None = None,
         keep: Mapping[str, str] = NOTHING_KEPT,
         timed: bool = False,
     ) -> dict[int, dict[str, object]]:
         """The outputs of the hosted ranks."""
         engine = self.engines[handle]
-        return self._out(engine.run(self._in(inputs), counter, timed=timed), keep)
+        return self._out(engine.run(self._in(inputs), self._counter, timed=timed), keep)
 
     def begin(self, handle: int, inputs: Values) -> None:
         self.engines[handle].begin(self._in(inputs))
 
     def step(self, handle: int, position: int) -> None:
+        if self._counter is not None:
+            self._counter[0] = position
         self.engines[handle].step(position)
 
     def finish(
