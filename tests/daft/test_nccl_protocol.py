@@ -114,7 +114,7 @@ class Actors:
         def act(host: int) -> dict[int, dict[str, object]]:
             start.wait(10)
             self.transports[host].open(self.tags)
-            self.workers[host].load(handle, made, report.lists[host])
+            self.workers[host].load(handle, report.lists[host], made)
             return self.workers[host].run(handle, {r: dict(fed[r]) for r in self.hosts[host]})
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:

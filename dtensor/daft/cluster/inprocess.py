@@ -56,7 +56,7 @@ class InProcessCluster(HostedCluster):
         return True
 
     def _ship(self, handle: Handle) -> None:
-        part = (handle.id, handle.program, handle.report.lists[0])
+        part = (handle.id, handle.report.lists[0], handle.program)
         self._submit(Worker.load, [part], read=False)
 
     def _end(self) -> None:

@@ -95,10 +95,9 @@ class RayCluster(HostedCluster):
         self.calls += 1
         process = self._home.processes[host]
         send = process.call if read else process.tell
-        packed = map(pack, part)
         if run is None:
-            return Asked(process, send(Ranks.ask, method, *packed))
-        return Asked(process, send(Ranks.run, run, method, *packed))
+            return Asked(process, send(Ranks.ask, method, *map(pack, part)))
+        return Asked(process, send(Ranks.run, run, method, *map(pack, part)))
 
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:
@@ -131,8 +130,9 @@ class RayCluster(HostedCluster):
             for host in hosts:
                 host.tell(Ranks.open, self._tags)
         shipped = _ray.put(handle.program)
-        parts = [(handle.id, shipped, sites) for sites in handle.report.lists]
-        self._submit(Worker.load, parts, read=False)
+        for host, sites in zip(self._home.processes, handle.report.lists, strict=True):
+            self.calls += 1
+            host.tell(Ranks.ask, Worker.load, handle.id, sites, values=[shipped])
 
     def _fail(self, error: DaftError) -> DaftError:
         """End all hosts, once: their values count as lost. The first failure."""

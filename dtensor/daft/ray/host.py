@@ -2,8 +2,8 @@
 
 Example (the controller does this, `processes.py`):
 
-    actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Ranks, (0,), "cpu")
-    actor.call.remote(Ranks.run, handle, run, inputs)    # a method of what it hosts, and arguments
+    actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Objects)
+    actor.call.remote((Objects.call, 0, 8, task), ref)   # a method of what it hosts, and arguments
 
 Invariants: calls are carried out one at a time, in the order of their submission. What a `tell`
 raises, which nobody reads, the next `call` raises. It knows nothing of what it hosts (`ranks.py`,
@@ -45,16 +45,19 @@ class Host:
         self._unread: Exception | None = None
         self._hosted = kind(self._counter, *arguments)
 
-    def call(self, method: Callable[..., Any], *arguments: object) -> Any:
-        made = method(self._hosted, *arguments)  # in any case: other hosts may wait for its part
+    def call(self, what: tuple[Any, ...], *values: object) -> Any:
+        """`what`: a method and its arguments, of which `values` are the last."""
+        method, *given = what
+        made = method(self._hosted, *given, *values)  # in any case: others may wait for its part
         if self._unread is not None:
             error, self._unread = self._unread, None
             raise error
         return made
 
-    def tell(self, method: Callable[..., Any], *arguments: object) -> None:
+    def tell(self, what: tuple[Any, ...], *values: object) -> None:
+        method, *given = what
         try:
-            method(self._hosted, *arguments)
+            method(self._hosted, *given, *values)
         except Exception as error:
             self._unread = self._unread or error
 

@@ -83,11 +83,11 @@ class Objects:
     def load(
         self,
         number: int,
-        program: Program,
         sites: Sequence[Site],
         actors: Mapping[int, int],
         join: Join,
         index: int,
+        program: Program,
     ) -> None:
         """`actors`: those of this host, by their rank; `index`: which of the program's hosts it is.
         Blocks until the others have joined."""

@@ -4,7 +4,7 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
     ranks.connect(join, 0)
-    ranks.ask(Worker.load, 7, program, sites)
+    ranks.ask(Worker.load, 7, sites, program)
     ranks.run(0, Worker.run, 7, {0: {"x": packed}})              # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call

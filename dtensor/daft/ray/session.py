@@ -84,7 +84,7 @@ class RaySession(Session):
         number = self._number(task.title, task.issued, arguments)
         cls = _cloudpickle.dumps(actor.cls)
         refs = [future.value for future in inputs]
-        host.tell(Objects.create, actor.key, number, cls, task, arguments.numpy(), *refs)
+        host.tell(Objects.create, actor.key, number, cls, task, arguments.numpy(), values=refs)
 
     def dispatch(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
@@ -92,7 +92,7 @@ class RaySession(Session):
         host = self._home.processes[actor.process]
         number = self._number(task.title, task.issued, arguments)
         refs = [future.value for future in inputs]
-        ref = host.call(Objects.call, actor.key, number, task, arguments.numpy(), *refs)
+        ref = host.call(Objects.call, actor.key, number, task, arguments.numpy(), values=refs)
         return TaskFuture(self, actor.key, task.title, ref)
 
     def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
@@ -142,7 +142,7 @@ class RaySession(Session):
                 sites = frozen.report.lists[h]
                 self.calls += 1
                 host = self._home.processes[process]
-                host.tell(Objects.load, number, program, sites, actors, join, h)
+                host.tell(Objects.load, number, sites, actors, join, h, values=[program])
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
@@ -176,7 +176,7 @@ class RaySession(Session):
                     ranks,
                     [(rank, value, frozen.names[rank]) for rank, value in wanted],
                     [(rank, argument(index)) for index, rank in fed],
-                    *[refs[index] for index, _ in fed],
+                    values=[refs[index] for index, _ in fed],
                     num_returns=max(1, len(wanted)),
                 )
                 made.update(zip(wanted, call if len(wanted) > 1 else [call]))

@@ -4,7 +4,7 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
 
     worker = Worker((0, 1), torch.device("cpu"), LocalTransport())
     worker.put({0: {"w": torch.ones(2)}})
-    worker.load(7, program, sites)
+    worker.load(7, sites, program)
     worker.run(7, {0: {"x": torch.ones(2)}, 1: {}})       # {0: {"y": tensor}, 1: {}}
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
@@ -70,7 +70,7 @@ class Worker:
                 self._find(rank, name)
                 del self._table[rank, name]
 
-    def load(self, handle: int, program: Program, sites: Sequence[Site]) -> None:
+    def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
         self.engines[handle] = Engine(program, sites, self._table, self.transport)
 
     def unload(self, handle: int) -> None:
