@@ -80,7 +80,7 @@ def at_rest(hosts: list[Any]) -> list[Any]:
     import ray
 
     asked = {
-        host.actor.host.remote("", Nothing): host
+        host.actor.host.remote(str(host.counter.path), Nothing): host
         for host in hosts
         if host.answered and not host.gone and not host.stopped
     }

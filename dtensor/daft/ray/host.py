@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ class Host:
     def host(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
         """From now on this; what was hosted before is dropped."""
         if self._counter is not None:
-            self._counter.close()
-        self._counter = ProgramCounter(counter)
+            self._counter.stop()
+        self._counter = ProgramCounter(Path(counter))
+        self._counter.start()
         self._unread: Exception | None = None
         self._hosted = kind(self._counter, *arguments)
 

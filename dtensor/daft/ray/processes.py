@@ -28,7 +28,7 @@ import ray
 from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.ray.host import Host
-from dtensor.daft.ray.progress import CounterFile
+from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.starting import missing_environment, own_address, start_ray
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
@@ -40,7 +40,8 @@ NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 def start_host(
     options: Mapping[str, object], counter: Path, kind: Callable[..., object], *arguments: object
 ) -> Any:
-    """Ray's handle to an actor that hosts what `kind` makes. `options` are Ray's."""
+    """Ray's handle to an actor that hosts what `kind` makes. `options` are Ray's, `counter` is the
+    path of its file."""
     all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
     all_options |= options
     if (environment := missing_environment()) is not None:
@@ -53,7 +54,7 @@ class HostProcess:
     """A host, by its number in the launch, its counter file, and its process if that is on this
     machine."""
 
-    def __init__(self, index: int, counter: CounterFile, actor: Any) -> None:
+    def __init__(self, index: int, counter: ProgramCounter, actor: Any) -> None:
         self.index = index
         self.counter = counter
         self.actor = actor
@@ -173,8 +174,9 @@ class Home:
     ) -> HostProcess:
         """A host of what `kind` makes, in a process of its own; nothing is waited for."""
         index = len(self.processes)
-        counter = CounterFile(self._folder, index)
-        actor = start_host(options, counter.path, kind, *arguments)
+        path = self._folder / f"host{index}"
+        counter = ProgramCounter.make(path)
+        actor = start_host(options, path, kind, *arguments)
         self.processes.append(HostProcess(index, counter, actor))
         return self.processes[-1]
 

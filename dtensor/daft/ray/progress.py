@@ -38,18 +38,25 @@ class Progress:
 
 
 class ProgramCounter:
-    """The host's side. `view[0]` is the position."""
+    """Either side's. `view[0]` is the position."""
 
-    def __init__(self, path: str) -> None:
-        self.shared = os.path.exists(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._memory: mmap.mmap | bytearray = bytearray(8 * _FIELDS)
-        if self.shared:
+        if path.exists():
             with open(path, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), 8 * _FIELDS)
         self.view = memoryview(self._memory).cast("q")
+        self._beats = False
+
+    # -- the host's -----------------------------------------------------------------------------
+    def start(self) -> None:
         self.view[4] = os.getpid()
-        self._closed = False
+        self._beats = True
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        self._beats = False
 
     def begin(self, program: int, run: int) -> None:
         """`program` -1: a task of a spawned actor."""
@@ -59,37 +66,29 @@ class ProgramCounter:
     def end(self) -> None:
         self.view[0] = -1
 
-    def close(self) -> None:
-        """No more heartbeats."""
-        self._closed = True
-
     def _beat(self) -> None:
-        while not self._closed:
+        while self._beats:
             self.view[3] = time.monotonic_ns()
             time.sleep(_BEAT_S)
 
-
-class CounterFile:
-    """The controller's side of one host's counter."""
-
-    def __init__(self, directory: Path, host: int) -> None:
-        self.path = directory / f"host{host}"
-        self.path.write_bytes(b"\xff" * 8 + bytes(8 * (_FIELDS - 1)))
-        with open(self.path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 8 * _FIELDS)
+    # -- the controller's -----------------------------------------------------------------------
+    @staticmethod
+    def make(path: Path) -> ProgramCounter:
+        path.write_bytes(b"\xff" * 8 + bytes(8 * (_FIELDS - 1)))
+        return ProgramCounter(path)
 
     def read(self) -> Progress:
-        with memoryview(self._memory) as raw, raw.cast("q") as view:
-            position, program, run, beat, _ = view.tolist()
+        position, program, run, beat, _ = self.view.tolist()
         age = (time.monotonic_ns() - beat) / 1e9 if beat else None
         return Progress(position, program, run, age)
 
     @property
     def pid(self) -> int:
         """The host's process, 0 if it has not started or is on another machine."""
-        with memoryview(self._memory) as raw, raw.cast("q") as view:
-            return view[4]
+        return self.view[4]
 
     def close(self) -> None:
-        self._memory.close()
+        self.view.release()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()
         self.path.unlink(missing_ok=True)
