@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import assert_never
+from typing import TypedDict, assert_never
 
 from dtensor.daft.ir.instructions import (
     KINDS,
@@ -135,6 +135,11 @@ def _name(name: str) -> str:
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
+class _Tail(TypedDict):
+    label: str
+    source: str | None
+
+
 class _Parser:
     def __init__(self, line: str) -> None:
         self.line = line
@@ -161,14 +166,10 @@ class _Parser:
             self._expect("to")
             rank = int(self._word())
             channel = self._channel()
-            buffer = self._buffers()
-            label, source = self._tail()
-            return Send(value, rank, channel, *buffer, label=label, source=source)
+            return Send(value, rank, channel, *self._buffers(), **self._tail())
         if word in ("wait", "free"):
-            values = self._list()
-            label, source = self._tail()
             kind = Wait if word == "wait" else Free
-            return kind(values, label=label, source=source)
+            return kind(self._list(), **self._tail())
         raise ValueError(f"An instruction cannot start with {word!r}: {self.line!r}.")
 
     def _start(self, outputs: tuple[str, ...]) -> Instruction:
@@ -179,10 +180,8 @@ class _Parser:
             self._expect("from")
             rank = int(self._word())
             channel = self._channel()
-            buffer = self._buffers()
-            label, source = self._tail()
             (value,) = outputs
-            return Recv(value, rank, channel, *buffer, label=label, source=source)
+            return Recv(value, rank, channel, *self._buffers(), **self._tail())
         kind, _, op = word.partition(".")
         if kind not in KINDS or (op and op not in OPS):
             raise ValueError(f"There is no instruction {word!r}: {self.line!r}.")
@@ -193,11 +192,10 @@ class _Parser:
         ins = self._buffers()
         self._expect("=>")
         outs = self._buffers()
-        label, source = self._tail()
+        reduction = op if op else None
         return Collective(
-            kind, group, inputs, outputs, ins, outs,
-            op if op else None, channel, label=label, source=source,
-        )  # fmt: skip
+            kind, group, inputs, outputs, ins, outs, reduction, channel, **self._tail()
+        )
 
     def _call(self, outputs: tuple[str, ...]) -> Call:
         fn = self._word()
@@ -206,8 +204,7 @@ class _Parser:
         if self._peek() == "writes":
             self._expect("writes")
             writes = self._list()
-        label, source = self._tail()
-        return Call(fn, inputs, outputs, writes, label=label, source=source)
+        return Call(fn, inputs, outputs, writes, **self._tail())
 
     def _channel(self) -> str:
         self._expect("on")
@@ -244,17 +241,17 @@ class _Parser:
             self._next()
         return tuple(found)
 
-    def _tail(self) -> tuple[str, str | None]:
-        label, source = "", None
+    def _tail(self) -> _Tail:
+        found = _Tail(label="", source=None)
         if self._peek() == "#":
             self._next()
-            label = self._word()
+            found["label"] = self._word()
         if self._peek() == "@":
             self._next()
-            source = self._word()
+            found["source"] = self._word()
         if self._peek():
             raise ValueError(f"Nothing may follow, but {self._peek()!r} does: {self.line!r}.")
-        return label, source
+        return found
 
     def _peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""

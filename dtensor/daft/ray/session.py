@@ -15,8 +15,7 @@ was doing, by every future that depends on it; the others go on. Leaving ends al
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -157,45 +156,40 @@ class RaySession(Session):
             else:
                 refs.append(given.value if given is not None else None)
         issued, made = user_frames(), dict[tuple[int, str], Any]()
-        with self.lock, self._all_or_none() as asked:
-            for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
-                host = self._home.processes[process]
-                fed = [
-                    (index, rank)
-                    for index, users in enumerate(frozen.arguments)
-                    for rank in users
-                    if rank in ranks
-                ]
-                wanted = sorted({result for result in frozen.results if result[0] in ranks})
-                run = self._number(frozen.program.name, issued)
-                asked.append(host)
-                call = host.call(
-                    Objects.run,
-                    loaded,
-                    run,
-                    ranks,
-                    [(rank, value, frozen.names[rank]) for rank, value in wanted],
-                    [(rank, argument(index)) for index, rank in fed],
-                    values=[refs[index] for index, _ in fed],
-                    num_returns=max(1, len(wanted)),
-                )
-                made.update(zip(wanted, call if len(wanted) > 1 else [call]))
+        asked: list[HostProcess] = []
+        with self.lock:
+            try:
+                for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
+                    host = self._home.processes[process]
+                    fed = [
+                        (index, rank)
+                        for index, users in enumerate(frozen.arguments)
+                        for rank in users
+                        if rank in ranks
+                    ]
+                    wanted = sorted({result for result in frozen.results if result[0] in ranks})
+                    run = self._number(frozen.program.name, issued)
+                    asked.append(host)
+                    call = host.call(
+                        Objects.run,
+                        loaded,
+                        run,
+                        ranks,
+                        [(rank, value, frozen.names[rank]) for rank, value in wanted],
+                        [(rank, argument(index)) for index, rank in fed],
+                        values=[refs[index] for index, _ in fed],
+                        num_returns=max(1, len(wanted)),
+                    )
+                    made.update(zip(wanted, call if len(wanted) > 1 else [call]))
+            except BaseException:
+                # Hosts that were asked would wait for the others' parts, and all behind with them.
+                for host in asked:
+                    self.watch.end(host, "the process was ended: a step was half submitted.")
+                raise
         return [
             TaskFuture(self, frozen.actors[result[0]], title, made[result])
             for result, title in zip(frozen.results, frozen.titles, strict=True)
         ]
-
-    @contextmanager
-    def _all_or_none(self) -> Generator[list[HostProcess]]:
-        """The hosts asked to run their part of a step; after an interrupt they would wait for the
-        others' parts, and all runs behind that with them."""
-        asked: list[HostProcess] = []
-        try:
-            yield asked
-        except BaseException:
-            for host in asked:
-                self.watch.end(host, "the process was ended: a step was half submitted.")
-            raise
 
     def _check_lost(self, frozen: Frozen) -> None:
         """A program that has lost one of its processes is not sent to the others."""

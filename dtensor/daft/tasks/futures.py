@@ -93,11 +93,7 @@ class TaskFuture(Future, Placeholder):
     def __float__(self) -> NoReturn:
         raise self.owner.misuse(self, "it is made a number")
 
-    def __int__(self) -> NoReturn:
-        raise self.owner.misuse(self, "it is made a number")
-
-    def __index__(self) -> NoReturn:
-        raise self.owner.misuse(self, "it is made a number")
+    __int__ = __index__ = __float__
 
     def __lt__(self, other: object) -> NoReturn:
         raise self.owner.misuse(self, "it is compared")

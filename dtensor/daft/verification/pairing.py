@@ -24,7 +24,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from dtensor.daft.errors import ProgramError
@@ -121,16 +120,13 @@ def wait_edges(program: Program, partners: Edges) -> dict[Site, tuple[Site, ...]
     return edges
 
 
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """The order in which the lists ran, and where each list that did not end is blocked."""
+def rehearse(
+    program: Program, lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0
+) -> list[Site]:
+    """Run lists one instruction at a time, each in its own order, and return the order of all.
 
-    order: tuple[Site, ...]
-    blocked: tuple[Site, ...]
-
-
-def simulate(lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0) -> Rehearsal:
-    """Run lists one instruction at a time, each in its own order. Seed 0: lockstep."""
+    Seed 0: lockstep. Raises `ProgramError` for lists that can hang.
+    """
     rng = random.Random(seed) if seed else None
     executed: set[Site] = set()
     order: list[Site] = []
@@ -155,18 +151,26 @@ def simulate(lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0) -> Re
         else:
             turn += 1
         runnable += asleep.pop(site, [])
-    blocked = [sites[at] for sites, at in zip(lists, position, strict=True) if at < len(sites)]
-    return Rehearsal(tuple(order), tuple(blocked))
+    blocked = {
+        index: sites[at]
+        for index, (sites, at) in enumerate(zip(lists, position, strict=True))
+        if at < len(sites)
+    }
+    if blocked:
+        raise _explain_hang(program, lists, edges, executed, blocked)
+    return order
 
 
-def explain_hang(
-    program: Program, lists: Sequence[Sequence[Site]], edges: Edges, rehearsal: Rehearsal
+def _explain_hang(
+    program: Program,
+    lists: Sequence[Sequence[Site]],
+    edges: Edges,
+    executed: set[Site],
+    blocked: Mapping[int, Site],
 ) -> ProgramError:
-    """The circle of waits that a blocked `rehearsal` ended in, a line for each."""
-    executed = set(rehearsal.order)
+    """The circle of waits that the lists ended in, each `blocked` at a wait: a line for each."""
     list_of = {site: index for index, sites in enumerate(lists) for site in sites}
-    blocked = {list_of[site]: site for site in rehearsal.blocked}
-    path: list[Site] = [rehearsal.blocked[0]]
+    path: list[Site] = [next(iter(blocked.values()))]
     missing: list[Site] = []
     while True:
         missing.append(next(s for s in edges[path[-1]] if s not in executed))
@@ -201,22 +205,15 @@ def merge_sites(program: Program, hosts: Hosts, seed: int = 0) -> tuple[tuple[Si
     """As `merge`, but (rank, index) pairs. Raises `ProgramError` for a program that can hang."""
     check_hosts(program, hosts)
     edges = wait_edges(program, pair(program))
-    lists = rank_lists(program)
-    rehearsal = simulate(lists, edges, seed)
-    if rehearsal.blocked:
-        raise explain_hang(program, lists, edges, rehearsal)
+    lists = [
+        [(rank, index) for index in range(len(own.instructions))]
+        for rank, own in enumerate(program.ranks)
+    ]
     host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
     merged: list[list[Site]] = [[] for _ in hosts]
-    for site in rehearsal.order:
+    for site in rehearse(program, lists, edges, seed):
         merged[host_of[site[0]]].append(site)
     return tuple(map(tuple, merged))
-
-
-def rank_lists(program: Program) -> tuple[tuple[Site, ...], ...]:
-    return tuple(
-        tuple((rank, index) for index in range(len(p.instructions)))
-        for rank, p in enumerate(program.ranks)
-    )
 
 
 def check_hosts(program: Program, hosts: Hosts) -> None:

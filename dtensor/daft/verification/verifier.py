@@ -43,12 +43,11 @@ from dtensor.daft.verification.pairing import (
     Edges,
     Hosts,
     Site,
-    explain_hang,
     instruction_at,
     merge_sites,
     pair,
+    rehearse,
     show_site,
-    simulate,
     wait_edges,
 )
 
@@ -72,10 +71,7 @@ def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Repor
     partners = pair(program)
     _check_agreement(program, partners)
     lists = merge_sites(program, hosts, seed)
-    edges = wait_edges(program, partners)
-    rehearsal = simulate(lists, edges)
-    if rehearsal.blocked:
-        raise explain_hang(program, lists, edges, rehearsal)
+    rehearse(program, lists, wait_edges(program, partners))
     return Report(peaks, lists)
 
 
