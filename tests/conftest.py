@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
+from tests.hosts import handed_on
 
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
@@ -45,13 +47,15 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    """A Ray that launches join and must not end; the tests of a run share it."""
+def ray_session(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A Ray that launches join and must not end; the tests of a run share it, and its hosts, but
+    for those that count what a launch leaves behind."""
     ray = pytest.importorskip("ray")
     from dtensor.daft.ray.starting import start_ray
 
     start_ray(None)
-    yield
+    with nullcontext() if request.path.name == "test_chaos.py" else handed_on():
+        yield
     assert ray.is_initialized()
 
 

@@ -309,6 +309,7 @@ def launch(
     *,
     address: str | None = None,
     deadline_s: float = 60.0,
+    call_deadline_s: float = 3600.0,
     mode: Mode = "compiled",
 ) -> Iterator[MeshSession]:
     """Start the ranks of ``mesh``; what runs inside the block runs there.
@@ -319,6 +320,8 @@ def launch(
             each rank a GPU of its own where Ray has enough, else one actor hosts all on one GPU.
         address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
         deadline_s: seconds after which a rank that makes no progress counts as failed.
+        call_deadline_s: seconds that one computation of a rank may take, for which a warning is
+            given after `deadline_s`.
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
@@ -337,6 +340,7 @@ def launch(
         device=device,
         address=address,
         deadline_s=deadline_s,
+        call_deadline_s=call_deadline_s,
     )
     session = MeshSession(mesh, cluster, mode)
     _launched.append(session)

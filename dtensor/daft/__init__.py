@@ -10,18 +10,15 @@ Below that, ranks that run programs, which the rest of dtensor stands on:
         handle = cluster.load(program)
         results = cluster.run(handle, [{"x": x}, {}]).get()
 
-`ir/program.py` says what a program is, `verify/verifier.py` what is refused, `cluster/cluster.py`
-what runs it.
+`ir/program.py` says what a program is, `verification/verifier.py` what is refused,
+`cluster/cluster.py` what runs it. Rooms, each of which imports only those before it: `ir`,
+`verification`, `run` (one host's part of a program), `cluster` (of ranks), `tasks` (of spawned
+actors), `ray` (both, in processes).
 """
 
 from __future__ import annotations
 
-from typing import assert_never
-
-import torch
-
-from dtensor.daft.cluster.cluster import Backend, Cluster, Future, Handle, Mode, Stored
-from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.cluster.cluster import Backend, Cluster, Future, Handle, Mode
 from dtensor.daft.errors import (
     ActorLost,
     ClusterClosed,
@@ -31,6 +28,7 @@ from dtensor.daft.errors import (
     ProgramError,
     TaskError,
 )
+from dtensor.daft.interference import Bound, Conflict, Interference, interference
 from dtensor.daft.ir.program import (
     Buffer,
     Call,
@@ -45,8 +43,9 @@ from dtensor.daft.ir.program import (
     Wait,
     parse_instructions,
 )
-from dtensor.daft.tasks.actor_session import Session
-from dtensor.daft.tasks.actors import ActorHandle
+from dtensor.daft.launching import launch, launch_cluster, spawn
+from dtensor.daft.run.worker import Stored
+from dtensor.daft.tasks.actors import ActorHandle, Session
 from dtensor.daft.tasks.futures import TaskFuture
 from dtensor.daft.tasks.groups import (
     GroupFuture,
@@ -56,11 +55,9 @@ from dtensor.daft.tasks.groups import (
     all_reduce,
     broadcast,
 )
-from dtensor.daft.tasks.launching import launch, spawn
 from dtensor.daft.tasks.recording import Compiled, compile
 from dtensor.daft.tasks.task import returns
-from dtensor.daft.verification.interference import Bound, Conflict, Interference, interference
-from dtensor.daft.verification.merge import merge
+from dtensor.daft.verification.pairing import merge
 from dtensor.daft.verification.verifier import Report, verify
 
 __all__ = [
@@ -112,42 +109,3 @@ __all__ = [
     "spawn",
     "verify",
 ]
-
-
-def launch_cluster(
-    size: int,
-    *,
-    backend: Backend = "inprocess",
-    device: str = "cpu",
-    address: str | None = None,
-    deadline_s: float = 60.0,
-    ranks_per_actor: int | None = None,
-    seed: int = 0,
-) -> Cluster:
-    """Start `size` ranks.
-
-    `address` joins a Ray cluster that runs already. `deadline_s`: how long a rank may wait for
-    another, or make no progress, before it counts as lost (Ray only; nothing waits in-process).
-    `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
-    `seed` picks one of the legal orders in which the ranks of a host run.
-    """
-    match backend:
-        case "inprocess":
-            per_actor = 1 if ranks_per_actor is None else ranks_per_actor
-            return InProcessCluster(
-                size, torch.device(device), ranks_per_actor=per_actor, seed=seed
-            )
-        case "ray":
-            # Not at the top: Ray is an extra, and takes a second to import.
-            from dtensor.daft.ray.backend import RayCluster
-
-            return RayCluster(
-                size,
-                torch.device(device),
-                address=address,
-                deadline_s=deadline_s,
-                ranks_per_actor=ranks_per_actor,
-                seed=seed,
-            )
-        case _:
-            assert_never(backend)

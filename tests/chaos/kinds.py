@@ -196,7 +196,7 @@ def _lose_rank(place: Place, how: signal.Signals, what: str) -> object:
         handle = cluster.load(_program(stay))
         future = cluster.run(handle, _feed(begun))
         os.kill(_begun(begun), how)
-        cluster.deadline_s = 1.0  # type: ignore[attr-defined]  # a long one until now
+        cluster.watch.deadline_s = 1.0  # type: ignore[attr-defined]  # a long one until now
         with pytest.raises(daft.ActorLost, match=what) as caught:
             future.get()
         assert caught.value.failure.rank == 1
@@ -213,10 +213,10 @@ def _lose_actor(place: Place, how: signal.Signals, what: str) -> object:
         x = torch.ones(2)
         future = b.times(a.block(str(begun)))
         os.kill(_begun(begun), how)
-        session._processes.deadline_s = 2.0  # type: ignore[attr-defined]  # a long one until now
+        session.watch.deadline_s = 2.0  # type: ignore[attr-defined]  # a long one until now
         with pytest.raises(daft.ActorLost, match=f"actor 'a', block: the process {what}"):
             future.get()
-        session._processes.deadline_s = 60.0  # type: ignore[attr-defined]
+        session.watch.deadline_s = 60.0  # type: ignore[attr-defined]
         assert torch.equal(b.times(x).get(), 2 * x)
     return future
 

@@ -6,7 +6,7 @@ A `Small` program is as in `explore.py`, and its ranks also read and write state
 that depends on all that they have read and received: a term of which nothing is computed, so that
 two results are equal only if they came about in the same way. `outcomes` explores all states that
 two runs can reach when each rank goes through its part of the one and then of the other, and gives
-every end there is. `wrong` compares them with what `dtensor.daft.verification.interference` says:
+every end there is. `wrong` compares them with what `dtensor.daft.interference` says:
 
 - in one order on all ranks nothing hangs, and there is one end: that of one run after the other;
 - the other order gives the same results exactly if the verdict is that the programs commute.

@@ -21,8 +21,8 @@ from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch
 from dtensor.daft.cluster.cluster import hosts_of
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import Messenger, gloo_group
+from dtensor.daft.ray.joining import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.ray.nccl import NcclWire, join_nccl
-from dtensor.daft.ray.routes import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.run.worker import Worker
 from tests.daft.programs import Collectives, pipeline, program, same_bits
 
@@ -114,7 +114,7 @@ class Actors:
         def act(host: int) -> dict[int, dict[str, object]]:
             start.wait(10)
             self.transports[host].open(self.tags)
-            self.workers[host].load(handle, made, report.lists[host])
+            self.workers[host].load(handle, report.lists[host], made)
             return self.workers[host].run(handle, {r: dict(fed[r]) for r in self.hosts[host]})
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
@@ -228,7 +228,7 @@ def test_what_is_used_of_torch_is_there() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_an_actor_without_a_gpu_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"ranks \(3,\) has no CUDA device"):
-        join_nccl(HashStore(), (3,), num_actors=1, deadline_s=1.0)
+        join_nccl(HashStore(), (3,), num_actors=1, patience_s=1.0)
 
 
 @pytest.mark.gpu

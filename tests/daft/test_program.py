@@ -17,14 +17,19 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    ProgramError,
     Recv,
     Send,
+    TaskError,
     Wait,
+    launch_cluster,
     parse_instructions,
+    verify,
 )
 from dtensor.daft.ir.program import format_instruction
+from dtensor.daft.ir.text import excerpt
 from dtensor.numerics import DTYPES
-from tests.daft.programs import Collectives, function, pipeline
+from tests.daft.programs import Collectives, function, pipeline, program
 
 names = st.one_of(
     st.from_regex(r"[a-z][a-z0-9_.:/%-]{0,6}", fullmatch=True),
@@ -182,3 +187,23 @@ def test_user_line_is_that_of_the_innermost_generated_frame() -> None:
 def test_source_without_forward() -> None:
     with pytest.raises(ValueError, match="does not define `forward`"):
         function("nothing", "x = 1").build()
+
+
+def test_a_long_instruction_is_cut_in_an_error() -> None:
+    """An optimizer's call has hundreds of names; a whole error should be read at a glance."""
+    weights = tuple(f"blocks.{i}.mlp.up.weight" for i in range(60))
+    adam = Call("adam", weights, tuple(f"new {name}" for name in weights), writes=weights)
+    short = Call("adam", weights[:1], ("y",))
+    assert excerpt(short) == format_instruction(short, brief=True)
+    assert excerpt(adam) == (
+        '"new blocks.0.mlp.up.weight", ... (59 more) = call adam(blocks.0.mlp.up.weight, ... '
+        "(59 more)) writes blocks.0.mlp.up..."
+    )
+    raises = function("adam", "def forward(*xs):\n    raise ZeroDivisionError")
+    made = program([adam], functions=[raises], inputs=[weights], outputs=[adam.outputs])
+    with launch_cluster(1) as cluster, pytest.raises(TaskError) as caught:
+        cluster.run(cluster.load(made), [dict.fromkeys(weights, 1)]).get()
+    assert len(str(caught.value)) < 200 and "call adam(" in str(caught.value)
+    with pytest.raises(ProgramError) as unknown:
+        verify(program([adam], inputs=[weights], outputs=[adam.outputs]))
+    assert "there is no function 'adam'" in str(unknown.value) and len(str(unknown.value)) < 250

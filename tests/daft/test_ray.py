@@ -25,8 +25,8 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ir.instructions import Buffer
-from dtensor.daft.ray.backend import RayCluster
-from dtensor.daft.ray.routes import check_routes
+from dtensor.daft.ray.cluster import RayCluster
+from dtensor.daft.ray.joining import check_routes
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
@@ -254,7 +254,7 @@ def test_a_stopped_actor(ray_session: None) -> None:
         pids = _pids(cluster)
         handle = cluster.load(_fragile())
         os.kill(pids[1], signal.SIGSTOP)
-        cluster.deadline_s = 1.0  # type: ignore[attr-defined]  # only now: starting may take longer
+        cluster.watch.deadline_s = 1.0  # type: ignore[attr-defined]  # only now: starting may take longer
         future = cluster.run(handle, _feed())
         with pytest.raises(ActorLost) as caught:
             future.get()

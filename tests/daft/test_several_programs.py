@@ -35,7 +35,7 @@ from dtensor.daft import (
     interference,
     launch_cluster,
 )
-from dtensor.daft.ray.compiled_step import Join, lost_key, meet
+from dtensor.daft.ray.joining import Join, lost_key, meet
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
     HANGS,
@@ -341,9 +341,8 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
 
     def join(prefix: str) -> None:
         own = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
-        own_part = Join(host="", port=0, prefix=prefix, index=0, processes=(3, 7), host_of=(0, 1),
-                        tags={}, start_s=0.01)  # fmt: skip
-        meet(own, PrefixStore(prefix, own), own_part)
+        both = Join(address="", port=0, prefix=prefix, hosts=(3, 7), host_of=(0, 1), tags={})
+        meet(own, PrefixStore(prefix, own), both, 0)
 
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(join, "program0")
@@ -368,22 +367,22 @@ def test_compiled_functions_alternate_on_ray(ray_session: None) -> None:
 @pytest.mark.ray
 def test_a_half_submitted_step(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that has it would wait for the other's part, and all behind it with it."""
-    from dtensor.daft.ray.processes import Process
+    from dtensor.daft.ray.session import RaySession
 
     with daft.launch("ray", deadline_s=20.0):
         a, b = daft.spawn(Model, 1, name="a"), daft.spawn(Model, 2, name="b")
         step = daft.compile(lambda x: a.add([x, b.execute(a.execute(x))]))
         step(X).get()
-        remember, asked = Process.remember, list[Process]()
+        number, asked = RaySession._number, list[str]()
 
-        def interrupted(self: Process, *args: Any) -> None:
-            asked.append(self)
+        def interrupted(self: RaySession, title: str, *args: Any) -> int:
+            asked.append(title)
             if len(asked) == 2:
                 raise KeyboardInterrupt
-            remember(self, *args)
+            return number(self, title, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Process, "remember", interrupted)
+            patch.setattr(RaySession, "_number", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 step(X)
         with pytest.raises(daft.ActorLost, match="actor 'a'.*a step was half submitted"):

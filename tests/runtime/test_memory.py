@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor.daft import Call
+from dtensor.daft.run.worker import Worker
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from tests.api.training import MEGATRON, TWO_STAGES, Placed, Run
 from tests.models import GPT, batch
@@ -85,9 +86,9 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
             elif name.startswith("model"):
                 held[rank]["parameters"] += value.numel() * value.element_size()
                 meter.add_state(value, rank)
-        plain, begin = worker.step, worker.begin
+        plain, begin = Worker.step, Worker.begin
 
-        def step(handle: int, position: int) -> None:
+        def step(worker: Worker, handle: int, position: int) -> None:
             engine = worker.engines[handle]
             values = engine.values  # of the run: all but state
             rank, index = engine.sites[position]
@@ -99,7 +100,7 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
                     if isinstance(value := values.get((rank, name)), torch.Tensor)
                 )
             meter.rank = rank if isinstance(instruction, Call) else None
-            plain(handle, position)
+            plain(worker, handle, position)
             meter.rank = None
             made = values.items()  # communication may end for other ranks too
             if isinstance(instruction, Call):
@@ -109,14 +110,14 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
                     meter.add(value, owner)
             meter.sample()
 
-        def start(handle: int, inputs: Any) -> None:
-            begin(handle, inputs)
+        def start(worker: Worker, handle: int, inputs: Any) -> None:
+            begin(worker, handle, inputs)
             for (owner, _), value in worker.engines[handle].values.items():
                 if isinstance(value, torch.Tensor):
                     meter.add(value, owner)
 
-        monkeypatch.setattr(worker, "step", step)
-        monkeypatch.setattr(worker, "begin", start)
+        monkeypatch.setattr(Worker, "step", step)
+        monkeypatch.setattr(Worker, "begin", start)
         with meter:
             float(run.step(*one))
         monkeypatch.undo()

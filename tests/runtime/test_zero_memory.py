@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.daft.run.worker import Worker
 from dtensor.sharding.plan.cost.memory import waiting_gradients
 from tests.api.training import Run, adamw
 from tests.models import GPT, batch, loss_fn
@@ -30,23 +31,22 @@ def gradients_held(run: Run, one: Any) -> list[int]:
     """Bytes of the gradients that each rank holds when its last backward is over."""
     names = waiting_gradients(run.step.plan(*one), 0)
     held: dict[int, int] = {}
-    with dt.launch(run.mesh, mode="interpreted") as session:
+    with dt.launch(run.mesh, mode="interpreted"):
         float(run.step(*one))
-        worker = session.cluster._worker  # type: ignore[attr-defined]
-        plain = worker.step
+        plain = Worker.step
 
-        def step(handle: int, position: int) -> None:
+        def step(worker: Worker, handle: int, position: int) -> None:
             engine = worker.engines[handle]
             rank, index = engine.sites[position]
             label = engine.program.ranks[rank].instructions[index].label
             if rank not in held and label.startswith(("optimizer", "update")):
                 values = [engine.values[rank, name] for name in names]
                 held[rank] = sum(v.numel() * v.element_size() for v in values)
-            plain(handle, position)
+            plain(worker, handle, position)
 
-        worker.step = step
-        float(run.step(*one))
-        worker.step = plain
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Worker, "step", step)
+            float(run.step(*one))
         run.state()
     return [held[rank] for rank in range(RANKS)]
 

@@ -19,24 +19,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from dtensor.daft.errors import DaftError
 from dtensor.daft.ir.program import Program
+from dtensor.daft.run.worker import NOTHING_KEPT
 from dtensor.daft.verification.verifier import Report
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
 """timed: as compiled; each rank's outputs have `TIMES` too."""
-TIMES = "daft.times"
-"""Output of a timed run: for each instruction of the rank (its index, begin, end), in seconds of
-the host's monotonic clock."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
-
-
-NOTHING_KEPT: Mapping[str, str] = MappingProxyType({})
 
 
 class Future(ABC):
@@ -69,13 +64,6 @@ class Finished(Future):
 
     def done(self) -> bool:
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Stands among a run's inputs for a value in the rank's table."""
-
-    name: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,16 @@ from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from dtensor.daft.cluster.cluster import (
-    NOTHING_KEPT,
     Cluster,
     Future,
     Handle,
     Mode,
-    Stored,
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
 from dtensor.daft.ir.instructions import Call, Collective, Free, Instruction, Recv, Send, Wait
 from dtensor.daft.ir.program import Program, RankProgram
+from dtensor.daft.run.worker import NOTHING_KEPT, Stored
 
 
 class Part(Cluster):

@@ -176,6 +176,27 @@ class Free:
 Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free
 Start: TypeAlias = Send | Recv | Collective
 
+Key: TypeAlias = tuple[tuple[int, ...], str, Literal["transfer", "collective"]]
+"""What has an order of its own: (ranks, channel, sort); the ranks of a transfer are (from, to). The
+k-th start of a rank with a key meets the k-th of each other rank of it."""
+
+
+def key_of(rank: int, start: Start) -> Key:
+    match start:
+        case Send(to=to, channel=channel):
+            return ((rank, to), channel, "transfer")
+        case Recv(source_rank=source, channel=channel):
+            return ((source, rank), channel, "transfer")
+        case Collective(group=group, channel=channel):
+            return (group, channel, "collective")
+        case _:
+            assert_never(start)
+
+
+def awaited(start: Start) -> tuple[str, ...]:
+    """The values that a `Wait` names it by."""
+    return (start.value,) if isinstance(start, Send) else outputs_of(start)
+
 
 def inputs_of(instruction: Instruction) -> tuple[str, ...]:
     """The values that it reads."""

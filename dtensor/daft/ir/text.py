@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import assert_never
+from collections.abc import Sequence
+from typing import TypedDict, assert_never
 
 from dtensor.daft.ir.instructions import (
     KINDS,
@@ -37,22 +37,33 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.numerics import DTYPES
 
+EXCERPT = 120
+
 _PLAIN = re.compile(r"[\w.:/%-]*[\w/%-]")
 _TOKEN = re.compile(
     r'\s*("(?:[^"\\]|\\.)*"|\w+\[[\d,]*\]|\w+\[\*\]|=>|[(),=#@]|:(?=\s)|[\w.:/%-]*[\w/%-])',
 )
 
 
-def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
-    """One line; `brief` leaves out channels, buffers, the label and the user's line."""
+def format_instruction(
+    instruction: Instruction, *, brief: bool = False, most: int | None = None
+) -> str:
+    """One line; `brief` leaves out channels, buffers, the label and the user's line. `most`: names
+    of a list that are shown."""
     i = instruction
+
+    def names_of(names: Sequence[str]) -> str:
+        shown = ", ".join(map(_name, names[:most]))
+        more = 0 if most is None else len(names) - most
+        return shown if more <= 0 else f"{shown}, ... ({more} more)"
+
     match i:
         case Call():
-            text = f"call {_name(i.fn)}({_names(i.inputs)})"
+            text = f"call {_name(i.fn)}({names_of(i.inputs)})"
             if i.outputs:
-                text = f"{_names(i.outputs)} = {text}"
+                text = f"{names_of(i.outputs)} = {text}"
             if i.writes:
-                text += f" writes {_names(i.writes)}"
+                text += f" writes {names_of(i.writes)}"
         case Send():
             text = f"send {_name(i.value)} to {i.to}"
             text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
@@ -61,15 +72,15 @@ def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
             text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
         case Collective():
             kind = i.kind if i.op is None else f"{i.kind}.{i.op}"
-            text = f"{_names(i.outputs)} = {kind}({_names(i.inputs)})"
+            text = f"{names_of(i.outputs)} = {kind}({names_of(i.inputs)})"
             text += f" over ({', '.join(map(str, i.group))})"
             if not brief:
                 ins, outs = (", ".join(map(str, b)) for b in (i.in_buffers, i.out_buffers))
                 text += f" on {_name(i.channel)} : {ins}{' ' if ins else ''}=> {outs}"
         case Wait():
-            text = f"wait {_names(i.values)}"
+            text = f"wait {names_of(i.values)}"
         case Free():
-            text = f"free {_names(i.values)}"
+            text = f"free {names_of(i.values)}"
         case _:
             assert_never(i)
     if not brief and i.label:
@@ -77,6 +88,16 @@ def format_instruction(instruction: Instruction, *, brief: bool = False) -> str:
     if not brief and i.source is not None:
         text += f" @ {json.dumps(i.source, ensure_ascii=False)}"
     return text
+
+
+def excerpt(instruction: Instruction) -> str:
+    """An instruction in an error's text: brief, on one line of at most `EXCERPT` characters."""
+    text = ""
+    for most in (None, 4, 2, 1):
+        text = format_instruction(instruction, brief=True, most=most)
+        if len(text) <= EXCERPT:
+            return text
+    return _cell(text, EXCERPT)
 
 
 def parse_instructions(text: str) -> tuple[Instruction, ...]:
@@ -114,8 +135,9 @@ def _name(name: str) -> str:
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(map(_name, names))
+class _Tail(TypedDict):
+    label: str
+    source: str | None
 
 
 class _Parser:
@@ -144,14 +166,10 @@ class _Parser:
             self._expect("to")
             rank = int(self._word())
             channel = self._channel()
-            buffer = self._buffers()
-            label, source = self._tail()
-            return Send(value, rank, channel, *buffer, label=label, source=source)
+            return Send(value, rank, channel, *self._buffers(), **self._tail())
         if word in ("wait", "free"):
-            values = self._list()
-            label, source = self._tail()
             kind = Wait if word == "wait" else Free
-            return kind(values, label=label, source=source)
+            return kind(self._list(), **self._tail())
         raise ValueError(f"An instruction cannot start with {word!r}: {self.line!r}.")
 
     def _start(self, outputs: tuple[str, ...]) -> Instruction:
@@ -162,10 +180,8 @@ class _Parser:
             self._expect("from")
             rank = int(self._word())
             channel = self._channel()
-            buffer = self._buffers()
-            label, source = self._tail()
             (value,) = outputs
-            return Recv(value, rank, channel, *buffer, label=label, source=source)
+            return Recv(value, rank, channel, *self._buffers(), **self._tail())
         kind, _, op = word.partition(".")
         if kind not in KINDS or (op and op not in OPS):
             raise ValueError(f"There is no instruction {word!r}: {self.line!r}.")
@@ -176,11 +192,10 @@ class _Parser:
         ins = self._buffers()
         self._expect("=>")
         outs = self._buffers()
-        label, source = self._tail()
+        reduction = op if op else None
         return Collective(
-            kind, group, inputs, outputs, ins, outs,
-            op if op else None, channel, label=label, source=source,
-        )  # fmt: skip
+            kind, group, inputs, outputs, ins, outs, reduction, channel, **self._tail()
+        )
 
     def _call(self, outputs: tuple[str, ...]) -> Call:
         fn = self._word()
@@ -189,8 +204,7 @@ class _Parser:
         if self._peek() == "writes":
             self._expect("writes")
             writes = self._list()
-        label, source = self._tail()
-        return Call(fn, inputs, outputs, writes, label=label, source=source)
+        return Call(fn, inputs, outputs, writes, **self._tail())
 
     def _channel(self) -> str:
         self._expect("on")
@@ -227,17 +241,17 @@ class _Parser:
             self._next()
         return tuple(found)
 
-    def _tail(self) -> tuple[str, str | None]:
-        label, source = "", None
+    def _tail(self) -> _Tail:
+        found = _Tail(label="", source=None)
         if self._peek() == "#":
             self._next()
-            label = self._word()
+            found["label"] = self._word()
         if self._peek() == "@":
             self._next()
-            source = self._word()
+            found["source"] = self._word()
         if self._peek():
             raise ValueError(f"Nothing may follow, but {self._peek()!r} does: {self.line!r}.")
-        return label, source
+        return found
 
     def _peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""

@@ -26,10 +26,8 @@ from typing import Protocol, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-from dtensor.daft.ir.instructions import Buffer, Collective, Recv, Send
-from dtensor.daft.ray.routes import Key, key_of
-from dtensor.daft.run.in_process_transport import LocalTransport
-from dtensor.daft.run.transport import Pending, Transport
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
+from dtensor.daft.run.transport import LocalTransport, Pending, Transport
 from dtensor.numerics import fold
 
 SMALL_BYTES = 1 << 16
@@ -83,10 +81,10 @@ class _Posted(Pending):
 
 
 class ExchangeTransport(Transport):
-    def __init__(self, wire: Wire, actor_of: Sequence[int]) -> None:
+    def __init__(self, wire: Wire, host_of: Sequence[int]) -> None:
         self._wire = wire
         self._tags: dict[Key, int] = {}
-        self._actor_of = tuple(actor_of)
+        self._host_of = tuple(host_of)
         self._local = LocalTransport()
 
     def open(self, tags: Mapping[Key, int]) -> None:
@@ -95,7 +93,7 @@ class ExchangeTransport(Transport):
         self._tags.update(tags)
 
     def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
-        if self._actor_of[rank] == self._actor_of[send.to]:
+        if self._host_of[rank] == self._host_of[send.to]:
             return self._local.start_send(rank, send, value)
         if send.buffer.variable:
             return self._start_variable_send(key_of(rank, send), send.to, value)
@@ -103,7 +101,7 @@ class ExchangeTransport(Transport):
         return _Posted(self._post(key_of(rank, send), sends, {}), tuple, sends)
 
     def start_recv(self, rank: int, recv: Recv) -> Pending:
-        if self._actor_of[rank] == self._actor_of[recv.source_rank]:
+        if self._host_of[rank] == self._host_of[recv.source_rank]:
             return self._local.start_recv(rank, recv)
         buffer = recv.buffer
         if buffer.variable:

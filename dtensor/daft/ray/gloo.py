@@ -1,12 +1,11 @@
 """The wire between actors on CPUs: gloo's point-to-point messages, and nothing else of gloo.
 
-    wire = join_gloo(store, 0, (0, 1), "127.0.0.1", deadline_s=60.0)     # actor 0 of two
+    wire = join_gloo(store, 0, (0, 1), "127.0.0.1")                      # actor 0 of two
     transport = ExchangeTransport(wire, (0, 1))
 
 Invariants: one process group spans all actors. Each key has two tags of its own, on which gloo
 keeps the order: an exchange has the even one, the second half of a large all_reduce the odd one.
-That half runs in the key's helper thread. A peer that dies or does not answer in time makes the
-`wait` of this one raise.
+That half runs in the key's helper thread. A peer that dies makes the `wait` of this one raise.
 """
 
 from __future__ import annotations
@@ -22,9 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
-from dtensor.daft.ray.routes import Key
 from dtensor.daft.run.transport import Pending
+
+PATIENCE_S = 86400.0
+"""How long a message may wait for a peer that computes. One that dies breaks its connections at
+once, and the controller ends one that has stopped or stands still: nothing else is a time-out."""
 
 
 class Messenger(Protocol):
@@ -35,22 +38,20 @@ class Messenger(Protocol):
 
 
 def gloo_group(
-    store: Store, index: int, size: int, own_address: str, deadline_s: float
+    store: Store, index: int, size: int, own_address: str, patience_s: float = PATIENCE_S
 ) -> Messenger:
     """Blocks until all members have come."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore
     device = dist.ProcessGroupGloo.create_device(hostname=own_address)  # pyright: ignore
     options._devices = [device]  # pyright: ignore
-    options._timeout = timedelta(seconds=deadline_s)  # pyright: ignore
+    options._timeout = timedelta(seconds=patience_s)  # pyright: ignore
     return cast(Messenger, dist.ProcessGroupGloo(store, index, size, options))  # pyright: ignore
 
 
-def join_gloo(
-    store: Store, index: int, actor_of: Sequence[int], own_address: str, deadline_s: float
-) -> GlooWire:
+def join_gloo(store: Store, index: int, host_of: Sequence[int], own_address: str) -> GlooWire:
     """Actor `index`'s wire to the others; blocks until all have joined."""
-    size = max(actor_of) + 1
-    return GlooWire(gloo_group(store, index, size, own_address, deadline_s), actor_of)
+    size = max(host_of) + 1
+    return GlooWire(gloo_group(store, index, size, own_address), host_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,9 @@ class _Helped(Pending):
 
 
 class GlooWire(Wire):
-    def __init__(self, group: Messenger, actor_of: Sequence[int]) -> None:
+    def __init__(self, group: Messenger, host_of: Sequence[int]) -> None:
         self._group: Messenger | None = group
-        self._actor_of = tuple(actor_of)
+        self._host_of = tuple(host_of)
         self._tags: dict[Key, int] = {}
         self._helpers: dict[Key, ThreadPoolExecutor] = {}
 
@@ -79,8 +80,8 @@ class GlooWire(Wire):
         if group is None:
             raise RuntimeError("The connections of this actor are closed.")
         tag = 2 * self._tags[key] + half
-        works = [group.recv([data], self._actor_of[m], tag) for m, data in recvs.items()]
-        works += [group.send([data], self._actor_of[m], tag) for m, data in sends.items()]
+        works = [group.recv([data], self._host_of[m], tag) for m, data in recvs.items()]
+        works += [group.send([data], self._host_of[m], tag) for m, data in sends.items()]
         return works
 
     def later(self, key: Key, finish: Finish) -> Pending:

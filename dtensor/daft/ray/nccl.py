@@ -3,7 +3,7 @@
 **It has never run on GPUs**: that needs two of them. Tests run everything here but `nccl_groups`
 and the side stream, over gloo groups that hold callers to NCCL's rules.
 
-    wire = join_nccl(store, (0,), num_actors=2, deadline_s=60.0)          # the actor of rank 0
+    wire = join_nccl(store, (0,), num_actors=2, patience_s=4000.0)          # the actor of rank 0
     transport = ExchangeTransport(wire, (0, 1))
 
 The same exchanges and folds as on CPUs, as bytes, on device tensors: the bits are those of all
@@ -38,8 +38,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
-from dtensor.daft.ray.routes import Key
 from dtensor.daft.run.transport import Pending
 
 MAX_CTAS = 4
@@ -66,7 +66,7 @@ MakeGroup: TypeAlias = Callable[[str, int, int], Group]
 """(name, own position, size); blocks until all members call it with this name."""
 
 
-def join_nccl(store: Store, ranks: Sequence[int], num_actors: int, deadline_s: float) -> NcclWire:
+def join_nccl(store: Store, ranks: Sequence[int], num_actors: int, patience_s: float) -> NcclWire:
     """The wire of an actor on its only GPU; a single actor needs no NCCL."""
     if num_actors > 1:
         for name, value in ENVIRONMENT.items():  # before CUDA starts in this process
@@ -85,10 +85,10 @@ def join_nccl(store: Store, ranks: Sequence[int], num_actors: int, deadline_s: f
         )
     device = torch.device("cuda", 0)  # Ray shows an actor its own GPU only
     torch.cuda.set_device(device)
-    return NcclWire(ranks, device, nccl_groups(store, device, deadline_s))
+    return NcclWire(ranks, device, nccl_groups(store, device, patience_s))
 
 
-def nccl_groups(store: Store, device: torch.device, deadline_s: float) -> MakeGroup:
+def nccl_groups(store: Store, device: torch.device, patience_s: float) -> MakeGroup:
     nccl: Any = dist
 
     def make(name: str, position: int, size: int) -> Group:
@@ -96,8 +96,8 @@ def nccl_groups(store: Store, device: torch.device, deadline_s: float) -> MakeGr
         # groups have one each.
         options = nccl.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         # NCCL's watchdog ends the process that waits, not the one that is lost: only if the
-        # controller, whose deadline is shorter, is gone.
-        options._timeout = timedelta(seconds=2 * deadline_s + 60)
+        # controller, whose deadlines are shorter, is gone.
+        options._timeout = timedelta(seconds=patience_s)
         options.config.max_ctas = MAX_CTAS
         group = nccl.ProcessGroupNCCL(PrefixStore(name, store), position, size, options)
         group.eager_connect_single_device(device)

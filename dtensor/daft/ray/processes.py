@@ -1,159 +1,204 @@
-"""The processes of a launch on Ray, as the controller sees them: who is alive, who was lost, how.
+"""The processes of a launch: each is a Ray actor that hosts ranks or spawned objects.
 
-    processes = Processes(deadline_s=60.0)
-    processes.all.append(Process(home.spawn((), "cpu", Host), time.monotonic()))
-    processes.get(ref, timeout=None)          # Ray's value, or the root cause of its failure
+    home = Home(address=None, deadline_s=60.0)       # joins a Ray, or starts one on this machine
+    process = home.spawn(Ranks, (0,), "cpu")         # and its counter file; nothing is waited for
+    ref = process.call(Ranks.get, {0: ("w",)})       # Ray's reference to what it will give
+    home.close()                                     # all end, and Ray if it was started here
 
-Invariants: a process is lost once, and described by what it was doing then; every failure that
-comes of it is that one `ActorLost`. A process that is silent for `deadline_s` is ended, so that
-whatever waits for it fails. Waiting itself never fails because of a slow method.
+How a call reaches a host is here, and here alone. On this machine there is also a handle to the
+process, which ends it even when it is stopped: Ray's kill needs the process to answer.
+
+Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import ray
-import ray.exceptions
 from torch._C._distributed_c10d import TCPStore
 
-from dtensor.daft.errors import ActorLost, DaftError, Failure
-from dtensor.daft.ir.program import format_instruction
-from dtensor.daft.ray.compiled_step import StepFailed, lost_key
-from dtensor.daft.ray.starting import START_S, ActorProcess
-from dtensor.daft.tasks.frozen import Frozen
-from dtensor.daft.verification.pairing import instruction_at
-
-SETTLE_S = 5.0  # how long the controller looks for the root of a failed transfer
-SLICE_S = 0.25  # how often a waiting controller looks at the processes
-MAX_RECENT = 10_000  # tasks of which a process remembers what they were
+from dtensor.daft.ray.host import Host
+from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.ray.starting import missing_environment, own_address, start_ray
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
+END_S = 30.0
+"""How long a process may take to end after SIGKILL: it frees its memory."""
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
-@dataclass(slots=True)
-class Process:
-    """A process, since when, and what it was asked to do lately."""
-
-    ray: ActorProcess
-    started: float
-    actors: list[str] = field(default_factory=list[str])
-    recent: dict[int, tuple[str, tuple[str, ...]]] = field(
-        default_factory=dict[int, tuple[str, tuple[str, ...]]]
-    )
-    lost: ActorLost | None = None
-
-    def remember(self, number: int, title: str, issued: tuple[str, ...]) -> None:
-        """What call `number` is."""
-        self.recent[number] = (title, issued)
-        if len(self.recent) > MAX_RECENT:
-            del self.recent[next(iter(self.recent))]
+def start_host(
+    options: Mapping[str, object], counter: Path, kind: Callable[..., object], *arguments: object
+) -> Any:
+    """Ray's handle to an actor that hosts what `kind` makes. `options` are Ray's, `counter` is the
+    path of its file."""
+    all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
+    all_options |= options
+    if (environment := missing_environment()) is not None:
+        # Only then, as a runtime environment adds half a second to every actor.
+        all_options["runtime_env"] = {"env_vars": environment}
+    return _ray.remote(Host).options(**all_options).remote(str(counter), kind, *arguments)
 
 
-class Processes:
-    """`all` by their number; `loaded` are the programs that they have been sent, by theirs."""
+class HostProcess:
+    """A host, by its number in the launch, its counter file, and its process if that is on this
+    machine."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.all: list[Process] = []
-        self.loaded: list[Frozen] = []
-        self.store: TCPStore | None = None  # where the processes of a program find each other
+    def __init__(self, index: int, counter: ProgramCounter, actor: Any) -> None:
+        self.index = index
+        self.counter = counter
+        self.actor = actor
+        self.started = time.monotonic()
+        self.answered = False  # a call: then it has started, though its counter may not be seen
+        self._process: int | None = None
+        self._ended = False  # before anybody held on to it
 
-    def get(self, ref: Any, timeout: float | None) -> Any:
-        """Ray's value; `ActorLost` for the process that was lost, whichever task waited for it."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
+    # -- calls ----------------------------------------------------------------------------------
+    # Ray resolves references that are arguments of their own; each argument costs it 20 us.
+    def call(
+        self,
+        method: Callable[..., object],
+        *given: object,
+        values: Sequence[object] = (),
+        num_returns: int = 1,
+    ) -> Any:
+        """Ray's reference to what the method of what it hosts gives; or a list of them. `values`
+        are the last arguments: Ray's references, which it resolves, or the values themselves."""
+        remote = self.actor.call
+        if num_returns != 1:
+            remote = remote.options(num_returns=num_returns)
+        return remote.remote((method, *given), *values)
+
+    def tell(
+        self, method: Callable[..., object], *given: object, values: Sequence[object] = ()
+    ) -> Any:
+        """Nobody reads what it gives; what it raises comes with the next call."""
+        return self.actor.tell.remote((method, *given), *values)
+
+    @property
+    def id(self) -> str:
+        """What Ray's errors call it."""
+        return str(self.actor._actor_id.hex())
+
+    # -- life -----------------------------------------------------------------------------------
+    def watch(self) -> None:
+        """Hold on to the process as soon as it has started."""
+        if self._process is None and not self._ended and self.counter.pid:
             try:
-                return _ray.get(ref, timeout=left)
-            except ray.exceptions.GetTimeoutError:
-                if end is not None and time.monotonic() >= end:
-                    raise TimeoutError(
-                        f"The result is not there after {timeout:g} s; ask again."
-                    ) from None
-                for process in self.all:
-                    self._check_alive(process)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(cause := error.cause, StepFailed):
-                    raise self._root(cause) from None
-                if isinstance(cause, ray.exceptions.RayError):
-                    raise self._lost(str(cause), self.all) from None
-                raise
-            except ray.exceptions.RayError as error:
-                raise self._lost(str(error), self.all) from None
+                self._process = os.pidfd_open(self.counter.pid)
+            except ProcessLookupError:
+                self._ended = True
 
-    def lost_of(self, frozen: Frozen) -> ActorLost | None:
-        """The first process of a program that is lost, if any is."""
-        taking_part = [self.all[number] for number in frozen.processes]
-        if any(process.ray.gone for process in taking_part):
-            self._lost("", taking_part)
-        return next((p.lost for p in taking_part if p.lost is not None), None)
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended, as far as can be seen from here."""
+        self.watch()
+        return self._ended or self._ends_within(0.0)
 
-    def lose(self, process: Process, lost: ActorLost) -> None:
-        """A process is lost; those that wait for it to join a program are told."""
-        process.lost = lost
-        if self.store is not None:
-            self.store.set(lost_key(self.all.index(process)), "")
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it: its state says so, where a heartbeat may be late."""
+        return self._stat()[0] in "Tt"
 
-    def end(self, process: Process, reason: str) -> None:
-        """End one that cannot go on, so that what waits for it fails."""
-        self.lose(process, self._describe(process, reason))
-        process.ray.kill()
-        process.ray.end()
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU time of all its threads; 0 if it is not on this machine."""
+        user, system = self._stat()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
-    def _root(self, error: StepFailed) -> DaftError:
-        """A transfer fails because a process was lost; its death may show a moment later."""
-        taking_part = [self.all[number] for number in self.loaded[error.program].processes]
-        end = time.monotonic() + SETTLE_S
-        while not any(process.ray.gone for process in taking_part):
-            if time.monotonic() > end:
-                return error
-            time.sleep(0.05)
-        return self._lost("", taking_part)
+    def kill(self) -> None:
+        """Ask Ray to end it; a process that runs ends at once."""
+        self.watch()
+        if ray.is_initialized():
+            _ray.kill(self.actor, no_restart=True)
 
-    def _lost(self, text: str, among: Sequence[Process]) -> ActorLost:
-        """The process that an error of Ray's names, or else the first that may be meant."""
-        line = text.strip().splitlines()[0] if text.strip() else ""
-        for process in self.all:
-            if process.lost is None and (process.ray.gone or process.ray.id in text):
-                self.lose(process, self._describe(process, f"the process died. {line}".strip()))
-        named = [process for process in self.all if process.ray.id in text]
-        for process in (*named, *among):
-            if process.lost is not None:
-                return process.lost
-        return ActorLost(Failure(rank=None, reason=line))
+    def end(self, grace_s: float = 1.0) -> None:
+        """After `kill`: wait for the process to end; a stopped one needs a signal."""
+        if self._process is not None and not self._ends_within(grace_s):
+            with suppress(ProcessLookupError):  # it may end between the two lines
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            self._ends_within(END_S)
 
-    def _check_alive(self, process: Process) -> None:
-        """A process that has stopped is ended, so that what waits for it fails."""
-        if process.lost is not None:
-            return
-        if process.ray.gone:
-            self._lost("", (process,))
-            return
-        beat = process.ray.counter.read().beat_s
-        silent = time.monotonic() - process.started if beat is None else beat
-        if silent <= (max(START_S, self.deadline_s) if beat is None else self.deadline_s):
-            return
-        fact = "has not started" if beat is None else "has stopped: no heartbeat"
-        self.end(process, f"the process {fact} for {silent:.1f} s.")
+    def close(self) -> None:
+        """Let go of the process and its file."""
+        if self._process is not None:
+            os.close(self._process)
+        self._process, self._ended = None, True
+        self.counter.close()
 
-    def _describe(self, process: Process, reason: str) -> ActorLost:
-        progress = process.ray.counter.read()
-        title, issued = "", tuple[str, ...]()
-        if progress.position >= 0:
-            title, issued = process.recent.get(progress.run, (title, issued))
-        if title and progress.handle >= 0:  # in a compiled function
-            frozen = self.loaded[progress.handle]
-            own = frozen.report.lists[frozen.processes.index(self.all.index(process))]
-            instruction = instruction_at(frozen.program, own[progress.position])
-            name = frozen.names[own[progress.position][0]]
-            reason = f"{reason} It was in compiled function {title!r}."
-            title = instruction.label or f"{name}.{format_instruction(instruction, brief=True)}"
-            issued = (instruction.source, *issued) if instruction.source else issued
-        actor, _, method = title.partition(".")
-        if not title:
-            actor, reason = ", ".join(process.actors), f"{reason} It was between tasks."
-        return ActorLost(Failure(rank=None, actor=actor, text=method, reason=reason, issued=issued))
+    def _stat(self) -> list[str]:
+        """State, parent, ... as `man 5 proc` has them from the third on."""
+        try:
+            text = Path(f"/proc/{self.counter.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ["X", *"0" * 12]
+        return text.rpartition(")")[2].split()
+
+    def _ends_within(self, seconds: float) -> bool:
+        if self._process is None:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(int(seconds * 1000)))
+
+
+class Home:
+    """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
+    files, its processes, and the store where those find each other."""
+
+    def __init__(self, address: str | None, deadline_s: float) -> None:
+        self.processes: list[HostProcess] = []
+        self._store: TCPStore | None = None
+        with ExitStack() as ending:
+            folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
+            self._folder = Path(ending.enter_context(folder))
+            if start_ray(address, deadline_s):
+                ending.callback(_ray.shutdown)
+            self._ending = ending.pop_all()
+
+    def spawn(
+        self,
+        kind: Callable[..., object],
+        *arguments: object,
+        options: Mapping[str, object] = NO_OPTIONS,
+    ) -> HostProcess:
+        """A host of what `kind` makes, in a process of its own; nothing is waited for."""
+        index = len(self.processes)
+        path = self._folder / f"host{index}"
+        counter = ProgramCounter.make(path)
+        actor = start_host(options, path, kind, *arguments)
+        self.processes.append(HostProcess(index, counter, actor))
+        return self.processes[-1]
+
+    @property
+    def store(self) -> TCPStore:
+        if self._store is None:
+            self._store = TCPStore(own_address(), 0, None, True, wait_for_workers=False)
+        return self._store
+
+    def announce(self, key: str) -> None:
+        """To those that wait at the store, if anybody does."""
+        if self._store is not None:
+            self._store.set(key, "")
+
+    def close(self) -> None:
+        """End all of it, waiting until it has ended. Twice is fine."""
+        processes, self.processes = self.processes, []
+        self._store = None  # and its port: somebody may hold on to a future, and so to this
+        with self._ending as ending:  # the last first; each is done, whichever raises
+            for process in processes:
+                ending.callback(process.close)
+            for process in processes:
+                ending.callback(process.end)
+            for process in processes:
+                process.kill()

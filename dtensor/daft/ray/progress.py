@@ -1,13 +1,13 @@
-"""A worker's program counter, in a small file that outlives it: who died, and doing what.
+"""A host's program counter, in a small file that outlives it: who died, and doing what.
 
-The controller makes one file per actor in a directory of its own; the actor maps it and writes
-the position in its list before each instruction, and every quarter of a second, from a thread, a
-heartbeat. A dead or stopped actor is then named by its last instruction.
+The controller makes one file per host in a directory of its own; the host maps it and writes the
+position in its list before each instruction, and every quarter of a second, from a thread, a
+heartbeat. A dead or stopped host is then named by its last instruction.
 
 Invariants: writing costs one store into shared memory, no system call. Five int64: position in
-the host's list (-1: between runs), handle, run, heartbeat (monotonic ns, the same clock in all
-processes of a machine), process id. An actor on another machine, where the file is not, counts
-in vain: it can be named, but not its instruction.
+the host's list (-1: between calls), program, number of the run or task, heartbeat (monotonic ns,
+the same clock in all processes of a machine), process id. A host on another machine, where the file
+is not, counts in vain: it can be named, but not its instruction.
 """
 
 from __future__ import annotations
@@ -25,64 +25,70 @@ _BEAT_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the file of an actor says. `beat_s` is the age of its last heartbeat."""
+    """What the file of a host says. `beat_s` is the age of its last heartbeat."""
 
     position: int
-    handle: int
+    program: int
     run: int
     beat_s: float | None
 
     @property
     def moving(self) -> tuple[int, int, int]:
-        return (self.run, self.handle, self.position)
+        return (self.run, self.program, self.position)
 
 
-class Counter:
-    """The actor's side. `view[0]` is the position."""
+class ProgramCounter:
+    """Either side's. `view[0]` is the position."""
 
-    def __init__(self, path: str) -> None:
-        self.shared = os.path.exists(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._memory: mmap.mmap | bytearray = bytearray(8 * _FIELDS)
-        if self.shared:
+        if path.exists():
             with open(path, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), 8 * _FIELDS)
         self.view = memoryview(self._memory).cast("q")
+        self._beats = False
+
+    # -- the host's -----------------------------------------------------------------------------
+    def start(self) -> None:
         self.view[4] = os.getpid()
+        self._beats = True
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def begin(self, handle: int, run: int) -> None:
-        self.view[1], self.view[2] = handle, run
+    def stop(self) -> None:
+        self._beats = False
+
+    def begin(self, program: int, run: int) -> None:
+        """`program` -1: a task of a spawned actor."""
+        self.view[1], self.view[2] = program, run
+        self.view[0] = 0
 
     def end(self) -> None:
         self.view[0] = -1
 
     def _beat(self) -> None:
-        while True:
+        while self._beats:
             self.view[3] = time.monotonic_ns()
             time.sleep(_BEAT_S)
 
-
-class CounterFile:
-    """The controller's side of one actor's counter."""
-
-    def __init__(self, directory: Path, host: int) -> None:
-        self.path = directory / f"actor{host}"
-        self.path.write_bytes(b"\xff" * 8 + bytes(8 * (_FIELDS - 1)))
-        with open(self.path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 8 * _FIELDS)
+    # -- the controller's -----------------------------------------------------------------------
+    @staticmethod
+    def make(path: Path) -> ProgramCounter:
+        path.write_bytes(b"\xff" * 8 + bytes(8 * (_FIELDS - 1)))
+        return ProgramCounter(path)
 
     def read(self) -> Progress:
-        with memoryview(self._memory) as raw, raw.cast("q") as view:
-            position, handle, run, beat, _ = view.tolist()
+        position, program, run, beat, _ = self.view.tolist()
         age = (time.monotonic_ns() - beat) / 1e9 if beat else None
-        return Progress(position, handle, run, age)
+        return Progress(position, program, run, age)
 
     @property
     def pid(self) -> int:
-        """The actor's process, 0 if it is on another machine."""
-        with memoryview(self._memory) as raw, raw.cast("q") as view:
-            return view[4]
+        """The host's process, 0 if it has not started or is on another machine."""
+        return self.view[4]
 
     def close(self) -> None:
-        self._memory.close()
+        self.view.release()
+        if isinstance(self._memory, mmap.mmap):
+            self._memory.close()
         self.path.unlink(missing_ok=True)

@@ -14,29 +14,32 @@ was doing, by every future that depends on it; the others go on. Leaving ends al
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 import ray.cloudpickle
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
-from dtensor.daft.errors import ActorLost, DaftError, TaskError
-from dtensor.daft.ray.compiled_step import Join
-from dtensor.daft.ray.host import CloudPickler, Host, message_of
-from dtensor.daft.ray.processes import Process, Processes
-from dtensor.daft.ray.routes import check_routes
-from dtensor.daft.ray.starting import START_S, Home, own_address
-from dtensor.daft.tasks.actor_session import ActorInfo, Session
+from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
+from dtensor.daft.ir.instructions import Call, Instruction
+from dtensor.daft.ir.text import excerpt
+from dtensor.daft.ray.joining import Join, check_routes
+from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
+from dtensor.daft.ray.processes import Home, HostProcess
+from dtensor.daft.ray.progress import Progress
+from dtensor.daft.ray.starting import own_address
+from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture, user_frames, user_line
 from dtensor.daft.tasks.task import Task
 from dtensor.daft.tasks.values import encode_failure
+from dtensor.daft.verification.pairing import instruction_at
 
 SMALL_BYTES = 1 << 16  # of an argument, to go with the call
+MAX_RECENT = 10_000  # calls of a process that are remembered
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
@@ -45,105 +48,104 @@ _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 class RaySession(Session):
     pickler = CloudPickler
 
-    def __init__(self, *, address: str | None = None, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        deadline_s: float = 60.0,
+        call_deadline_s: float = math.inf,
+    ) -> None:
         super().__init__()
-        self._processes = Processes(deadline_s)
-        self._home = Home(address)
+        self.failure: DaftError | None = None  # none is of all actors
+        self._home = Home(address, deadline_s)
+        self.watch = HostWatch(
+            self, self._home, deadline_s=deadline_s, call_deadline_s=call_deadline_s, moves=False
+        )
+        self._loaded: list[Frozen] = []
+        self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
         _check_resources(name, resources)
-        asked: dict[str, object] = {
+        options: dict[str, object] = {
             option: resources[kind]
             for kind, option in (("CPU", "num_cpus"), ("GPU", "num_gpus"), ("memory", "memory"))
             if kind in resources
         }
-        asked["resources"] = {
+        options["resources"] = {
             kind: n for kind, n in resources.items() if kind not in ("CPU", "GPU", "memory")
         }
-        made = self._home.spawn((), "cpu", Host, asked)
-        self._processes.all.append(Process(made, time.monotonic()))
-        return len(self._processes.all) - 1
+        return self._home.spawn(Objects, options=options).index
 
     def create(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> None:
-        self._processes.all[actor.process].actors.append(actor.name)
+        host = self._home.processes[actor.process]
+        number = self._number(task.title, task.issued, arguments)
         cls = _cloudpickle.dumps(actor.cls)
-        self._call(actor, "create", task, arguments, inputs, cls)
+        refs = [future.value for future in inputs]
+        host.tell(Objects.create, actor.key, number, cls, task, arguments.numpy(), values=refs)
 
     def dispatch(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> TaskFuture:
-        ref = self._call(actor, "call", task, arguments, inputs)
+        host = self._home.processes[actor.process]
+        number = self._number(task.title, task.issued, arguments)
+        refs = [future.value for future in inputs]
+        ref = host.call(Objects.call, actor.key, number, task, arguments.numpy(), values=refs)
         return TaskFuture(self, actor.key, task.title, ref)
 
-    def _call(
-        self,
-        actor: ActorInfo,
-        method: str,
-        task: Task,
-        arguments: Tensor,
-        inputs: Sequence[TaskFuture],
-        *more: object,
-    ) -> Any:
-        process = self._processes.all[actor.process]
+    def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
+        """That of a new call; what it is will be remembered."""
         self.calls += 1
-        self.bytes_sent += arguments.numel()
-        process.remember(self.calls, task.title, task.issued)
-        refs = [future.value for future in inputs]
-        remote = getattr(process.ray.actor, method).remote
-        return remote(actor.key, self.calls, *more, task, arguments.numpy(), *refs)
+        self.bytes_sent += arguments.numel() if arguments is not None else 0
+        self._recent[self.calls] = (title, issued)
+        if len(self._recent) > MAX_RECENT * len(self._home.processes):
+            del self._recent[next(iter(self._recent))]
+        return self.calls
 
     def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor:
-        process = self._processes.all[self.actors[future.actor].process]
+        host = self._home.processes[self.actors[future.actor].process]
         try:
-            message = message_of(self._processes.get(future.value, timeout))
+            (kept,) = self.watch.get([Asked(host, future.value)], timeout)
         except DaftError as error:
             return encode_failure(error)
-        process.ray.watch()
+        message = message_of(kept)
         self.bytes_received += message.numel()
         return message
 
     def ready(self, future: TaskFuture) -> bool:
+        self.check_open()
         done, _ = _ray.wait([future.value], timeout=0)
-        return bool(done) or self._processes.all[self.actors[future.actor].process].lost is not None
+        return bool(done) or self.actors[future.actor].process in self.watch.lost
 
     def load(self, frozen: Frozen) -> int:
         self._check_lost(frozen)
-        address = own_address()
         host_of = tuple(
             next(h for h, ranks in enumerate(frozen.hosts) if rank in ranks)
             for rank in range(len(frozen.actors))
         )
-        tags = {key: i for i, key in enumerate(check_routes(frozen.program, host_of))}
         program = _ray.put(frozen.program)
         with self.lock:
-            number = len(self._processes.loaded)
-            store = self._processes.store
-            if store is None:
-                store = TCPStore(address, 0, None, True, wait_for_workers=False)
-                self._processes.store = store
-            self._processes.loaded.append(frozen)
+            number = len(self._loaded)
+            self._loaded.append(frozen)
+            join = Join(
+                address=own_address(),
+                port=self._home.store.port,
+                prefix=f"program{number}",
+                hosts=frozen.processes,
+                host_of=host_of,
+                tags={key: i for i, key in enumerate(check_routes(frozen.program, host_of))},
+            )
             for h, (ranks, process) in enumerate(zip(frozen.hosts, frozen.processes, strict=True)):
-                join = Join(
-                    host=address,
-                    port=store.port,
-                    prefix=f"program{number}",
-                    index=h,
-                    processes=frozen.processes,
-                    host_of=host_of,
-                    tags=tags,
-                    start_s=max(START_S, self._processes.deadline_s),
-                )
                 actors = {rank: frozen.actors[rank] for rank in ranks}
+                sites = frozen.report.lists[h]
                 self.calls += 1
-                self._processes.all[process].ray.actor.load.remote(
-                    number, program, frozen.report.lists[h], actors, join
-                )
+                host = self._home.processes[process]
+                host.tell(Objects.load, number, sites, actors, join, h, values=[program])
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
-        frozen = self._processes.loaded[loaded]
+        frozen = self._loaded[loaded]
         self._check_lost(frozen)
         refs: list[Any] = []
         for given in inputs:
@@ -154,65 +156,88 @@ class RaySession(Session):
             else:
                 refs.append(given.value if given is not None else None)
         issued, made = user_frames(), dict[tuple[int, str], Any]()
-        with self.lock, self._all_or_none() as asked:
-            for ranks, number in zip(frozen.hosts, frozen.processes, strict=True):
-                process = self._processes.all[number]
-                fed = [
-                    (index, rank)
-                    for index, users in enumerate(frozen.arguments)
-                    for rank in users
-                    if rank in ranks
-                ]
-                wanted = sorted({result for result in frozen.results if result[0] in ranks})
-                self.calls += 1
-                process.remember(self.calls, frozen.program.name, issued)
-                asked.append(process)
-                call = process.ray.actor.run.options(num_returns=max(1, len(wanted))).remote(
-                    loaded,
-                    self.calls,
-                    [(rank, value, frozen.names[rank]) for rank, value in wanted],
-                    [(rank, argument(index)) for index, rank in fed],
-                    *[refs[index] for index, _ in fed],
-                )
-                made.update(zip(wanted, call if len(wanted) > 1 else [call]))
+        asked: list[HostProcess] = []
+        with self.lock:
+            try:
+                for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
+                    host = self._home.processes[process]
+                    fed = [
+                        (index, rank)
+                        for index, users in enumerate(frozen.arguments)
+                        for rank in users
+                        if rank in ranks
+                    ]
+                    wanted = sorted({result for result in frozen.results if result[0] in ranks})
+                    run = self._number(frozen.program.name, issued)
+                    asked.append(host)
+                    call = host.call(
+                        Objects.run,
+                        loaded,
+                        run,
+                        ranks,
+                        [(rank, value, frozen.names[rank]) for rank, value in wanted],
+                        [(rank, argument(index)) for index, rank in fed],
+                        values=[refs[index] for index, _ in fed],
+                        num_returns=max(1, len(wanted)),
+                    )
+                    made.update(zip(wanted, call if len(wanted) > 1 else [call]))
+            except BaseException:
+                # Hosts that were asked would wait for the others' parts, and all behind with them.
+                for host in asked:
+                    self.watch.end(host, "the process was ended: a step was half submitted.")
+                raise
         return [
             TaskFuture(self, frozen.actors[result[0]], title, made[result])
             for result, title in zip(frozen.results, frozen.titles, strict=True)
         ]
 
-    @contextmanager
-    def _all_or_none(self) -> Generator[list[Process]]:
-        """The processes asked to run their part of a step; after an interrupt they would wait for
-        the others' parts, and all runs behind that with them."""
-        asked: list[Process] = []
-        try:
-            yield asked
-        except BaseException:
-            for process in asked:
-                self._processes.end(process, "the process was ended: a step was half submitted.")
-            raise
-
     def _check_lost(self, frozen: Frozen) -> None:
         """A program that has lost one of its processes is not sent to the others."""
-        if (lost := self._processes.lost_of(frozen)) is not None:
+        if (lost := self.watch.find(frozen.processes)) is not None:
             self.note_raised(lost.failure)
             raise ActorLost(lost.failure)
 
     def failures(self) -> list[DaftError]:
-        calls = [(p, p.ray.actor.failures.remote()) for p in self._processes.all if p.lost is None]
+        hosts = [host for host in self._home.processes if host.index not in self.watch.lost]
+        asked = [Asked(host, host.call(Objects.failures)) for host in hosts]
         found: list[DaftError] = []
-        for process, ref in calls:
+        for each in asked:
             try:
-                found += [TaskError(failure) for failure in self._processes.get(ref, None)]
+                (failures,) = self.watch.get([each])
+                found += [TaskError(failure) for failure in failures]
             except ActorLost as lost:
-                if process.lost is None:
-                    self._processes.lose(process, lost)
-        return found + [p.lost for p in self._processes.all if p.lost is not None]
+                self.watch.lost.setdefault(each.host.index, lost)
+        return [*found, *(lost for _, lost in sorted(self.watch.lost.items()))]
 
     def stop(self) -> None:
-        self._processes.all.clear()
-        self._processes.store = None  # and its port, though somebody may hold on to a future
         self._home.close()
+
+    # -- what the watch asks --------------------------------------------------------------------
+    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        title, issued = "", tuple[str, ...]()
+        if at.position >= 0:
+            title, issued = self._recent.get(at.run, (title, issued))
+        if title and at.program >= 0:  # in a compiled function
+            instruction, name = self._at(host, at)
+            reason = f"{reason} It was in compiled function {title!r}."
+            title = instruction.label or f"{name}.{excerpt(instruction)}"
+            issued = (instruction.source, *issued) if instruction.source else issued
+        actor, _, method = title.partition(".")
+        if not title:
+            actor = ", ".join(each.name for each in self.actors if each.process == host)
+            reason = f"{reason} It was between tasks."
+        return Failure(rank=None, actor=actor, text=method, reason=reason, issued=issued)
+
+    def at_work(self, host: int, at: Progress) -> bool:
+        if at.position < 0 or at.program < 0:
+            return at.position >= 0
+        return isinstance(self._at(host, at)[0], Call)
+
+    def _at(self, host: int, at: Progress) -> tuple[Instruction, str]:
+        """The instruction of a compiled function that a host was last seen at, and whose it is."""
+        frozen = self._loaded[at.program]
+        site = frozen.report.lists[frozen.processes.index(host)][at.position]
+        return instruction_at(frozen.program, site), frozen.names[site[0]]
 
 
 def _check_resources(name: str, resources: Mapping[str, float]) -> None:

@@ -1,54 +1,54 @@
-"""Starting and ending Ray, actors and their processes, without leaving any behind.
+"""Starting Ray, or joining one, and what it has for us.
 
-    home = Home(address=None)                          # joins a Ray, or starts one on this machine
-    process = home.spawn((0,), "cpu", Actor)           # and its counter file
-    home.close()                                       # both end, and Ray if it was started here
+    if start_ray(address=None):                        # joins a Ray, or starts one on this machine
+        ...                                            # and then it is ours to shut down
+    ranks_per_gpu(4, asked=None)                       # 1 on 4 GPUs, 4 on one
 
-`ActorProcess` has, on this machine, a handle to the process that ends it even when it is stopped
-(Ray's kill needs the process to answer). `ranks_per_gpu` says how ranks share GPUs, and that there
-are enough: Ray would wait for ever for one that it does not have.
-
-Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
+`ranks_per_gpu` says how ranks share GPUs, and that there are enough: Ray would wait for ever for
+one that it does not have. Hosts are started by `processes.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import FrameType, MappingProxyType
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
-
-from dtensor.daft.ray.progress import CounterFile
 
 RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
 START_S = 180.0
 """How long processes may take to start and to connect: each imports torch, and they share cores."""
 
+ANSWER_S = 10.0
+"""How long an address may take to answer: Ray is perhaps just starting there."""
+RETRY_S = 0.2
+ATTEMPT_S = 41.0
+"""What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
+
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
-END_S = 30.0
-"""How long a process may take to end after SIGKILL: it frees its memory."""
-NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
-def start_ray(address: str | None) -> bool:
-    """Make Ray usable; whether it was started here, and is to be shut down here."""
+def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
+    """Make Ray usable; whether it was started here, and is to be shut down here.
+
+    `ConnectionError` if there is none at `address`.
+    """
     if ray.is_initialized():
         return False
     if address is not None:
-        _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _join_ray(address, deadline_s)
         return False
     # A failure is raised as the root cause, once: Ray would also log each future nobody read.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
@@ -66,6 +66,37 @@ def start_ray(address: str | None) -> bool:
         _ray.shutdown()
         raise
     return True
+
+
+def _join_ray(address: str, deadline_s: float) -> None:
+    """Ray itself would look for seven minutes, and leave a thread behind."""
+    attempts = max(1, int(deadline_s / ATTEMPT_S))
+    environment = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
+    try:
+        _await_answer(address, min(deadline_s, ANSWER_S))
+        with _environment(environment):
+            _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:
+        raise ConnectionError(
+            f"No Ray answers at {address!r}: {error}.\n"
+            f"  Fix: give the address that `ray start --head` prints, or leave out address= to "
+            f"start Ray on this machine."
+        ) from error
+
+
+def _await_answer(address: str, patience_s: float) -> None:
+    """`OSError` unless something listens there; of "auto" Ray alone knows what it stands for."""
+    where = urlsplit(address if "//" in address else f"//{address}")
+    end = time.monotonic() + patience_s
+    while where.hostname is not None and where.port is not None:
+        try:
+            left = max(0.1, end - time.monotonic())
+            socket.create_connection((where.hostname, where.port), timeout=left).close()
+            return
+        except OSError:
+            if time.monotonic() + RETRY_S > end:
+                raise
+            time.sleep(RETRY_S)
 
 
 def ranks_per_gpu(size: int, asked: int | None) -> int:
@@ -95,6 +126,11 @@ def ranks_per_gpu(size: int, asked: int | None) -> int:
 
 def _session() -> str:
     return str(_ray.get_runtime_context().get_session_name())
+
+
+def missing_environment() -> dict[str, str] | None:
+    """What Ray's workers have to be given, where they do not inherit it."""
+    return None if _session() in _own_sessions else worker_environment()
 
 
 def worker_environment() -> dict[str, str]:
@@ -141,131 +177,6 @@ def _interrupts_later() -> Generator[None]:
             signal.signal(signal.SIGINT, before)
     if pressed and callable(before):
         before(pressed[0], None)
-
-
-class ActorProcess:
-    """An actor, its counter file, and its process if that is on this machine.
-
-    `cls` is made of (index, ranks, device, path of the counter); `asked` are more of Ray's options.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        ranks: tuple[int, ...],
-        device: str,
-        counter: CounterFile,
-        *,
-        cls: type,
-        asked: Mapping[str, object],
-    ) -> None:
-        self.ranks = ranks
-        self.counter = counter
-        options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
-        if device == "cuda":
-            options["num_gpus"] = 1
-        options.update(asked)
-        if _session() not in _own_sessions:
-            # Only then, as a runtime environment adds half a second to every actor.
-            options["runtime_env"] = {"env_vars": worker_environment()}
-        self.actor: Any = (
-            _ray.remote(cls).options(**options).remote(index, ranks, device, str(counter.path))
-        )
-        self._process: int | None = None
-        self._ended = False  # before anybody held on to it
-
-    def watch(self) -> None:
-        """Hold on to the process as soon as it has started."""
-        if self._process is None and not self._ended and self.counter.pid:
-            try:
-                self._process = os.pidfd_open(self.counter.pid)
-            except ProcessLookupError:
-                self._ended = True
-
-    @property
-    def id(self) -> str:
-        """What Ray's errors call it."""
-        return str(self.actor._actor_id.hex())
-
-    @property
-    def gone(self) -> bool:
-        """Whether the process has ended, as far as can be seen from here."""
-        self.watch()
-        return self._ended or self._ends_within(0.0)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a signal has stopped it: its state says so, where a heartbeat may be late."""
-        try:
-            stat = Path(f"/proc/{self.counter.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
-
-    def kill(self) -> None:
-        """Ask Ray to end it; a process that runs ends at once."""
-        self.watch()
-        if ray.is_initialized():
-            _ray.kill(self.actor, no_restart=True)
-
-    def end(self, grace_s: float = 1.0) -> None:
-        """After `kill`: wait for the process to end; a stopped one needs a signal."""
-        if self._process is not None and not self._ends_within(grace_s):
-            with suppress(ProcessLookupError):  # it may end between the two lines
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
-            self._ends_within(END_S)
-
-    def close(self) -> None:
-        """Let go of the process and its file."""
-        if self._process is not None:
-            os.close(self._process)
-        self._process, self._ended = None, True
-        self.counter.close()
-
-    def _ends_within(self, seconds: float) -> bool:
-        if self._process is None:
-            return False
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return bool(poll.poll(int(seconds * 1000)))
-
-
-class Home:
-    """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
-    files, the processes of its actors."""
-
-    def __init__(self, address: str | None) -> None:
-        self.processes: list[ActorProcess] = []
-        with ExitStack() as ending:
-            folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
-            self._folder = Path(ending.enter_context(folder))
-            if start_ray(address):
-                ending.callback(_ray.shutdown)
-            self._ending = ending.pop_all()
-
-    def spawn(
-        self,
-        ranks: tuple[int, ...],
-        device: str,
-        cls: type,
-        asked: Mapping[str, object] = NO_OPTIONS,
-    ) -> ActorProcess:
-        """An actor in a process of its own; nothing is waited for."""
-        index = len(self.processes)
-        counter = CounterFile(self._folder, index)
-        self.processes.append(ActorProcess(index, ranks, device, counter, cls=cls, asked=asked))
-        return self.processes[-1]
-
-    def close(self) -> None:
-        """End all of it, waiting until it has ended. Twice is fine."""
-        processes, self.processes = self.processes, []
-        with self._ending as ending:  # the last first; each is done, whichever raises
-            for process in processes:
-                ending.callback(process.close)
-            for process in processes:
-                ending.callback(process.end)
-            for process in processes:
-                process.kill()
 
 
 def own_address() -> str:

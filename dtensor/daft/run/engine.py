@@ -26,7 +26,6 @@ from typing import TypeAlias, assert_never
 
 import torch
 
-from dtensor.daft.cluster.cluster import TIMES
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, TaskError
 from dtensor.daft.ir.functions import Function
 from dtensor.daft.ir.instructions import (
@@ -38,11 +37,17 @@ from dtensor.daft.ir.instructions import (
     Send,
     Start,
     Wait,
+    key_of,
     outputs_of,
 )
-from dtensor.daft.ir.program import Program, format_instruction
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import excerpt
 from dtensor.daft.run.transport import Pending, Transport, check_value
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
+
+TIMES = "daft.times"
+"""Output of a timed run: for each instruction of the rank (its index, begin, end), in seconds of
+the host's monotonic clock."""
 
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
@@ -250,29 +255,18 @@ def describe(program: Program, site: Site, reason: str, line: str | None = None)
     concerned = [instruction]
     if isinstance(instruction, Wait):
         concerned += [instructions[s] for s in starts_of_waits(instructions)[index]]
-    peers = sorted({peer for i in concerned for peer in peers_of(i)} - {rank})
+    starts = [i for i in concerned if isinstance(i, Send | Recv | Collective)]
+    peers = sorted({peer for start in starts for peer in key_of(rank, start)[0]} - {rank})
     return Failure(
         rank=rank,
         stage=program.stage_of[rank],
         index=index,
-        text=format_instruction(instruction, brief=True),
+        text=excerpt(instruction),
         label=next((i.label for i in concerned if i.label), ""),
         line=line or next((i.source for i in concerned if i.source), None),
         peers=tuple(peers),
         reason=reason,
     )
-
-
-def peers_of(instruction: Instruction) -> tuple[int, ...]:
-    match instruction:
-        case Send(to=rank) | Recv(source_rank=rank):
-            return (rank,)
-        case Collective(group=group):
-            return group
-        case Call() | Wait() | Free():
-            return ()
-        case _:
-            assert_never(instruction)
 
 
 @contextmanager

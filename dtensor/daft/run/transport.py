@@ -1,8 +1,8 @@
-"""What the engine asks of a transport.
+"""What the engine asks of a transport, and the one among ranks of one process.
 
 A transport starts transfers and collectives; each start gives a `Pending`, whose `wait` gives the
-values made (none for a send). `LocalTransport` (`in_process_transport.py`) serves ranks of one
-process, `ExchangeTransport` (`ray/exchange.py`) ranks of several, over gloo or NCCL.
+values made (none for a send). `LocalTransport` serves ranks of one process, `ExchangeTransport`
+(`ray/exchange.py`) ranks of several, over gloo or NCCL.
 
 Invariants: a start never blocks; the tensors handed to it stay unchanged until its `wait` (the
 verifier sees to that); what `wait` returns is contiguous and shares no storage with anything.
@@ -12,11 +12,19 @@ Reductions are `numerics.fold` in group order, so that every transport gives the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, assert_never
 
+import torch
 from torch import Tensor
 
-from dtensor.daft.ir.instructions import Buffer, Collective, Recv, Send
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
+from dtensor.numerics import fold
+
+_Place: TypeAlias = tuple[Key, int]
+"""The k-th transfer of a key."""
 
 
 class Pending(ABC):
@@ -56,3 +64,144 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
             f"{value.dtype}{list(value.shape)}, declared is {buffer}."
         )
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent(Pending):
+    def wait(self) -> tuple[Tensor, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Due(Pending):
+    """What will lie in `boxes` at `place`."""
+
+    boxes: dict[_Place, Tensor]
+    place: _Place
+
+    def wait(self) -> tuple[Tensor, ...]:
+        if self.place not in self.boxes:
+            raise RuntimeError(f"A wait would block: nothing has come for {self.place}.")
+        return (self.boxes.pop(self.place),)
+
+
+class _Meeting:
+    """One collective: what its members have brought so far, then the results of each."""
+
+    __slots__ = ("missing", "parts", "results")
+
+    def __init__(self, size: int) -> None:
+        self.missing = size
+        self.parts: list[Sequence[Tensor]] = [()] * size
+        self.results: list[tuple[Tensor, ...]] = []
+
+
+class _Seat(Pending):
+    """A member's results of a meeting. Not a dataclass: one is made for each start, in a hurry."""
+
+    __slots__ = ("at", "meeting")
+
+    def __init__(self, meeting: _Meeting, at: int) -> None:
+        self.meeting = meeting
+        self.at = at
+
+    def wait(self) -> tuple[Tensor, ...]:
+        meeting = self.meeting
+        if meeting.missing:
+            raise RuntimeError(f"A wait would block: {meeting.missing} ranks have not started.")
+        # a meeting is complete when its results are there, so each member takes its own once
+        taken, meeting.results[self.at] = meeting.results[self.at], ()
+        return taken
+
+
+class _Channel:
+    """The collectives of one group on one channel: each member's k-th start is of the k-th."""
+
+    __slots__ = ("counts", "index", "open")
+
+    def __init__(self, group: tuple[int, ...]) -> None:
+        self.index = {rank: i for i, rank in enumerate(group)}
+        self.counts = [0] * len(group)
+        self.open: dict[int, _Meeting] = {}
+
+
+class LocalTransport(Transport):
+    """Among ranks of one process: plain tensor operations on whatever device they use.
+
+    Ranks 0 and 1 each start an all_reduce; the second start computes both results, and each rank's
+    `wait` takes its own. Waits never block, as the merged list puts them after the starts that they
+    need; one that would have to is an error. Every result is a copy, so that ranks never share
+    storage. It is not safe for several threads.
+    """
+
+    def __init__(self) -> None:
+        self._boxes: dict[_Place, Tensor] = {}
+        self._sent: dict[Key, int] = defaultdict(int)
+        self._received: dict[Key, int] = defaultdict(int)
+        self._channels: dict[Key, _Channel] = {}
+
+    def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
+        key = key_of(rank, send)
+        self._boxes[key, self._sent[key]] = _copy(value)
+        self._sent[key] += 1
+        return _Sent()
+
+    def start_recv(self, rank: int, recv: Recv) -> Pending:
+        key = key_of(rank, recv)
+        self._received[key] += 1
+        return _Due(self._boxes, (key, self._received[key] - 1))
+
+    def start_collective(
+        self, rank: int, collective: Collective, values: Sequence[Tensor]
+    ) -> Pending:
+        key = key_of(rank, collective)
+        channel = self._channels.get(key)
+        if channel is None:
+            channel = self._channels[key] = _Channel(collective.group)
+        at = channel.index[rank]
+        number = channel.counts[at]
+        channel.counts[at] = number + 1
+        meeting = channel.open.get(number)
+        if meeting is None:
+            meeting = channel.open[number] = _Meeting(len(channel.counts))
+        meeting.parts[at] = values
+        meeting.missing -= 1
+        if not meeting.missing:
+            del channel.open[number]
+            meeting.results = exchange(collective, meeting.parts)
+            meeting.parts = []
+        return _Seat(meeting, at)
+
+    def close(self) -> None:
+        self._boxes.clear()
+        self._channels.clear()
+
+
+def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+    """Each member's results from each member's inputs, both in group order."""
+    size = len(parts)
+    dtypes = [buffer.dtype for buffer in collective.out_buffers]  # a sum may come out wider
+    match collective.kind:
+        case "all_reduce":
+            assert collective.op is not None
+            op = collective.op
+            columns = zip(zip(*parts, strict=True), dtypes, strict=True)
+            first = tuple(fold(column, op, dtype) for column, dtype in columns)
+            return [first] + [tuple(map(_copy, first)) for _ in range(size - 1)]
+        case "all_gather":
+            return [tuple(_copy(part[0]) for part in parts) for _ in range(size)]
+        case "reduce_scatter":
+            assert collective.op is not None
+            op = collective.op
+            (dtype,) = dtypes
+            return [(fold([part[m] for part in parts], op, dtype),) for m in range(size)]
+        case "all_to_all":
+            return [tuple(_copy(part[member]) for part in parts) for member in range(size)]
+        case "broadcast":
+            return [(_copy(parts[0][0]),) for _ in range(size)]
+        case _:
+            assert_never(collective.kind)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

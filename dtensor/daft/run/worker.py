@@ -4,7 +4,7 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
 
     worker = Worker((0, 1), torch.device("cpu"), LocalTransport())
     worker.put({0: {"w": torch.ones(2)}})
-    worker.load(7, program, sites)
+    worker.load(7, sites, program)
     worker.run(7, {0: {"x": torch.ones(2)}, 1: {}})       # {0: {"y": tensor}, 1: {}}
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
@@ -14,10 +14,11 @@ the CPU; nothing outside aliases the table. It is used by one thread at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
-from dtensor.daft.cluster.cluster import NOTHING_KEPT, Stored
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import Transport
@@ -25,14 +26,31 @@ from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
+NOTHING_KEPT: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Stands among a run's inputs for a value in the rank's table."""
+
+    name: str
 
 
 class Worker:
-    def __init__(self, ranks: tuple[int, ...], device: torch.device, transport: Transport) -> None:
+    """`counter[0]`, if given, is always the position in the list that runs."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        transport: Transport,
+        counter: memoryview | None = None,
+    ) -> None:
         self.ranks = ranks
         self.device = device
         self.transport = transport
         self.engines: dict[int, Engine] = {}
+        self._counter = counter
         self._table: Table = {}
 
     def put(self, values: Values) -> None:
@@ -52,7 +70,7 @@ class Worker:
                 self._find(rank, name)
                 del self._table[rank, name]
 
-    def load(self, handle: int, program: Program, sites: Sequence[Site]) -> None:
+    def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
         self.engines[handle] = Engine(program, sites, self._table, self.transport)
 
     def unload(self, handle: int) -> None:
@@ -62,18 +80,19 @@ class Worker:
         self,
         handle: int,
         inputs: Values,
-        counter: memoryview | None = None,
         keep: Mapping[str, str] = NOTHING_KEPT,
         timed: bool = False,
     ) -> dict[int, dict[str, object]]:
         """The outputs of the hosted ranks."""
         engine = self.engines[handle]
-        return self._out(engine.run(self._in(inputs), counter, timed=timed), keep)
+        return self._out(engine.run(self._in(inputs), self._counter, timed=timed), keep)
 
     def begin(self, handle: int, inputs: Values) -> None:
         self.engines[handle].begin(self._in(inputs))
 
     def step(self, handle: int, position: int) -> None:
+        if self._counter is not None:
+            self._counter[0] = position
         self.engines[handle].step(position)
 
     def finish(

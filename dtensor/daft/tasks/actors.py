@@ -1,4 +1,4 @@
-"""Actors of any class, spawned one by one, whose methods return futures.
+"""Actors of any class, spawned one by one, whose methods return futures; and their `Session`.
 
     with daft.launch(backend="ray"):
         a, b = daft.spawn(ModelA, width=64), daft.spawn(ModelB, name="critic")
@@ -6,7 +6,14 @@
 
 Interpreted, that is, outside `daft.compile`, a task is dispatched when Python reaches it: on Ray it
 is one call to the actor's process that nobody waits for; in-process it runs at once. Futures may
-stand anywhere in the arguments. Tasks of an actor run in the order of their calls.
+stand anywhere in the arguments.
+
+A `Session` is what `launch` starts: actors, the order of their tasks, and what became of them.
+What is the same in every backend is here: checks, names, numbers, failures that nobody has read.
+The rest is `local_session.py` and `ray/session.py`.
+
+Invariant: tasks have one order, that of their calls, in which each depends only on those before;
+every process sees its part of that order.
 
 It does not restart actors, and actors do not call actors: the controller says who does what.
 """
@@ -15,13 +22,229 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from dataclasses import dataclass
-from typing import NoReturn
+import threading
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from dtensor.daft.tasks.actor_session import ActorInfo, recorder
-from dtensor.daft.tasks.futures import TaskFuture, user_frames
-from dtensor.daft.tasks.task import Task, declared
-from dtensor.daft.tasks.values import Placeholder
+from torch import Tensor
+
+from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
+from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_frames, user_line
+from dtensor.daft.tasks.task import CREATE, Task, declared
+from dtensor.daft.tasks.values import Placeholder, ValuePickler, encode, failure_of
+
+if TYPE_CHECKING:
+    from dtensor.daft.tasks.frozen import Frozen
+
+
+@dataclass(frozen=True, slots=True)
+class ActorInfo:
+    """`key` numbers the actors of a session, `process` the processes that host them."""
+
+    key: int
+    name: str
+    cls: type
+    process: int
+    session: Session = field(repr=False, compare=False)
+
+
+class Recorder(Protocol):
+    """Takes tasks instead of the session while a function is recorded."""
+
+    def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture: ...
+
+
+recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_sessions: list[Session] = []
+
+
+class Session(FutureOwner):
+    """What `launch` starts. `calls` counts the calls to actors' processes; `bytes_sent` and
+    `bytes_received` the bytes of values that the controller itself sent and got."""
+
+    pickler: type[ValuePickler] = ValuePickler
+
+    def __init__(self) -> None:
+        self.calls: int = 0
+        self.bytes_sent: int = 0
+        self.bytes_received: int = 0
+        self.actors: list[ActorInfo] = []
+        self.lock = threading.RLock()  # tasks have one order, the same in every process
+        self.closed = False
+        self._raised: set[tuple[str, ...]] = set()
+
+    # -- what a backend does --------------------------------------------------------------------
+    @abstractmethod
+    def new_process(self, name: str, resources: Mapping[str, float]) -> int:
+        """Start a process for actors; its number."""
+
+    @abstractmethod
+    def create(
+        self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
+    ) -> None: ...
+
+    @abstractmethod
+    def dispatch(
+        self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
+    ) -> TaskFuture: ...
+
+    @abstractmethod
+    def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor: ...
+
+    @abstractmethod
+    def load(self, frozen: Frozen) -> int:
+        """Ship a program to the processes that take part; its number."""
+
+    @abstractmethod
+    def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
+        """One call to each process; the futures of the program's results. `None`: not used."""
+
+    @abstractmethod
+    def failures(self) -> list[DaftError]:
+        """What failed in methods, and the actors lost, so far; waits for all tasks."""
+
+    @abstractmethod
+    def stop(self) -> None: ...
+
+    # -- what is the same everywhere ------------------------------------------------------------
+    def spawn(
+        self,
+        cls: type,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        *,
+        name: str | None,
+        resources: Mapping[str, float] | None,
+        host: ActorInfo | None,
+    ) -> ActorInfo:
+        self.check_open()
+        if recorder.get() is not None:
+            raise ProgramError(
+                f"An actor is spawned while a function is recorded.\n  at {user_line()}\n"
+                f"  Fix: spawn it before, and use its handle in the function."
+            )
+        if not inspect.isclass(cls):
+            raise TypeError(f"An actor is spawned of a class, got {cls!r}.\n  at {user_line()}")
+        encoded = encode((tuple(args), dict(kwargs)), self.pickler)
+        with self.lock:
+            if host is not None:
+                process = host.process
+                if host.session is not self:
+                    raise _foreign(host.name)
+                if resources:
+                    raise ValueError(
+                        f"Actors that share a process share what the first of them asked for.\n"
+                        f"  at {user_line()}\n  Fix: leave out resources= or host=."
+                    )
+            else:
+                process = self.new_process(name or cls.__name__, dict(resources or {}))
+            actor = ActorInfo(len(self.actors), self._name(cls, name), cls, process, self)
+            self.actors.append(actor)
+            task = Task(actor=actor.name, name=CREATE, issued=user_frames(), pickler=self.pickler)
+            self.create(actor, task, encoded.message, self.inputs(encoded.placeholders))
+        return actor
+
+    def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture:
+        self.check_open()
+        encoded = encode(args, self.pickler)
+        inputs = self.inputs(encoded.placeholders)
+        with self.lock:
+            return self.dispatch(actor, task, encoded.message, inputs)
+
+    def inputs(self, placeholders: Sequence[Placeholder]) -> list[TaskFuture]:
+        found: list[TaskFuture] = []
+        for placeholder in placeholders:
+            if not isinstance(placeholder, TaskFuture):
+                raise TypeError(
+                    f"{placeholder!r} is an argument of a task: actors do not call actors.\n"
+                    f"  at {user_line()}\n  Fix: call it from the controller, and pass the future."
+                )
+            if placeholder.owner is not self:
+                raise _foreign(repr(placeholder))
+            found.append(placeholder)
+        return found
+
+    def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
+        if recorder.get() is not None:
+            raise self.misuse(future, "its value is asked for")
+        self.check_open()
+        message = self.wait_for(future, timeout)
+        error = failure_of(message)
+        if error is not None:
+            self.note_raised(error.failure)
+        return message
+
+    def note_raised(self, failure: Failure) -> None:
+        self._raised.add(_origin(failure))
+
+    def item(self, future: TaskFuture, key: object) -> TaskFuture:
+        return operation(self.actors[future.actor], "item", future, key)
+
+    def misuse(self, future: TaskFuture, what: str) -> Exception:
+        if recorder.get() is not None:
+            return misused_in_recording(future.title, what)
+        return TypeError(
+            f"A future is no value, but {what}: {future.title}.\n  at {user_line()}\n"
+            f"  Fix: wait for its value with .get(), or pass the future to a method of an actor."
+        )
+
+    def close(self, *, quiet: bool = False) -> None:
+        """End all actors. Raises the first failure of a method that nobody has read, unless one
+        that was issued at the same place was: of a group's failures, reading one is enough."""
+        if self.closed:
+            return
+        try:
+            unread = (
+                []
+                if quiet
+                else [e for e in self.failures() if _origin(e.failure) not in self._raised]
+            )
+        finally:
+            self.closed = True
+            _sessions.remove(self)
+            self.stop()
+        if unread:
+            unread[0].add_note(
+                f"No future that depends on this was read; {len(unread)} such failures in all."
+            )
+            raise unread[0]
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(quiet=error is not None)
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ClusterClosed(
+                f"These actors have ended with their launch.\n  at {user_line()}\n"
+                f"  Fix: use them inside `with daft.launch(...)`."
+            )
+
+    def _name(self, cls: type, name: str | None) -> str:
+        """Names are distinct: they lead from an error to an actor."""
+        taken = {actor.name for actor in self.actors}
+        if name is not None:
+            if name in taken:
+                raise ValueError(
+                    f"There is an actor {name!r} already.\n  at {user_line()}\n"
+                    f"  Fix: give each actor a name of its own, or none."
+                )
+            return name
+        number = 0
+        while (made := f"{cls.__name__}-{number}") in taken:
+            number += 1
+        return made
 
 
 class ActorHandle(Placeholder):
@@ -77,3 +300,50 @@ class Method:
 
 def info_of(handle: ActorHandle) -> ActorInfo:
     return handle._actor  # pyright: ignore[reportPrivateUsage]
+
+
+def operation(actor: ActorInfo, name: str, *args: object) -> TaskFuture:
+    """A task of daft's own, in the process of an actor."""
+    task = Task(
+        actor=actor.name,
+        name=name,
+        issued=user_frames(),
+        operation=True,
+        pickler=actor.session.pickler,
+    )
+    arguments: tuple[object, object] = (args, dict[str, object]())
+    return (recorder.get() or actor.session).submit(actor, task, arguments)
+
+
+def current_session() -> Session:
+    if not _sessions:
+        raise RuntimeError(
+            f"Actors need a launch.\n  at {user_line()}\n"
+            f"  Fix: put this inside `with daft.launch():`, or daft.launch(backend='ray')."
+        )
+    return _sessions[-1]
+
+
+def enter(session: Session) -> Session:
+    _sessions.append(session)
+    return session
+
+
+def misused_in_recording(title: str, what: str) -> ProgramError:
+    return ProgramError(
+        f"A compiled function is recorded once, before there are values, but {what}: {title}.\n"
+        f"  at {user_line()}\n"
+        f"  Fix: do this in a method of an actor, or call the function without daft.compile."
+    )
+
+
+def _origin(failure: Failure) -> tuple[str, ...]:
+    """Where the controller issued what failed; of a process lost between tasks, its actors."""
+    return failure.issued or (failure.actor,)
+
+
+def _foreign(what: str) -> ValueError:
+    return ValueError(
+        f"{what} belongs to another launch than the one it is used in.\n  at {user_line()}\n"
+        f"  Fix: get() its value there and pass that, or spawn the actor in this launch."
+    )

@@ -26,7 +26,7 @@ from dtensor.daft.ir.instructions import Buffer, Call, Free, Instruction, Recv, 
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.tasks.task import Subject, Task
-from dtensor.daft.verification.merge import Hosts
+from dtensor.daft.verification.pairing import Hosts
 from dtensor.daft.verification.verifier import Report, verify
 
 MESSAGE = Buffer((), torch.uint8, variable=True)
@@ -142,7 +142,7 @@ def _name(value: int) -> str:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _ActorList:
     """One actor's list while it grows."""
 
     instructions: list[Instruction] = field(default_factory=list[Instruction])
@@ -162,7 +162,7 @@ class _Lowering:
         self.actors = list(dict.fromkeys(task.actor for task in tasks))
         index = {actor: rank for rank, actor in enumerate(self.actors)}
         self.rank_of = [index[task.actor] for task in tasks]
-        self.ranks = [_Rank() for _ in self.actors]
+        self.ranks = [_ActorList() for _ in self.actors]
         self.functions: dict[str, Function] = {}
         # For each value, the last task of each rank that uses it.
         self.last: dict[int, dict[int, int]] = defaultdict(dict)

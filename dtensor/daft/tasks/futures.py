@@ -27,11 +27,11 @@ from dtensor.daft.cluster.cluster import Future
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.tasks.values import Placeholder, decode, failure_of
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # all of daft
 MAX_FRAMES = 5
 
 
-class Owner(ABC):
+class FutureOwner(ABC):
     """Who made a future and can say what has become of it."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Owner(ABC):
 class TaskFuture(Future, Placeholder):
     """`value` is the backend's; `actor` the key of the actor that makes it, by task `title`."""
 
-    def __init__(self, owner: Owner, actor: int, title: str, value: Any) -> None:
+    def __init__(self, owner: FutureOwner, actor: int, title: str, value: Any) -> None:
         self.owner = owner
         self.actor = actor
         self.title = title
@@ -93,11 +93,7 @@ class TaskFuture(Future, Placeholder):
     def __float__(self) -> NoReturn:
         raise self.owner.misuse(self, "it is made a number")
 
-    def __int__(self) -> NoReturn:
-        raise self.owner.misuse(self, "it is made a number")
-
-    def __index__(self) -> NoReturn:
-        raise self.owner.misuse(self, "it is made a number")
+    __int__ = __index__ = __float__
 
     def __lt__(self, other: object) -> NoReturn:
         raise self.owner.misuse(self, "it is compared")

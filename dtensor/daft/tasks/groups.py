@@ -18,8 +18,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dtensor.daft.ir.instructions import OPS, Op
-from dtensor.daft.tasks.actor_session import ActorInfo, current_session, operation, recorder
-from dtensor.daft.tasks.actors import ActorHandle, info_of
+from dtensor.daft.tasks.actors import (
+    ActorHandle,
+    ActorInfo,
+    current_session,
+    info_of,
+    operation,
+    recorder,
+)
 from dtensor.daft.tasks.futures import TaskFuture, user_line
 
 

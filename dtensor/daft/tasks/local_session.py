@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dtensor.daft.errors import DaftError, TaskError
 from dtensor.daft.run.engine import Engine, Inputs, Table
-from dtensor.daft.run.in_process_transport import LocalTransport
-from dtensor.daft.tasks.actor_session import ActorInfo, Session
+from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import SELF, Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture
 from dtensor.daft.tasks.task import Subject, Task

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dtensor.daft.errors import ProgramError
-from dtensor.daft.tasks.actor_session import (
+from dtensor.daft.tasks.actors import (
     ActorInfo,
     Session,
     current_session,
@@ -34,7 +34,7 @@ from dtensor.daft.tasks.actor_session import (
     recorder,
 )
 from dtensor.daft.tasks.frozen import Frozen, Recorded, freeze
-from dtensor.daft.tasks.futures import Owner, TaskFuture, user_line
+from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_line
 from dtensor.daft.tasks.groups import GroupFuture
 from dtensor.daft.tasks.task import Task
 from dtensor.daft.tasks.values import encode
@@ -42,7 +42,7 @@ from dtensor.daft.tasks.values import encode
 P = ParamSpec("P")
 
 
-class Recording(Owner):
+class Recording(FutureOwner):
     """Takes tasks as they are called, and gives futures of what they will make."""
 
     def __init__(self, session: Session) -> None:

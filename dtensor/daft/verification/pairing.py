@@ -1,4 +1,5 @@
-"""Who waits for whom: pairing the starts of all ranks, and running their lists in thought.
+"""Who waits for whom: pairing the starts of all ranks, running their lists in thought, and merging
+those of the ranks that share a host.
 
 The k-th `Send` from s to d on a channel meets the k-th `Recv` at d from s on it; the k-th
 collective of a (group, channel) meets the k-th of every member. A start never blocks. A `Wait`
@@ -10,6 +11,12 @@ came before on the channel: its transport thread needs no edges of its own.
 Starting can only help others, never hinder them, so every order of execution ends in the same
 place: one run in thought decides for all (the argument of Kahn networks; `tests/daft` compares
 it with trying all interleavings).
+
+Merging, ranks 0 and 1 on one host, each `send, recv, wait`: seed 0 gives send 0, send 1, recv 0,
+recv 1, wait 0, wait 1. Another seed gives another legal interleaving, and the same results. Every
+rank keeps its own order; all hosts' lists are parts of *one* order in which every `Wait` comes
+after the starts that it needs, so that a single thread never blocks on a rank of its own host, and
+hosts never block each other for good.
 """
 
 from __future__ import annotations
@@ -17,16 +24,27 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from dtensor.daft.errors import ProgramError
-from dtensor.daft.ir.instructions import Call, Collective, Free, Instruction, Recv, Send, Wait
-from dtensor.daft.ir.program import Program, format_instruction
+from dtensor.daft.ir.instructions import (
+    Collective,
+    Instruction,
+    Key,
+    Recv,
+    Send,
+    Wait,
+    awaited,
+    key_of,
+)
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import excerpt
 
 Site: TypeAlias = tuple[int, int]
 """(rank, index of the instruction in the rank's own list)."""
 Edges: TypeAlias = Mapping[Site, tuple[Site, ...]]
+Hosts: TypeAlias = tuple[tuple[int, ...], ...]
+HostList: TypeAlias = tuple[tuple[int, Instruction], ...]
 
 
 def instruction_at(program: Program, site: Site) -> Instruction:
@@ -35,7 +53,7 @@ def instruction_at(program: Program, site: Site) -> Instruction:
 
 def show_site(program: Program, site: Site) -> str:
     """`(rank 1, instr 7 wait h)`."""
-    text = format_instruction(instruction_at(program, site), brief=True)
+    text = excerpt(instruction_at(program, site))
     return f"(rank {site[0]}, instr {site[1]} {text})"
 
 
@@ -45,68 +63,46 @@ def starts_of_waits(instructions: Sequence[Instruction]) -> dict[int, tuple[int,
     found: dict[int, tuple[int, ...]] = {}
     completed: set[int] = set()
     for index, instruction in enumerate(instructions):
-        match instruction:
-            case Send(value=value) | Recv(value=value):
+        if isinstance(instruction, Wait):
+            starts = {start for value in instruction.values for start in pending.pop(value, ())}
+            found[index] = tuple(sorted(starts - completed))
+            completed |= starts
+        elif isinstance(instruction, Send | Recv | Collective):
+            for value in awaited(instruction):
                 pending[value].append(index)
-            case Collective(outputs=outputs):
-                for value in outputs:
-                    pending[value].append(index)
-            case Wait(values=values):
-                starts = {start for value in values for start in pending.pop(value, ())}
-                found[index] = tuple(sorted(starts - completed))
-                completed |= starts
-            case Call() | Free():
-                pass
     return found
 
 
 def pair(program: Program) -> dict[Site, tuple[Site, ...]]:
     """For each start, its partners' starts. Raises `ProgramError` for one that has none."""
-    sends: dict[tuple[int, int, str], list[Site]] = defaultdict(list)
-    recvs: dict[tuple[int, int, str], list[Site]] = defaultdict(list)
-    collectives: dict[tuple[tuple[int, ...], str], dict[int, list[Site]]] = {}
+    starts: dict[Key, dict[int, list[Site]]] = {}
     for rank, rank_program in enumerate(program.ranks):
         for index, instruction in enumerate(rank_program.instructions):
-            site = (rank, index)
-            match instruction:
-                case Send(to=to, channel=channel):
-                    sends[rank, to, channel].append(site)
-                case Recv(source_rank=source, channel=channel):
-                    recvs[source, rank, channel].append(site)
-                case Collective(group=group, channel=channel):
-                    members = collectives.setdefault((group, channel), {r: [] for r in group})
-                    members[rank].append(site)
-                case Call() | Wait() | Free():
-                    pass
+            if isinstance(instruction, Send | Recv | Collective):
+                key = key_of(rank, instruction)
+                members = starts.setdefault(key, {member: [] for member in key[0]})
+                members[rank].append((rank, index))
     partners: dict[Site, tuple[Site, ...]] = {}
-    for key in sorted(sends.keys() | recvs.keys()):
-        if len(sends[key]) != len(recvs[key]):
-            source, to, channel = key
-            longer = max(sends[key], recvs[key], key=len)
-            raise _unmatched(
-                program,
-                longer[min(len(sends[key]), len(recvs[key]))],
-                f"rank {source} starts {len(sends[key])} sends to rank {to} on channel "
-                f"{channel!r}, which starts {len(recvs[key])} receives from it",
-            )
-        for send, recv in zip(sends[key], recvs[key], strict=True):
-            partners[send], partners[recv] = (recv,), (send,)
-    for (group, channel), members in sorted(collectives.items()):
-        counts = [len(members[rank]) for rank in group]
-        if len(set(counts)) != 1:
-            busiest = max(members.values(), key=len)
-            raise _unmatched(
-                program,
-                busiest[min(counts)],
-                f"the members of group {group} start {counts} collectives on channel {channel!r}",
-            )
-        for sites in zip(*(members[rank] for rank in group), strict=True):
+    for key in sorted(starts, key=lambda key: (key[2] == "collective", *key)):
+        members = starts[key]
+        if len({len(sites) for sites in members.values()}) != 1:
+            raise _unmatched(program, key, members)
+        for sites in zip(*members.values(), strict=True):
             for site in sites:
                 partners[site] = tuple(other for other in sites if other != site)
     return partners
 
 
-def _unmatched(program: Program, site: Site, fact: str) -> ProgramError:
+def _unmatched(program: Program, key: Key, members: Mapping[int, list[Site]]) -> ProgramError:
+    ranks, channel, sort = key
+    counts = [len(members[rank]) for rank in ranks]
+    site = max(members.values(), key=len)[min(counts)]
+    fact = f"the members of group {ranks} start {counts} collectives on channel {channel!r}"
+    if sort == "transfer":
+        fact = (
+            f"rank {ranks[0]} starts {counts[0]} sends to rank {ranks[1]} on channel {channel!r}, "
+            f"which starts {counts[1]} receives from it"
+        )
     source = instruction_at(program, site).source
     return ProgramError(
         f"Program {program.name!r} has a start without a partner: {fact}.\n"
@@ -124,16 +120,13 @@ def wait_edges(program: Program, partners: Edges) -> dict[Site, tuple[Site, ...]
     return edges
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The order in which the lists ran, and where each list that did not end is blocked."""
+def rehearse(
+    program: Program, lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0
+) -> list[Site]:
+    """Run lists one instruction at a time, each in its own order, and return the order of all.
 
-    order: tuple[Site, ...]
-    blocked: tuple[Site, ...]
-
-
-def simulate(lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0) -> Trace:
-    """Run lists one instruction at a time, each in its own order. Seed 0: lockstep."""
+    Seed 0: lockstep. Raises `ProgramError` for lists that can hang.
+    """
     rng = random.Random(seed) if seed else None
     executed: set[Site] = set()
     order: list[Site] = []
@@ -158,18 +151,26 @@ def simulate(lists: Sequence[Sequence[Site]], edges: Edges, seed: int = 0) -> Tr
         else:
             turn += 1
         runnable += asleep.pop(site, [])
-    blocked = [sites[at] for sites, at in zip(lists, position, strict=True) if at < len(sites)]
-    return Trace(tuple(order), tuple(blocked))
+    blocked = {
+        index: sites[at]
+        for index, (sites, at) in enumerate(zip(lists, position, strict=True))
+        if at < len(sites)
+    }
+    if blocked:
+        raise _explain_hang(program, lists, edges, executed, blocked)
+    return order
 
 
-def explain_hang(
-    program: Program, lists: Sequence[Sequence[Site]], edges: Edges, trace: Trace
+def _explain_hang(
+    program: Program,
+    lists: Sequence[Sequence[Site]],
+    edges: Edges,
+    executed: set[Site],
+    blocked: Mapping[int, Site],
 ) -> ProgramError:
-    """The circle of waits that a blocked `trace` ended in, a line for each."""
-    executed = set(trace.order)
+    """The circle of waits that the lists ended in, each `blocked` at a wait: a line for each."""
     list_of = {site: index for index, sites in enumerate(lists) for site in sites}
-    blocked = {list_of[site]: site for site in trace.blocked}
-    path: list[Site] = [trace.blocked[0]]
+    path: list[Site] = [next(iter(blocked.values()))]
     missing: list[Site] = []
     while True:
         missing.append(next(s for s in edges[path[-1]] if s not in executed))
@@ -190,3 +191,34 @@ def explain_hang(
         + "\n".join(lines)
         + "\n  Fix: move a start that is waited for before the wait that holds it up."
     )
+
+
+def merge(program: Program, hosts: Hosts, seed: int = 0) -> tuple[HostList, ...]:
+    """For each host, (rank, instruction) in the order in which its thread runs them."""
+    return tuple(
+        tuple((site[0], instruction_at(program, site)) for site in sites)
+        for sites in merge_sites(program, hosts, seed)
+    )
+
+
+def merge_sites(program: Program, hosts: Hosts, seed: int = 0) -> tuple[tuple[Site, ...], ...]:
+    """As `merge`, but (rank, index) pairs. Raises `ProgramError` for a program that can hang."""
+    check_hosts(program, hosts)
+    edges = wait_edges(program, pair(program))
+    lists = [
+        [(rank, index) for index in range(len(own.instructions))]
+        for rank, own in enumerate(program.ranks)
+    ]
+    host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
+    merged: list[list[Site]] = [[] for _ in hosts]
+    for site in rehearse(program, lists, edges, seed):
+        merged[host_of[site[0]]].append(site)
+    return tuple(map(tuple, merged))
+
+
+def check_hosts(program: Program, hosts: Hosts) -> None:
+    if sorted(rank for ranks in hosts for rank in ranks) != list(range(program.size)):
+        raise ProgramError(
+            f"Every rank has one host: program {program.name!r} has {program.size} ranks, "
+            f"the hosts have {hosts}."
+        )

@@ -45,8 +45,8 @@ from dtensor.daft import (
     Send,
     Wait,
 )
-from dtensor.daft.cluster.cluster import TIMES
 from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters

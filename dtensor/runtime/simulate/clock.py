@@ -16,12 +16,12 @@ Not modelled: contention between channels; what `Free` and an empty `Wait` take.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from dtensor.daft import Call, Collective, Free, RankProgram, Recv, Send, Wait
+from dtensor.daft.ir.instructions import Key, awaited, key_of, outputs_of
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
@@ -103,7 +103,7 @@ class _Message:
 
     seconds: float
     members: int
-    channels: tuple[Hashable, ...]
+    channels: tuple[tuple[int, Key], ...]
     started: dict[int, float] = field(default_factory=dict[int, float])
     end: float | None = None
     names: dict[int, tuple[str, str | None]] = field(default_factory=dict)
@@ -114,9 +114,9 @@ class _Clock:
         self.plan = plan
         self.ranks = ranks
         self.spans: list[Span] = []
-        self.messages: dict[Hashable, _Message] = {}
-        self.counts: dict[Hashable, int] = defaultdict(int)
-        self.free: dict[Hashable, float] = defaultdict(float)  # by (rank, channel)
+        self.messages: dict[tuple[Key, int], _Message] = {}
+        self.counts: dict[tuple[int, Key], int] = defaultdict(int)
+        self.free: dict[tuple[int, Key], float] = defaultdict(float)
 
     def run(self) -> None:
         for rank in self.ranks.values():
@@ -166,7 +166,8 @@ class _Clock:
         rank.peak = max(rank.peak, rank.held)
 
     def _start(self, rank: _SimulatedRank, item: Send | Recv | Collective) -> None:
-        key, members, values = self._key(rank.rank, item)
+        key = key_of(rank.rank, item)
+        members = key[0]
         number = self.counts[rank.rank, key]
         self.counts[rank.rank, key] += 1
         known = [member for member in members if member in self.ranks]
@@ -177,9 +178,9 @@ class _Clock:
             self.messages[key, number] = message
         message.started[rank.rank] = rank.now
         message.names[rank.rank] = item.label, item.source
-        for value in values:
+        for value in awaited(item):
             rank.pending.setdefault(value, []).append(message)
-        self._hold(rank, () if isinstance(item, Send) else values)
+        self._hold(rank, outputs_of(item))
         if len(message.started) < message.members:
             return
         begin = max([*message.started.values(), *(self.free[c] for c in message.channels)])
@@ -187,18 +188,6 @@ class _Clock:
         self.free.update(dict.fromkeys(message.channels, message.end))
         for member, (name, source) in message.names.items():
             self._span(self.ranks[member], "communication", name, begin, message.end, source)
-
-    def _key(
-        self, rank: int, item: Send | Recv | Collective
-    ) -> tuple[Hashable, tuple[int, ...], tuple[str, ...]]:
-        """What the k-th of meets the k-th of; the members; the values that are waited for."""
-        match item:
-            case Send(value=value, to=to, channel=channel):
-                return (rank, to, channel), (rank, to), (value,)
-            case Recv(value=value, source_rank=source, channel=channel):
-                return (source, rank, channel), (source, rank), (value,)
-            case Collective(group=group, outputs=outputs, channel=channel):
-                return (group, channel), group, outputs
 
     def _seconds(self, item: Send | Recv | Collective) -> float:
         topology = self.plan.topology

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from dtensor.daft import Call, Collective, Free, Handle, Recv, Send, Wait
-from dtensor.daft.cluster.cluster import TIMES
+from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
 
 Times = Sequence[tuple[int, float, float]]

@@ -1,0 +1,117 @@
+"""`launch`, `spawn` and `launch_cluster`: where actors and ranks come from.
+
+    with daft.launch(backend="ray", deadline_s=30.0):
+        reward = daft.spawn(Reward, threshold=0.5, name="reward", resources={"CPU": 1})
+        judge = daft.spawn(Judge, host=reward)          # in the same process
+    with daft.launch_cluster(4, backend="ray") as cluster:
+        ...                                             # four ranks, that run programs
+
+Invariants: Ray is shut down only by the launch that started it; leaving a launch waits
+for the tasks under way, ends its actors, and raises the first failure of a method that nobody has
+read. Leaving it by an exception waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+import torch
+
+from dtensor.daft.cluster.cluster import Backend, Cluster
+from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.tasks.actors import ActorHandle, Session, current_session, enter, info_of
+from dtensor.daft.tasks.local_session import LocalSession
+
+
+def launch(
+    backend: Backend = "inprocess",
+    *,
+    address: str | None = None,
+    deadline_s: float = 60.0,
+    call_deadline_s: float = math.inf,
+    seed: int = 0,
+) -> Session:
+    """A place for actors, until its `with` block or `close()` ends them.
+
+    `address` joins a Ray that runs already, as one in this process is joined too. `deadline_s`: how
+    long an actor's process may be silent before it counts as lost, or take to start;
+    `call_deadline_s`: how long a method may take before its process is ended (both Ray only).
+    `seed` picks one of the legal orders in which compiled functions run in-process.
+    """
+    match backend:
+        case "inprocess":
+            return enter(LocalSession(seed))
+        case "ray":
+            # Not at the top: Ray is an extra, and takes a second to import.
+            from dtensor.daft.ray.session import RaySession
+
+            session = RaySession(
+                address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s
+            )
+            return enter(session)
+        case _:
+            assert_never(backend)
+
+
+def spawn(
+    cls: type,
+    *args: Any,
+    name: str | None = None,
+    resources: Mapping[str, float] | None = None,
+    host: ActorHandle | None = None,
+    **kwargs: Any,
+) -> ActorHandle:
+    """An actor of any class; it is made of `cls(*args, **kwargs)` where it will live.
+
+    `resources`: what Ray reserves for its process, in Ray's names: {"CPU": 1, "GPU": 1}; by
+    default nothing. `host`: share the process of another actor. If `cls` raises, the handle's
+    methods give futures with that failure.
+    """
+    shared = None if host is None else info_of(host)
+    return ActorHandle(
+        current_session().spawn(cls, args, kwargs, name=name, resources=resources, host=shared)
+    )
+
+
+def launch_cluster(
+    size: int,
+    *,
+    backend: Backend = "inprocess",
+    device: str = "cpu",
+    address: str | None = None,
+    deadline_s: float = 60.0,
+    call_deadline_s: float = 3600.0,
+    ranks_per_actor: int | None = None,
+    seed: int = 0,
+) -> Cluster:
+    """Start `size` ranks.
+
+    `address` joins a Ray cluster that runs already. Ray only, as nothing waits in-process:
+    `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
+    uses the CPU goes on, after a warning, for up to `call_deadline_s`.
+    `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
+    `seed` picks one of the legal orders in which the ranks of a host run.
+    """
+    match backend:
+        case "inprocess":
+            per_actor = 1 if ranks_per_actor is None else ranks_per_actor
+            return InProcessCluster(
+                size, torch.device(device), ranks_per_actor=per_actor, seed=seed
+            )
+        case "ray":
+            # Not at the top: Ray is an extra, and takes a second to import.
+            from dtensor.daft.ray.cluster import RayCluster
+
+            return RayCluster(
+                size,
+                torch.device(device),
+                address=address,
+                deadline_s=deadline_s,
+                call_deadline_s=call_deadline_s,
+                ranks_per_actor=ranks_per_actor,
+                seed=seed,
+            )
+        case _:
+            assert_never(backend)

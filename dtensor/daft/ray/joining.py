@@ -1,0 +1,191 @@
+"""Hosts that run a program together: what crosses between them, how they find each other, and what
+a failure of one does.
+
+Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` and `objects.py` do this):
+
+    joined = Joined.by(join, 0, (0,), torch.device("cpu"))      # blocks until both have come
+    engine = Engine(program, sites, table, joined.transport)
+    with joined.running():
+        engine.run({0: {"x": x}})
+
+The controller numbers the keys that cross hosts, of all programs loaded: gloo makes tags of the
+numbers, NCCL a communicator for each key, in their order. `pipeline(4)` on two hosts of two ranks
+crosses once, from rank 1 to rank 2:
+
+    check_routes(program, (0, 0, 1, 1))        # [((1, 2), "fwd", "transfer")]
+
+Invariants: what fails while they run closes the connections, so that hosts that wait for this one
+fail too instead of blocking, and is repeated to whatever comes later. Nothing here is a time-out: a
+host that dies breaks its connections at once, and the controller ends one that has stopped or
+stands still (`watch.py`).
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from dtensor.daft.errors import CommunicationError, DaftError, Failure, ProgramError
+from dtensor.daft.ir.instructions import Collective, Key, Recv, Send, key_of
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ray.exchange import ExchangeTransport
+from dtensor.daft.ray.gloo import join_gloo
+from dtensor.daft.ray.nccl import join_nccl
+from dtensor.daft.ray.starting import START_S, own_address
+from dtensor.daft.run.transport import LocalTransport, Transport
+
+MAX_GROUPS = 24
+"""Communicators on one GPU, see `nccl.py`."""
+SLICE_S = 0.1  # how often one that waits for others to join looks whether they have, or are lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """How hosts find each other, under `prefix` in a store at the controller. `hosts` are their
+    numbers in the launch, `tags` those of the keys; `host_of`: by rank, which of `hosts` has it.
+    `patience_s` is of NCCL's watchdog."""
+
+    address: str
+    port: int
+    prefix: str
+    hosts: tuple[int, ...]
+    host_of: tuple[int, ...]
+    tags: Mapping[Key, int]
+    patience_s: float = 60.0
+
+
+class HostFailed(Exception):
+    """What a host raises to the controller: its error, which may be the consequence of another's
+    end, one of `hosts`."""
+
+    def __init__(self, error: DaftError, hosts: tuple[int, ...]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.hosts = hosts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (HostFailed, (self.error, self.hosts))
+
+
+class Joined:
+    """Hosts that have joined, as one of them sees it."""
+
+    def __init__(self, transport: Transport, join: Join, ranks: Sequence[int]) -> None:
+        self.transport = transport
+        self.failed: HostFailed | None = None
+        self._hosts = join.hosts
+        self._rank = ranks[0]
+
+    @staticmethod
+    def by(join: Join, index: int, ranks: Sequence[int], device: torch.device) -> Joined:
+        """As host `index` of these; blocks until all have come. Over gloo they connect here, over
+        NCCL in `open`."""
+        if len(join.hosts) == 1 and device.type == "cpu":
+            return Joined(LocalTransport(), join, ranks)
+        start = timedelta(seconds=START_S)
+        store = TCPStore(join.address, join.port, None, False, start, wait_for_workers=False)
+        prefixed = PrefixStore(join.prefix, store)
+        meet(store, prefixed, join, index)
+        if device.type == "cuda":
+            wire = join_nccl(prefixed, ranks, len(join.hosts), join.patience_s)
+        else:
+            wire = join_gloo(prefixed, index, join.host_of, own_address())
+        joined = Joined(ExchangeTransport(wire, join.host_of), join, ranks)
+        joined.open(join.tags)
+        return joined
+
+    def open(self, tags: Mapping[Key, int]) -> None:
+        """Make ready for the keys of a program that is about to be loaded."""
+        if isinstance(self.transport, ExchangeTransport):
+            self.transport.open(tags)
+
+    def check(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+
+    @contextmanager
+    def running(self, step: int | None = None) -> Generator[None]:
+        """Whatever is raised in it is a failure of run `step`, the last of these connections."""
+        self.check()
+        try:
+            yield
+        except Exception as error:
+            self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
+            self.transport.close()
+            raise self.failed from None
+
+
+def check_routes(program: Program, host_of: Sequence[int]) -> list[Key]:
+    """The keys that cross actors, sorted. `ProgramError` for a collective that does so in part."""
+    found: set[Key] = set()
+    for rank, own in enumerate(program.ranks):
+        for instruction in own.instructions:
+            if not isinstance(instruction, Send | Recv | Collective):
+                continue
+            key = key_of(rank, instruction)
+            hosts = {host_of[member] for member in key[0]}
+            if 1 < len(hosts) < len(key[0]):
+                raise ProgramError(
+                    f"Program {program.name!r}: a collective over {key[0]} has members that share "
+                    f"an actor and members that do not (actors "
+                    f"{[host_of[member] for member in key[0]]}).\n"
+                    f"  Fix: launch with ranks_per_actor=1, or with all members on one."
+                )
+            if len(hosts) > 1:
+                found.add(key)
+    return sorted(found)
+
+
+def check_groups(keys: Iterable[Key], host_of: Sequence[int]) -> None:
+    """`ProgramError` if an actor would hold more NCCL communicators than may run at once."""
+    held: dict[int, int] = {}
+    for members, _, _ in keys:
+        for member in members:
+            held[host_of[member]] = held.get(host_of[member], 0) + 1
+    actor, most = max(held.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
+    if most > MAX_GROUPS:
+        raise ProgramError(
+            f"The programs loaded need {most} NCCL communicators on actor {actor}, at most "
+            f"{MAX_GROUPS} can be sure to run at once.\n"
+            f"  Fix: put starts that need no order among themselves on one channel, or launch anew "
+            f"for programs that use other groups."
+        )
+
+
+def meet(store: Store, prefixed: Store, join: Join, index: int) -> None:
+    """Blocks until all have come, as gloo would, but not for one that is lost. Others may come
+    hours later: from a method, or from runs of other programs."""
+    prefixed.set(f"here{index}", "")
+    others = [f"here{other}" for other in range(len(join.hosts))]
+    while not prefixed.check(others):  # the store's own `wait` logs each time that it times out
+        for host in join.hosts:
+            if store.check([lost_key(host)]):
+                raise RuntimeError(f"process {host} was lost before it joined the program")
+        time.sleep(SLICE_S)
+
+
+def lost_key(host: int) -> str:
+    """What the controller writes into the store when a host is lost."""
+    return f"lost{host}"
+
+
+def host_failed(
+    raised: Exception, hosts: tuple[int, ...], rank: int | None = None, step: int | None = None
+) -> HostFailed:
+    """With the traceback as text, as it goes to the controller."""
+    error = raised
+    if not isinstance(error, DaftError):
+        reason = f"{type(raised).__name__}: {raised}"
+        error = CommunicationError(Failure(rank=rank, reason=reason))
+    cause = raised.__cause__ if raised.__cause__ is not None else raised
+    text = "".join(traceback.format_exception(cause))
+    failure = replace(error.failure, traceback=text, step=step)
+    return HostFailed(type(error)(failure), hosts)

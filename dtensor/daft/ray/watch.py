@@ -1,0 +1,278 @@
+"""The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
+
+    watch = HostWatch(controller, home, deadline_s=60.0, call_deadline_s=3600.0, moves=True)
+    watch.get([Asked(process, process.call(Ranks.get, names))])     # or the root cause of a failure
+
+A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
+killed, host 0 says "Connection closed by peer": the root is `ActorLost` for host 1, with the
+instruction in its counter file, and host 0's error as a note. In order: a `Call` that raised; a
+host that was lost; a transfer that failed for another reason. Within one sort, the lowest.
+
+Invariants: a host is lost once, described by what it was doing then, and every failure that comes
+of it is that one `ActorLost`. So that whatever waits for it fails, a host is ended that has stopped
+for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one that
+stands still for `deadline_s` while none is at work, that is, in a call and using the CPU.
+
+It does not know what hosts run: the controller says what one was doing (`Controller`).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+import ray.exceptions
+
+from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
+from dtensor.daft.ray.joining import HostFailed, lost_key
+from dtensor.daft.ray.processes import Home, HostProcess
+from dtensor.daft.ray.progress import Progress
+from dtensor.daft.ray.starting import START_S
+
+SLICE_S = 0.25  # how often a waiting controller looks at the hosts
+SETTLE_S = 5.0  # how long after a first failure it looks for its root
+STALE_S = 5.0
+"""A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
+has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
+COMPUTES = 0.05
+"""Of a core: a process that used so much of it over `deadline_s` computes, if slowly on a loaded
+machine. What Ray's threads use in an idle one is an eighth of that."""
+
+_ray: Any = ray  # Ray's stubs leave most of its types unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call under way: who was called, Ray's reference to the result, and when that was."""
+
+    host: HostProcess
+    ref: Any
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """Where a host was seen, since when; the CPU time that it had `measured` at, and whether it
+    used the CPU in the `deadline_s` before that."""
+
+    moving: tuple[int, int, int]
+    since: float
+    measured: float
+    cpu_s: float
+    computes: bool = False
+    at_work: bool = False  # and not in a wait for another
+
+
+class Controller(Protocol):
+    """Who has given the hosts what they do."""
+
+    @property
+    def failure(self) -> DaftError | None:
+        """Of all of it, so that nobody waits on."""
+        ...
+
+    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        """What a host was doing when this became of it."""
+        ...
+
+    def at_work(self, host: int, at: Progress) -> bool:
+        """Whether a host is in what ends by itself, a `Call` say, and in no wait for another."""
+        ...
+
+
+class HostWatch:
+    """`moves`: whether hosts have to move on; a method of a spawned actor may take as long as it
+    likes."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        home: Home,
+        *,
+        deadline_s: float,
+        call_deadline_s: float,
+        moves: bool,
+    ) -> None:
+        self.deadline_s = deadline_s
+        self.call_deadline_s = call_deadline_s
+        self.lost: dict[int, ActorLost] = {}
+        self._controller = controller
+        self._home = home
+        self._moves = moves
+        self._seen: dict[int, _Sighting] = {}
+        self._told: set[tuple[int, int, int]] = set()
+
+    def get(
+        self,
+        asked: Sequence[Asked],
+        timeout: float | None = None,
+        *,
+        needed: Collection[HostProcess] = (),
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """What the calls give; raises the root cause of a failure, also if a host is lost that is
+        `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
+        `deadline_s`: for which these calls may stand still, if not as others."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
+            try:
+                found = _ray.get([each.ref for each in asked], timeout=left)
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.RayTaskError as error:
+                cause: object = error.cause
+                if isinstance(cause, HostFailed):
+                    raise self._root(asked, cause.hosts) from None
+                if isinstance(cause, ray.exceptions.RayError):
+                    raise self._root(asked, (), str(cause)) from None
+                if isinstance(cause, Exception):
+                    raise cause from error  # the caller's fault, such as an unknown name
+                raise
+            except ray.exceptions.RayError as error:
+                raise self._root(asked, (), str(error)) from None
+            else:
+                for each in asked:
+                    each.host.answered = True
+                    each.host.watch()
+                return found
+            if self._controller.failure is not None:
+                raise self._controller.failure
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
+            self._look(asked, self.deadline_s if deadline_s is None else deadline_s)
+            if any(host.index in self.lost for host in needed):
+                raise self._root(asked, [host.index for host in needed])
+
+    def find(self, hosts: Collection[int]) -> ActorLost | None:
+        """The first of these that is lost, if any is."""
+        for host in self._home.processes:
+            if host.index in hosts and host.gone:
+                self.lose(host, "the process died.")
+        return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
+
+    def came(self, asked: Sequence[Asked]) -> bool:
+        """Whether all these calls have come back."""
+        refs = [each.ref for each in asked]
+        return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def _look(self, asked: Sequence[Asked], deadline_s: float) -> None:
+        """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
+        have to move and none is at work, stands still."""
+        now = time.monotonic()
+        for host in self._home.processes:
+            if host.index not in self.lost:
+                self._look_at(host, host.counter.read(), now)
+        if self._moves:
+            self._look_for_one_that_stands(asked, now, deadline_s)
+
+    def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
+        if host.gone:
+            self.lose(host, "the process died.")
+            return
+        if at.beat_s is None:
+            waited_s = 0.0 if host.answered else now - host.started
+            if waited_s > max(START_S, self.deadline_s):
+                self.end(host, f"the process has not started for {waited_s:.1f} s.")
+            return
+        seen = self._seen.get(host.index)
+        if seen is None or seen.moving != at.moving:
+            seen = self._seen[host.index] = _Sighting(at.moving, now, now, host.cpu_s)
+        elif now - seen.measured > self.deadline_s:
+            used_s = host.cpu_s - seen.cpu_s
+            seen.computes = used_s >= COMPUTES * (now - seen.measured)
+            seen.measured, seen.cpu_s = now, seen.cpu_s + used_s
+        at_work = self._controller.at_work(host.index, at)
+        seen.at_work = at_work and seen.computes
+        if at.beat_s > self.deadline_s and (
+            host.stopped or (at.beat_s > STALE_S and not seen.computes)
+        ):
+            self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
+        elif at_work and at.position >= 0:
+            if now - seen.since > self.call_deadline_s:
+                limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
+                self.end(host, f"the process was in one call for more than {limit}.")
+            elif seen.at_work and self._moves:
+                self._tell(host, at)
+
+    def _tell(self, host: HostProcess, at: Progress) -> None:
+        """Once for each instruction, that it takes its time."""
+        where = (host.index, at.program, at.position)
+        if where in self._told:
+            return
+        self._told.add(where)
+        fact = (
+            f"it has computed for more than {self.deadline_s:g} s, and may go on for up to "
+            f"{self.call_deadline_s:g} s (call_deadline_s)."
+        )
+        failure = self._controller.describe(host.index, at, fact)
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+
+    def lose(self, host: HostProcess, reason: str) -> ActorLost:
+        """It is lost; those that wait for it to join a program are told."""
+        if host.index not in self.lost:
+            failure = self._controller.describe(host.index, host.counter.read(), reason)
+            self.lost[host.index] = ActorLost(failure)
+            self._home.announce(lost_key(host.index))
+        return self.lost[host.index]
+
+    def end(self, host: HostProcess, reason: str) -> None:
+        """End one that cannot go on, so that what waits for it fails."""
+        self.lose(host, reason)
+        host.kill()
+        host.end()
+
+    def _look_for_one_that_stands(
+        self, asked: Sequence[Asked], now: float, deadline_s: float
+    ) -> None:
+        hosts = self._home.processes
+        if not all(host.index in self._seen or host.answered for host in hosts):
+            return  # some are still starting
+        since = max(each.since for each in (*self._seen.values(), *asked))
+        if now - since <= deadline_s or any(seen.at_work for seen in self._seen.values()):
+            return
+        waiting = [each.host for each in asked if not self.came([each])]
+        # One in a Call is more likely to be at fault than one that waits for it.
+        at = {host: host.counter.read() for host in waiting}
+        waiting.sort(key=lambda host: not self._controller.at_work(host.index, at[host]))
+        for host in waiting[:1]:  # none: the last call has just come back
+            fact = f"made no progress for more than {deadline_s:g} s, though it is alive."
+            self.end(host, f"the process {fact}")
+
+    def _root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
+        """What a failure follows from, among these hosts, or those that Ray's `text` names; a death
+        may show a moment later than what comes of it."""
+        end = time.monotonic() + SETTLE_S
+        while True:
+            errors: list[DaftError] = []
+            for each in asked:
+                try:
+                    _ray.get(each.ref, timeout=0)
+                except ray.exceptions.GetTimeoutError:
+                    continue
+                except ray.exceptions.RayTaskError as error:
+                    if isinstance(cause := error.cause, HostFailed):
+                        errors.append(cause.error)
+                except ray.exceptions.RayError as error:
+                    text = text or str(error)
+            line = next(iter(text.strip().splitlines()), "")
+            processes = self._home.processes
+            for host in processes:
+                if host.gone or host.id in text:
+                    self.lose(host, f"the process died. {line}".strip())
+            named = [host.index for host in processes if host.id in text]
+            among = (*named, *(sorted(hosts) or range(len(processes))))
+            roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
+            roots += [self.lost[index] for index in among if index in self.lost]
+            if roots or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        root, *_ = (*roots, *errors, ActorLost(Failure(rank=None, reason=line)))
+        for error in errors:
+            if error.failure != root.failure:
+                root.add_note(f"then failed: {error}")
+        return root

@@ -1,0 +1,147 @@
+"""Deadlines on Ray: who computes is not taken for one that hangs, and what answers nothing for one
+that is slow."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.daft import (
+    ActorLost,
+    Buffer,
+    Call,
+    Cluster,
+    Collective,
+    Function,
+    Program,
+    Wait,
+    launch_cluster,
+)
+from tests.chaos.actors import wait_for_file
+from tests.daft.programs import program
+
+pytest.importorskip("ray")
+
+SUM = Buffer((1,), torch.float32)
+
+
+def spin(path: str) -> None:
+    """Compute until there is a file."""
+    while not os.path.exists(path):
+        pass
+
+
+def go_on(path: str) -> None:
+    pass
+
+
+def held_up(by: Callable[[str], None]) -> Program:
+    """Rank 1 is held up until there is a file; rank 0 waits for it."""
+    acts = [
+        Function(
+            name=act.__name__,
+            source="def forward(x, path):\n    act(path)\n    return (x + 1,)",
+            bindings=(("act", act),),
+        )
+        for act in (go_on, by)
+    ]
+    add = Collective("all_reduce", (0, 1), ("y",), ("s",), (SUM,), (SUM,), "sum", "c")
+    calls = [Call(a.name, ("x", "path"), ("y",), source=f"net.py:8: {a.name}(path)") for a in acts]
+    return program(
+        *[[call, add, Wait(("s",))] for call in calls],
+        functions=acts,
+        inputs=[("x", "path")] * 2,
+        outputs=[("s", "y")] * 2,
+    )
+
+
+def run(cluster: Cluster, by: Callable[[str], None], file: Path) -> Any:
+    fed: dict[str, object] = {"x": torch.ones(1), "path": str(file)}
+    return cluster.run(cluster.load(held_up(by)), [fed, fed])
+
+
+@pytest.mark.ray
+def test_a_rank_that_computes_is_left_to_it(ray_session: None, tmp_path: Path) -> None:
+    with launch_cluster(2, backend="ray", deadline_s=1.0) as cluster:
+        future = run(cluster, spin, tmp_path / "go")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            while not caught:
+                with pytest.raises(TimeoutError):
+                    future.get(timeout=0.3)
+            (tmp_path / "go").touch()
+            assert future.get()[0]["s"].item() == 4.0
+        (warning,) = caught
+        where, line = str(warning.message).splitlines()
+        assert where == (
+            "rank 1 (stage 1), instruction 0 'y = call spin(x, path)', run 0: it has computed for "
+            "more than 1 s, and may go on for up to 3600 s (call_deadline_s)."
+        )
+        assert line == "  at net.py:8: spin(path)"
+        cluster.watch.call_deadline_s = 3.0  # type: ignore[attr-defined]
+        with (
+            pytest.warns(RuntimeWarning, match="may go on for up to 3 s"),
+            pytest.raises(ActorLost, match="in one call for more than 3 s") as lost,
+        ):
+            run(cluster, spin, tmp_path / "never").get()
+        assert (lost.value.failure.rank, lost.value.failure.line) == (1, "net.py:8: spin(path)")
+
+
+@pytest.mark.ray
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(
+    ray_session: None, tmp_path: Path
+) -> None:
+    with launch_cluster(2, backend="ray", deadline_s=1.0) as cluster:
+        with pytest.raises(ActorLost, match="no progress for more than 1 s") as lost:
+            run(cluster, wait_for_file, tmp_path / "never").get()
+        assert (lost.value.failure.rank, lost.value.failure.index) == (1, 0)
+
+
+@pytest.mark.ray
+def test_a_run_that_ends_as_the_deadline_passes(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller looks at the clock after the last call has come back."""
+    import ray
+
+    with launch_cluster(1, backend="ray", deadline_s=1.0) as cluster:
+        one = program([Call("one", (), ("y",))], functions=[ONE], outputs=[("y",)])
+        future = cluster.run(cluster.load(one), [{}])
+        end, get = time.monotonic() + 3.0, ray.get
+
+        def late(refs: Any, timeout: float | None = None) -> Any:
+            if timeout and time.monotonic() < end:
+                time.sleep(timeout)
+                raise ray.exceptions.GetTimeoutError
+            return get(refs, timeout=timeout)
+
+        monkeypatch.setattr(ray, "get", late)
+        assert future.get() == [{"y": 1}]
+
+
+ONE = Function(name="one", source="def forward():\n    return (1,)")
+
+
+def test_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    began = time.monotonic()
+    message = rf"(?s)No Ray answers at '{address}': .*refused.*Fix: .*leave out address="
+    with (
+        pytest.raises(ConnectionError, match=message),
+        dt.launch(dt.Mesh(tp=2), backend="ray", address=address, deadline_s=0.5),
+    ):
+        pass
+    assert time.monotonic() - began < 10.0
