@@ -69,7 +69,7 @@ def test_it_stands_on_torch_alone_until_dtensor_comes_in() -> None:
 
 def test_what_it_names_is_there_and_its_lines_fit() -> None:
     package = DOCS.parent / "dtensor"
-    named = re.findall(r"`(\w+(?:/\w+)+|\w+\.py|api)`", WITH_DTENSOR)
+    named = re.findall(r"`(\w+(?:/\w+)+(?:\.py)?|\w+\.py|api)`", WITH_DTENSOR)
     assert len(named) >= 10
     assert [path for path in named if not (package / path).exists()] == []
     assert [line for line in TEXT.splitlines() if len(line) > 100] == []

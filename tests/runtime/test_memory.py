@@ -34,6 +34,7 @@ class Meter(TorchDispatchMode):
         self.rank: int | None = None  # whose code runs
         self.state: set[int] = set()  # addresses of what lives throughout
         self.held = [0] * num_ranks  # bytes of that
+        self.bound = [0] * num_ranks  # bytes of all that, and of `live`, expired or not
         self.peak = [0] * num_ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,6 +52,9 @@ class Meter(TorchDispatchMode):
             return
         entry = self.live.get(storage._cdata)
         if not known or entry is None or entry[0].expired():
+            if entry is not None:
+                self.bound[entry[2]] -= entry[1]
+            self.bound[rank] += storage.nbytes()
             self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), rank)
 
     def add_state(self, tensor: torch.Tensor, rank: int) -> None:
@@ -58,12 +62,16 @@ class Meter(TorchDispatchMode):
         if storage._cdata not in self.state:
             self.state.add(storage._cdata)
             self.held[rank] += storage.nbytes()
+            self.bound[rank] += storage.nbytes()
 
     def sample(self) -> None:
+        if all(bound <= peak for bound, peak in zip(self.bound, self.peak, strict=True)):
+            return
         self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
         now = list(self.held)
         for _, nbytes, rank in self.live.values():
             now[rank] += nbytes
+        self.bound = now
         self.peak = [max(pair) for pair in zip(self.peak, now, strict=True)]
 
 
