@@ -38,14 +38,14 @@ from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.plan_call import BoundCall
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.shard_optimizer import check_optimizer
 from dtensor.sharding.plan.cost.collectives import PlannedCollective
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text, size_text
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
@@ -184,6 +184,10 @@ def compare(
             "compare places the model anew for each strategy, and this one is parallelized.\n"
             "fix: pass the original, model.module"
         )
+    fix = "dt.compare(GPT(config), loss_fn, {...}, *batch)"
+    check_kind("what compare takes", model, nn.Module, "an nn.Module", fix)
+    check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
+    check_topology(topology)
     if not isinstance(strategies, Mapping) or not strategies:
         raise PlanningError(
             f"strategies is {strategies!r}, not a dict of at least one strategy.\n"
@@ -192,6 +196,7 @@ def compare(
     stated = [_stated(name, strategy) for name, strategy in strategies.items()]
     over = optimizer
     if not isinstance(over, torch.optim.Optimizer):
+        check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
         over = over(model.parameters())
     check_optimizer(over)
     args, named = pytree.tree_map(_argument, (batch, kwargs))

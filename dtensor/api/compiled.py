@@ -23,14 +23,14 @@ from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import MeshSession, session_for
 from dtensor.api.stating.placing import Out, pinned_results
 from dtensor.daft import Stored
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_callable
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import checked_search
-from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
@@ -100,6 +100,10 @@ def compile(
 
     Raises PlanningError at the first call, or at `plan`.
     """
+    fix = "dt.compile(lambda x, w: x @ w, mesh)"
+    check_callable("what compile takes", fn, fix)
+    check_mesh(mesh)
+    check_topology(topology)
     return CompiledFunction(
         fn, mesh, out, Options(topology=topology, search=checked_search(search))
     )

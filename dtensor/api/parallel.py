@@ -22,10 +22,10 @@ from dtensor.api.stating.options import recompute_of, zero_of
 from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import dealt
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
@@ -182,11 +182,23 @@ def parallelize(
     """
     if isinstance(module, ParallelModule):
         raise PlanningError("the module is parallelized already; pass the original, model.module")
+    fix = "dt.parallelize(GPT(config), mesh, {...})"
+    check_kind("what parallelize takes", module, nn.Module, "an nn.Module", fix)
+    check_mesh(mesh)
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
     again = recompute_of(recompute, module)
     split = zero_of(zero, mesh, plan.axis)
     return ParallelModule(module, mesh, placed, plan, init, split, again)
+
+
+def check_parallel(verb: str, model: object) -> None:
+    """PlanningError for a model that is not parallelized."""
+    if not isinstance(model, ParallelModule):
+        raise PlanningError(
+            f"{verb} takes a parallelized module, not {type(model).__name__}; "
+            f"fix: model = dt.parallelize(model, mesh, {{...}})"
+        )
 
 
 def _chosen(plan: Plan) -> dict[str, dict[str, Placement]]:

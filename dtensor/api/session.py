@@ -11,6 +11,7 @@ them (one warning if they changed and were neither gathered nor loaded elsewhere
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -26,14 +27,14 @@ from dtensor.api.parallel import ParallelModule
 from dtensor.api.stating.stages import StagePlan
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.frontend.initial.recording import named_tensors
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import NAMES, hyperparameters
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -326,10 +327,20 @@ def launch(
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
-    if backend not in get_args(Backend):
-        raise PlanningError(f'backend={backend!r}: it is "inprocess" or "ray"')
-    if mode not in ("compiled", "interpreted"):
-        raise PlanningError(f'mode={mode!r}: it is "compiled" or "interpreted"')
+    check_mesh(mesh)
+    check_word("backend", backend, get_args(Backend))
+    check_word("mode", mode, ("compiled", "interpreted"))
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
+    check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
+    check_number("call_deadline_s", call_deadline_s, above=0, fix="call_deadline_s=3600.0")
+    fix = 'address="127.0.0.1:6379", or leave it out'
+    check_kind("address", address, str | None, "that of a Ray cluster", fix)
+    if backend == "inprocess" and address is not None:
+        raise PlanningError(
+            f'address={address!r} is of a Ray cluster, and backend="inprocess" joins none.\n'
+            f'fix: backend="ray", or leave address out'
+        )
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
     if _launched:

@@ -23,12 +23,14 @@ from typing import Any
 import torch
 
 from dtensor.api.initial import names_in_state
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.session import MeshSession, OptimizerHome, Resident, session_for
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from dtensor.sharding.spec.shards import assemble_at, shard_of
 from dtensor.sharding.spec.spec import TensorSpec
+
+_OPTIMIZER = torch.optim.Optimizer | None
 
 
 def gather_state_dict(
@@ -38,6 +40,8 @@ def gather_state_dict(
 
     What is not on the cluster (outside a launch, or unused so far) is the controller's value.
     """
+    check_parallel("gather_state_dict", model)
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
     held = model.module.state_dict()
     resident = _resident(model)
     from_ranks: dict[str, torch.Tensor] = {}
@@ -72,6 +76,9 @@ def load_state_dict(
     The controller's tensors change in place; a running launch takes them over at its next step.
     Raises as torch does for names and shapes that do not fit.
     """
+    check_parallel("load_state_dict", model)
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
+    check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
         raise PlanningError(
             f"the state has no entry 'model', only {sorted(state)}; "

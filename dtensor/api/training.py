@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dtensor.api.compiled import load, on_stage
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -35,7 +35,7 @@ from dtensor.api.session import MeshSession, OptimizerHome, session_for
 from dtensor.api.state import agreed, place_optimizer
 from dtensor.api.stating.options import recompute_of
 from dtensor.daft import DaftError, Future
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_callable, check_kind, check_number
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
@@ -47,7 +47,7 @@ from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Search, Training, checked_search
 from dtensor.sharding.redistribute.between_meshes import holders_of
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -380,22 +380,21 @@ def train_step(
 
     Raises PlanningError, here and at the first `plan` or call.
     """
-    if not isinstance(model, ParallelModule):
-        raise PlanningError(
-            f"train_step takes a parallelized module, not {type(model).__name__}; "
-            f"fix: model = dt.parallelize(model, mesh, {{...}})"
-        )
+    check_parallel("train_step", model)
+    fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
+    check_callable("loss_fn", loss_fn, fix)
     check_optimizer(optimizer)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise PlanningError(
             f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
             f"dt.GPipe(microbatches=4) or dt.Custom(...)"
         )
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise PlanningError(
-            f"clip_grad_norm={clip_grad_norm!r}: a norm to scale down to is above 0; "
-            f"fix: leave it out for no clipping"
-        )
+    if clip_grad_norm is not None:
+        fix = "clip_grad_norm=1.0, or leave it out for no clipping"
+        check_number("clip_grad_norm", clip_grad_norm, above=0, fix=fix)
+    check_topology(topology)
+    check_kind("keep_gradients", keep_gradients, bool, "True or False", "keep_gradients=True")
+    check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
     if master_weights:
         check_masters(optimizer)
     again = recompute_of(recompute, model.module)
@@ -408,7 +407,7 @@ def train_step(
     options = StepOptions(
         inputs=inputs,
         schedule=schedule or GPipe(microbatches=1),
-        clip_grad_norm=clip_grad_norm,
+        clip_grad_norm=None if clip_grad_norm is None else float(clip_grad_norm),
         topology=topology,
         search=checked_search(search),
         keep_gradients=keep_gradients,

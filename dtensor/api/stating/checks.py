@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dtensor.api.stating.patterns import listing, nearest
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, shown
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import ColumnParallel, Role, RowParallel
@@ -196,9 +196,7 @@ def _as_placement(value: object) -> str:
 def show(value: object) -> str:
     if value is Row or value is Column:
         return "Row without ()" if value is Row else "Column without ()"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return f"{value!r} ({type(value).__name__})"
+    return shown(value)
 
 
 def some_axis(mesh: Mesh) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from dtensor.api.stating.patterns import listing, matches, names_of, no_match
+from dtensor.api.stating.patterns import is_patterns, listing, matches, names_of, no_match
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.spec.mesh import Mesh
@@ -26,10 +26,10 @@ def zero_of(
     zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None
 ) -> tuple[str, int] | None:
     """The axis and the level. PlanningError for what is neither."""
+    if zero is not None and not isinstance(zero, Mapping):
+        raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
     if not zero:
         return None
-    if not isinstance(zero, Mapping):
-        raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
     if len(zero) > 1:
         raise PlanningError(
             f"zero={dict(zero)} names {len(zero)} axes, and state is stored split over one.\n"
@@ -61,7 +61,7 @@ def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[st
             f"recompute={recompute!r} is one text where it should be a list of patterns.\n"
             f"fix: recompute=[{recompute!r}]"
         )
-    if not isinstance(recompute, Sequence) or not all(isinstance(g, str) for g in recompute):
+    if not is_patterns(recompute):
         example = next((name for name, _ in module.named_children()), "blocks.*")
         raise PlanningError(
             f"recompute={recompute!r} is not a list of patterns over names of modules.\n"

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 
@@ -64,6 +64,15 @@ def names_of(module: nn.Module) -> tuple[Named, ...]:
     return tuple(
         Named(name=names[0], names=tuple(names), kind=kind, meta=meta)
         for names, kind, meta in found.values()
+    )
+
+
+def is_patterns(value: object) -> bool:
+    """Whether it is a list of globs, and not one alone."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(glob, str) for glob in cast(Sequence[object], value))
     )
 
 

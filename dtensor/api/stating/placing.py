@@ -32,7 +32,7 @@ from torch import nn
 from dtensor.api.stating.checks import Stated, check_fit, check_stated, show, some_axis
 from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
 from dtensor.api.stating.roles_of_weights import Resolver, StatedModule, StatedRoles, owners_of
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow
@@ -97,6 +97,7 @@ def resolve(
     chosen: dict[str, str] = {}
     owners: dict[str, StatedModule] = {}
     for pattern, stated in placements.items():
+        check_kind("a key of placements", pattern, str, "a pattern", '{"*.weight": ...}')
         check_stated(stated, f'"{pattern}"', mesh, stage_axis, roles=True)
         if any(isinstance(p, Role) for p in stated.values()):
             for name, owner in owners_of(pattern, module, names, mesh).items():
