@@ -25,9 +25,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.tensor import DTensor
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.parallel import ParallelModule, recomputed_modules
 from dtensor.api.stating.auto_stages import cut
-from dtensor.api.stating.options import recomputed_modules
 from dtensor.api.stating.placing import (
     InputPins,
     ParameterPlacement,

@@ -28,10 +28,10 @@ from dtensor.api.stating.stages import StagePlan
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
+from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.initial.recipe import Recipe
-from dtensor.frontend.initial.recording import named_tensors
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import NAMES, hyperparameters
+from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -216,6 +216,58 @@ class MeshSession:
             handle = self.cluster.load(init_program(made, self.cluster.device))
             self.run(handle, [{} for _ in made], kept).get()
         resident.placed = plan
+
+    def place_optimizer(
+        self,
+        model: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        groups: tuple[tuple[str, ...], ...],
+        plan: Plan,
+        stages: StagePlan,
+        *,
+        masters: bool,
+    ) -> OptimizerHome:
+        """The optimizer's state goes to the cluster with its first step: each rank gets a
+        `ShardOptimizer` of the parameters that it holds. A tensor of its parameter's shape is cut
+        as the plan says that the state is stored; numbers are copied.
+
+        PlanningError where two steps share an optimizer and one of them wants masters.
+        """
+        resident = self.resident(model)
+        home = resident.optimizers.get(id(optimizer))
+        if home is not None:
+            if home.masters != masters:
+                raise PlanningError(
+                    f"two steps share a {type(optimizer).__name__}: one has "
+                    f"master_weights={home.masters}, this one master_weights={masters}.\n"
+                    f"fix: master_weights={home.masters} here too, or an optimizer of its own"
+                )
+            return home
+        # the parameters first: their specs say how the state is cut
+        self.place(model, plan, stages)
+        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
+        names = {id(p): label for label, p in model.module.named_parameters()}
+        state = {names[id(p)]: kept for p, kept in optimizer.state.items() if id(p) in names}
+        trained = {label for group in groups for label in group}
+        cut: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.mesh.size)]
+        for item in plan.inputs:
+            if item.kind == "parameter" and item.label in trained and item.label in state:
+                spec = resident.states[item.label]
+                for rank in holders(plan, item):
+                    kept = state[item.label].items()
+                    cut[rank][item.label] = {k: self._cut(v, spec, rank) for k, v in kept}
+        kind = type(optimizer)
+        self.put([{name: ShardOptimizer(kind, groups, own, masters)} for own in cut])
+        home = OptimizerHome(optimizer, name, masters, groups)
+        resident.optimizers[id(optimizer)] = home
+        return home
+
+    def _cut(self, value: Any, spec: TensorSpec, rank: int) -> Any:
+        """A state tensor of the parameter's shape is cut as the parameter is."""
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
+            local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
+            return shard_of(value, local, self.mesh.coordinates(rank))
+        return value
 
     def settle(self) -> None:
         """Wait for what is under way; a failure that nobody has read raises here."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dtensor.api.compiled import load, on_stage
-from dtensor.api.parallel import ParallelModule, check_parallel
+from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -31,16 +31,13 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import numbers_fed
-from dtensor.api.session import MeshSession, OptimizerHome, session_for
-from dtensor.api.state import agreed, place_optimizer
-from dtensor.api.stating.options import recompute_of
+from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.program import holders
 from dtensor.runtime.schedule import Costs, GPipe, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
@@ -236,7 +233,14 @@ class TrainStep:
         call = self._call(batch, kwargs)
         planned = self._plan(call)
         session = session_for(self.model.mesh)
-        home = self._place_optimizer(session, planned)
+        home = session.place_optimizer(
+            self.model,
+            self.optimizer,
+            self._groups(),
+            planned.plan,
+            planned.stages,
+            masters=self.options.master_weights,
+        )
         roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
         program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
@@ -304,29 +308,6 @@ class TrainStep:
         """Program output to the table's name of a gradient that stays on the actors."""
         prefix = session.resident(self.model).prefix
         return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
-
-    def _place_optimizer(self, session: MeshSession, planned: Planned) -> OptimizerHome:
-        """The optimizer's state goes to the cluster with the first step."""
-        resident = session.resident(self.model)
-        home = resident.optimizers.get(id(self.optimizer))
-        if home is not None:
-            return agreed(home, self.options.master_weights)
-        # the parameters first: their specs say how the state is cut
-        session.place(self.model, planned.plan, planned.stages)
-        trained = {name for group in self._groups() for name in group}
-        held: list[set[str]] = [set() for _ in range(session.mesh.size)]
-        for item in planned.plan.inputs:
-            if item.kind == "parameter" and item.label in trained:
-                for rank in holders(planned.plan, item):
-                    held[rank].add(item.label)
-        return place_optimizer(
-            session,
-            self.model,
-            self.optimizer,
-            self._groups(),
-            held,
-            masters=self.options.master_weights,
-        )
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):

@@ -45,6 +45,7 @@ from dtensor.frontend.graph import (
     Param,
     Result,
     Tangent,
+    named_tensors,
 )
 from dtensor.frontend.source import Source, source_of_callable, source_of_trace
 
@@ -148,11 +149,7 @@ def _names_of(call: FlatCall) -> tuple[dict[str, str], Mapping[str, str]]:
     names: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for child, module in call.modules.items():
-        found = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in found:
+        for name, tensor in named_tensors(module).items():
             user = user_path(f"{child}.{name}", call.prefixes)
             canonical = first.setdefault(id(tensor), user)
             names[f"{child}.{name}"] = canonical

@@ -43,15 +43,6 @@ class _NoForm(Exception):
     pass
 
 
-def is_composite(call: OpCall) -> bool:
-    return call.name in _NAMES
-
-
-def is_over_batch(call: OpCall) -> bool:
-    """Whether it takes statistics over the batch: written out wherever the batch is split."""
-    return call.target in _OVER_BATCH
-
-
 @lru_cache(maxsize=4096)
 def expansion(call: OpCall) -> Expansion | None:
     """A composite op's call as simpler ops, all of which have rules; None where there is no such
@@ -304,4 +295,7 @@ _TORCHS = """
     native_layer_norm_backward.default _fused_rms_norm.default
     _fused_rms_norm_backward.default native_group_norm.default native_group_norm_backward.default
     batch_norm_backward.default _batch_norm_with_update_functional.default"""
-_NAMES = frozenset(str(target) for target in _OWN) | {f"aten.{name}" for name in _TORCHS.split()}
+COMPOSITES = frozenset(map(str, _OWN)) | {f"aten.{name}" for name in _TORCHS.split()}
+"""The names of ops that `expansion` may write out."""
+OVER_BATCH = frozenset(map(str, _OVER_BATCH))
+"""Of those that take statistics over the batch: written out wherever the batch is split."""
