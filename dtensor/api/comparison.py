@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule, parallelize
-from dtensor.api.plan_call import BoundCall
+from dtensor.api.plan_call import BoundCall, for_capture
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
 from dtensor.errors import PlanningError, check_callable, check_kind
@@ -99,15 +99,9 @@ class Compared:
     @property
     def memory(self) -> Memory:
         """Of the fullest rank: the stages that it hosts, added up."""
-        memory = self.plan.memory
+        stages = [astuple(memory) for memory in self.plan.memory]
         ranks = [
-            Memory(
-                parameters=sum(memory[s].parameters for s in held),
-                gradients=sum(memory[s].gradients for s in held),
-                optimizer=sum(memory[s].optimizer for s in held),
-                activations=sum(memory[s].activations for s in held),
-                masters=sum(memory[s].masters for s in held),
-            )
+            Memory(*map(sum, zip(*(stages[s] for s in held), strict=True)))
             for held in self.plan.hosted
         ]
         return max(ranks, key=lambda m: m.total)
@@ -283,8 +277,7 @@ def _argument(leaf: Any) -> Any:
         case DTensor():
             return leaf.spec
         case TensorSpec() if not leaf.on and set(leaf.placements) <= {REPLICATE}:
-            made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            return made.requires_grad_(leaf.requires_grad)
+            return for_capture(leaf)
         case _:
             return leaf
 

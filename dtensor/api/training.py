@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dtensor.api.compiled import load, on_stage
+from dtensor.api.loaded_program import load, on_stage
 from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
 from dtensor.api.plan_call import (
     BoundCall,
@@ -267,38 +267,30 @@ class TrainStep:
         master weights in float32, as the optimizer reads it.
         """
         session = session_for(self.model.mesh)
-        if not batch and not kwargs:
-            if (
-                not self.options.keep_gradients
-                or self._last is None
-                or self._session is not session
-            ):
+        gradients: dict[str, torch.Tensor] = {}
+        if batch or kwargs:
+            call = self._call(batch, kwargs)
+            planned = self._plan(call)
+            program = load(session, planned, Roles(gradients=True), self.grid)
+            numbers = numbers_fed(self.model.steps.present(), "train")
+            found = session.run(program.handle, program.feed(call, numbers), {}).get()
+            for label, spec in _gradient_specs(planned).items():
+                shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
+                gradients[label] = assemble_at(shards, spec)
+        else:
+            kept = self.options.keep_gradients and self._session is session
+            if not kept or self._last is None:
                 raise PlanningError(
                     "no gradients of a last step are kept.\n"
                     "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
                     "pass a batch: step.gradients(*batch)"
                 )
-            names = self._kept(session, self._last)
-            last: dict[str, torch.Tensor] = {}
-            for label, spec in _gradient_specs(self._last).items():
+            planned = self._last
+            names = self._kept(session, planned)
+            for label, spec in _gradient_specs(planned).items():
                 ranks = holders_of(spec)
-                shards = session.fetch(names[f"gradient {label}"], ranks)
-                last[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
-            return self._shown(last, self._last)
-        call = self._call(batch, kwargs)
-        planned = self._plan(call)
-        program = load(session, planned, Roles(gradients=True), self.grid)
-        numbers = numbers_fed(self.model.steps.present(), "train")
-        found = session.run(program.handle, program.feed(call, numbers), {}).get()
-        whole = {
-            label: assemble_at({r: found[r][f"gradient {label}"] for r in holders_of(spec)}, spec)
-            for label, spec in _gradient_specs(planned).items()
-        }
-        return self._shown(whole, planned)
-
-    def _shown(
-        self, gradients: Mapping[str, torch.Tensor], planned: Planned
-    ) -> dict[str, torch.Tensor]:
+                held = session.fetch(names[f"gradient {label}"], ranks)
+                gradients[label] = assemble_at(dict(zip(ranks, held, strict=True)), spec)
         if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}

@@ -19,7 +19,7 @@ ranks, devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -112,12 +112,11 @@ class OutTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Graph:
-    """A captured program. `aliases`: other names of tied parameters -> the name in `inputs`."""
+    """A captured program."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    aliases: Mapping[str, str]
     out_tree: OutTree
 
     def __post_init__(self) -> None:

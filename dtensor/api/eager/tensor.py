@@ -35,8 +35,7 @@ from dtensor.api.eager.values import (
     layout_of,
 )
 from dtensor.api.session import MeshSession, session_for
-from dtensor.api.stating.checks import check_fit
-from dtensor.api.stating.placing import restated
+from dtensor.api.stating.placing import check_fit, restated
 from dtensor.errors import PlanningError, check_kind
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
