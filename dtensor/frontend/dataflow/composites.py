@@ -135,16 +135,6 @@ def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtyp
     return (grad - out.exp() * grad.sum(dim, keepdim=True)).to(dtype)
 
 
-def _var(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
 def _var_mean(
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -161,24 +151,16 @@ def _var_mean(
     return var, mean if keepdim else mean.squeeze(dims)
 
 
-def _std(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+def _var(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _var_mean(x, dim, **options)[0]
 
 
-def _std_mean(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+def _std(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _var(x, dim, **options).sqrt()
+
+
+def _std_mean(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(x, dim, **options)
     return var.sqrt(), mean
 
 
