@@ -11,8 +11,9 @@ Not here: what a value is checked for besides its kind, its range and its spelli
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from types import UnionType
-from typing import Any
+from typing import Any, cast
 
 
 class PlanningError(ValueError):
@@ -35,7 +36,7 @@ def check_callable(what: str, value: object, fix: str) -> None:
 
 def check_number(
     name: str,
-    value: Any,
+    value: object,
     *,
     fix: str,
     above: float | None = None,
@@ -43,12 +44,9 @@ def check_number(
     whole: bool = False,
 ) -> None:
     """PlanningError unless ``value`` is a number, and above or at least what is stated."""
-    in_range = (
-        isinstance(value, int if whole else int | float)
-        and not isinstance(value, bool)
-        and (above is None or value > above)
-        and (least is None or value >= least)
-    )
+    known = isinstance(value, int if whole else Real) and not isinstance(value, bool)
+    number = cast(float, value)
+    in_range = known and (above is None or number > above) and (least is None or number >= least)
     if not in_range:
         bound = f"above {above}" if above is not None else f"of at least {least}"
         kind = "whole number" if whole else "number"
