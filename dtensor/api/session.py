@@ -382,7 +382,8 @@ def launch(
     check_mesh(mesh)
     check_word("backend", backend, get_args(Backend))
     check_word("mode", mode, ("compiled", "interpreted"))
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+    # "meta" computes nothing: it shows what a step makes, and where
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
         raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
     check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
     check_number("call_deadline_s", call_deadline_s, above=0, fix="call_deadline_s=3600.0")
