@@ -1,5 +1,68 @@
-"""Errors that are the user's to mend, raised while planning, before any actor starts."""
+"""Errors that are the user's to mend, raised while planning, before any actor starts; and checks of
+what users pass, made where it enters.
+
+    check_kind("the mesh", 3, Mesh, "a Mesh", "dt.Mesh(tp=2)")
+    # the mesh is 3 (int), not a Mesh.
+    # fix: dt.Mesh(tp=2)
+
+Not here: what a value is checked for besides its kind, its range and its spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from types import UnionType
+from typing import Any, cast
 
 
 class PlanningError(ValueError):
     """The program, its placements or its arguments cannot be planned as stated."""
+
+
+def check_kind(
+    what: str, value: object, kind: type[Any] | UnionType, wanted: str, fix: str
+) -> None:
+    """PlanningError unless ``value`` is of the kind; ``wanted`` is its name with an article."""
+    if not isinstance(value, kind):
+        raise PlanningError(f"{what} is {shown(value)}, not {wanted}.\nfix: {fix}")
+
+
+def check_callable(what: str, value: object, fix: str) -> None:
+    """PlanningError unless ``value`` is a function, or can be called as one."""
+    if not callable(value):
+        raise PlanningError(f"{what} is {shown(value)}, not a function.\nfix: {fix}")
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    fix: str,
+    above: float | None = None,
+    least: float | None = None,
+    whole: bool = False,
+) -> None:
+    """PlanningError unless ``value`` is a number, and above or at least what is stated."""
+    known = isinstance(value, int if whole else Real) and not isinstance(value, bool)
+    number = cast(float, value)
+    in_range = known and (above is None or number > above) and (least is None or number >= least)
+    if not in_range:
+        bound = f"above {above}" if above is not None else f"of at least {least}"
+        kind = "whole number" if whole else "number"
+        raise PlanningError(f"{name}={value!r} is not a {kind} {bound}.\nfix: {fix}")
+
+
+def check_word(name: str, value: object, words: Sequence[str]) -> None:
+    """PlanningError unless ``value`` is one of the words."""
+    if value not in words:
+        *others, last = (f'"{word}"' for word in words)
+        raise PlanningError(f"{name}={value!r}: it is {', '.join(others)} or {last}")
+
+
+def shown(value: object) -> str:
+    """A value with its type, as a message has it; the type alone of what takes more than a line."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text, kind = repr(value), type(value).__name__
+    return f"of type {kind}" if "\n" in text or len(text) > 200 else f"{text} ({kind})"

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -35,17 +35,17 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule, parallelize
-from dtensor.api.plan_call import BoundCall
+from dtensor.api.plan_call import BoundCall, for_capture
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.shard_optimizer import check_optimizer
 from dtensor.sharding.plan.cost.collectives import PlannedCollective
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text, size_text
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
@@ -99,15 +99,9 @@ class Compared:
     @property
     def memory(self) -> Memory:
         """Of the fullest rank: the stages that it hosts, added up."""
-        memory = self.plan.memory
+        stages = [astuple(memory) for memory in self.plan.memory]
         ranks = [
-            Memory(
-                parameters=sum(memory[s].parameters for s in held),
-                gradients=sum(memory[s].gradients for s in held),
-                optimizer=sum(memory[s].optimizer for s in held),
-                activations=sum(memory[s].activations for s in held),
-                masters=sum(memory[s].masters for s in held),
-            )
+            Memory(*map(sum, zip(*(stages[s] for s in held), strict=True)))
             for held in self.plan.hosted
         ]
         return max(ranks, key=lambda m: m.total)
@@ -184,6 +178,10 @@ def compare(
             "compare places the model anew for each strategy, and this one is parallelized.\n"
             "fix: pass the original, model.module"
         )
+    fix = "dt.compare(GPT(config), loss_fn, {...}, *batch)"
+    check_kind("what compare takes", model, nn.Module, "an nn.Module", fix)
+    check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
+    check_topology(topology)
     if not isinstance(strategies, Mapping) or not strategies:
         raise PlanningError(
             f"strategies is {strategies!r}, not a dict of at least one strategy.\n"
@@ -192,6 +190,7 @@ def compare(
     stated = [_stated(name, strategy) for name, strategy in strategies.items()]
     over = optimizer
     if not isinstance(over, torch.optim.Optimizer):
+        check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
         over = over(model.parameters())
     check_optimizer(over)
     args, named = pytree.tree_map(_argument, (batch, kwargs))
@@ -278,8 +277,7 @@ def _argument(leaf: Any) -> Any:
         case DTensor():
             return leaf.spec
         case TensorSpec() if not leaf.on and set(leaf.placements) <= {REPLICATE}:
-            made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-            return made.requires_grad_(leaf.requires_grad)
+            return for_capture(leaf)
         case _:
             return leaf
 

@@ -6,33 +6,41 @@
 
 A call costs one round trip. Results are DTensors, replicated unless ``out`` pins them; their shards
 stay on the actors. A program is captured anew for new shapes, placements or modes, and cached.
+`out=` is stated for all results or in the shape of the result:
+
+    dict(tp=Row())                               # all results
+    [dict(tp=Row()), {}]                         # one mapping for each, {} states nothing
+    {"logits": dict(tp=Column()), "loss": {}}    # where fn returns {"logits": ..., "loss": ...}
+
+A mapping of placements stands for all tensors below it; what is left out of a dict is not pinned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
-
-import torch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import fresh_name
+from dtensor.api.loaded_program import load, on_stage
 from dtensor.api.plan_call import BoundCall, Options, PlanCache, Planned, plan_call
 from dtensor.api.randomness import Counter, numbers_fed
-from dtensor.api.session import MeshSession, session_for
-from dtensor.api.stating.placing import Out, pinned_results
-from dtensor.daft import Stored
-from dtensor.errors import PlanningError
+from dtensor.api.session import session_for
+from dtensor.api.stating.patterns import listing, nearest
+from dtensor.api.stating.placing import Stated, check_fit
+from dtensor.errors import PlanningError, check_callable
+from dtensor.frontend.graph import Graph
 from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
-from dtensor.runtime.schedule import Grid
+from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import checked_search
-from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.shards import shard_of
-from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.spec import make_spec
+
+Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
 
 class CompiledFunction:
@@ -100,129 +108,99 @@ def compile(
 
     Raises PlanningError at the first call, or at `plan`.
     """
+    fix = "dt.compile(lambda x, w: x @ w, mesh)"
+    check_callable("what compile takes", fn, fix)
+    check_mesh(mesh)
+    check_topology(topology)
     return CompiledFunction(
         fn, mesh, out, Options(topology=topology, search=checked_search(search))
     )
 
 
-# -- programs on a session ---------------------------------------------------------------------
+# -- out= ------------------------------------------------------------------------------------------
 
 
-class LoadedProgram:
-    """A lowered plan on a session, and how its arguments are cut for the ranks."""
+@dataclass(frozen=True, slots=True)
+class _ResultTensor:
+    """Stands for a tensor in the structure that fn returns."""
 
-    def __init__(self, session: MeshSession, planned: Planned, lowered: Lowered) -> None:
-        self.session = session
-        self.planned = planned
-        self.lowered = lowered
-        self.specs: dict[str, TensorSpec] = {
-            name: fed_spec(planned.plan, name) for name in planned.arguments
-        }
-        self.handle = session.cluster.load(lowered.program)
+    index: int
 
-    def feed(
-        self,
-        call: BoundCall,
-        numbers: Mapping[str, object],
-        extra: Mapping[str, object] | None = None,
-    ) -> list[dict[str, object]]:
-        """What each rank is fed: shards of tensors, handles of DTensors, those of ``numbers`` that
-        the program reads, and ``extra``."""
-        mesh = self.session.mesh
-        fed: list[dict[str, object]] = []
-        cut: dict[tuple[str, object], torch.Tensor] = {}
-        for rank in range(mesh.size):
-            own: dict[str, object] = dict(extra or {})
-            for name in self.lowered.program.ranks[rank].inputs:
-                if name in numbers:
-                    own[name] = numbers[name]
-                if name in own:
-                    continue
-                leaf = call.leaves[self.planned.arguments[name]]
-                own[name] = self._shard(name, leaf, rank, cut)
-            fed.append(own)
-        return fed
 
-    def _shard(
-        self, name: str, leaf: Any, rank: int, cut: dict[tuple[str, object], torch.Tensor]
-    ) -> object:
-        spec = self.specs[name]
-        if isinstance(leaf, DTensor):
-            if leaf.session is not self.session:
+def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[int, Stated]:
+    """Result index to its pins. PlanningError for an axis, a structure or a fit that is wrong."""
+    if out is None:
+        return {}
+    results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
+    shape = graph.unflatten([_ResultTensor(index) for index in sorted(results)])
+    pinned: dict[int, Stated] = {}
+    for tensor, stated, where in _matched(out, shape, "out"):
+        for axis, placement in stated.items():
+            mesh.axis_size(axis)
+            if not isinstance(placement, Placement):
                 raise PlanningError(
-                    f"{name} belongs to another launch than the one that runs now; "
-                    f"fix: distribute it inside this launch"
+                    f"{where}= states {axis}={placement!r}, which is not a placement; "
+                    f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
                 )
-            if leaf.spec.on:
+        index = tensor.index
+        meta = flow.metas[results[index]]
+        check_fit(f"result {index}", meta, stated, f"{where}=", mesh)
+        spec = make_spec(meta.shape, meta.dtype, mesh, stated)
+        pinned[index] = {axis: spec.placement(axis) for axis in stated}
+    return pinned
+
+
+def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTensor, Stated, str]]:
+    """Each tensor of the result with what is stated of it, and where that stands in ``out``."""
+    if out is None:
+        return
+    if isinstance(out, Mapping):
+        stated = cast(Mapping[str, Any], out)
+        if not isinstance(shape, Mapping) or all(isinstance(v, Placement) for v in stated.values()):
+            for tensor in _tensors(shape):
+                yield tensor, stated, where
+            return
+        results = cast(Mapping[str, object], shape)
+        for key, below in stated.items():
+            if key not in results:
+                near = nearest(str(key), [str(k) for k in results])
                 raise PlanningError(
-                    f"{name} is {leaf.spec}: only a part of the mesh holds it, and an argument is "
-                    f"read on all of it.\n"
-                    f"fix: pass {name}.full_tensor(), or compute further where it was made"
+                    f"{where}= names {key!r}, and the function returns "
+                    f"{listing([str(k) for k in results])}.\n"
+                    f'fix: write "{near[0] if near else next(iter(results), "")}"'
                 )
-            if not alike(leaf.spec, spec):
+            yield from _matched(below, results[key], f"{where}[{key!r}]")
+        return
+    if isinstance(out, (list, tuple)):
+        parts = cast(Sequence[object], out)
+        below = shape if isinstance(shape, (list, tuple)) else None
+        if below is None or len(below) != len(parts):
+            tensors = list(_tensors(shape))
+            if len(tensors) != len(parts):
                 raise PlanningError(
-                    f"{name} is held as {leaf.spec}, and the program takes it as {spec}.\n"
-                    f"fix: state its placement before the call, as in x.redistribute(...)"
+                    f"{where}= states placements of {len(parts)} results, the function returns "
+                    f"{len(tensors)} tensors.\n"
+                    f"fix: one dict for each tensor in the order of the results, or one for all"
                 )
-            return Stored(leaf.name)
-        here = self.session.mesh.coordinates(rank)
-        key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
-        if key not in cut:
-            cut[key] = shard_of(leaf.detach(), spec, here)
-        return cut[key]
+            below = tensors
+        for number, (part, one) in enumerate(zip(parts, below, strict=True)):
+            yield from _matched(part, one, f"{where}[{number}]")
+        return
+    raise PlanningError(
+        f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
+        f"dicts in the structure that the function returns"
+    )
 
 
-def load(
-    session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
-) -> LoadedProgram:
-    """Lower, verify and ship a plan once per session; put the state it needs."""
-    key = (id(planned), roles.gradients, roles.optimizer)
-    if key not in session.loaded:
-        state = state_names(session, planned)
-        lowered = lower(
-            planned.plan,
-            grid,
-            device=session.cluster.device,
-            roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
-        )
-        _put_constants(session, planned.plan, state)
-        session.loaded[key] = (planned, LoadedProgram(session, planned, lowered))
-    program: LoadedProgram = session.loaded[key][1]
-    if planned.model is not None:
-        session.place(planned.model, planned.plan, planned.stages)
-    return program
-
-
-def _put_constants(session: MeshSession, plan: Plan, state: Mapping[str, str]) -> None:
-    tensors = {i.name: i.constant for i in plan.flow.inputs if i.constant is not None}
-    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
-    for item in plan.inputs:
-        if item.name in tensors:
-            for rank in holders(plan, item):
-                values[rank][state[item.name]] = tensors[item.name]
-    if any(values):
-        session.put(values)
-
-
-def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
-    """Plan input to the name of its value in the actors' tables."""
-    found: dict[str, str] = {}
-    for item in planned.plan.inputs:
-        if item.kind == "constant":
-            found[item.name] = f"constant {len(session.loaded)}: {item.label}"
-        elif item.kind in ("parameter", "buffer"):
-            if planned.model is None:
-                raise PlanningError(
-                    f"the program uses {item.label} of a module that is not parallelized; "
-                    f"fix: pass dt.parallelize(module, mesh, {{}})"
-                )
-            found[item.name] = session.resident(planned.model).name(item.label)
-    return found
-
-
-def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
-    """A planned output's spec on the user's mesh, with the stage that holds it."""
-    restated = on_mesh(plan, spec)
-    if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
-        return restated
-    return replace(restated, on=((plan.stage_axis, plan.stage_ranks[stage]),))
+def _tensors(shape: object) -> Iterator[_ResultTensor]:
+    match shape:
+        case _ResultTensor():
+            yield shape
+        case Mapping():
+            for below in cast(Mapping[str, object], shape).values():
+                yield from _tensors(below)
+        case list() | tuple():
+            for below in cast(Sequence[object], shape):
+                yield from _tensors(below)
+        case _:
+            return

@@ -26,8 +26,9 @@ from torch import nn
 from dtensor.api.randomness import initial_seed, key_of
 from dtensor.daft import Call, Function, Program, RankProgram
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import first_names, named_tensors
 from dtensor.frontend.initial.recipe import Recipe, make
-from dtensor.frontend.initial.recording import Init, first_names, named_tensors, record
+from dtensor.frontend.initial.recording import Init, record
 from dtensor.sharding.ops.philox import Pieces, Place
 
 __all__ = ["Init", "Initial"]

@@ -28,7 +28,7 @@ from dtensor.api.eager.values import Value, fresh_name
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.daft import Cluster, Handle, Stored
 from dtensor.daft.cluster.part import Part
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import pieces_of, shard_from, transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
@@ -114,6 +114,8 @@ def _target(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None, placements: dict[str, Placement]
 ) -> tuple[MeshSession, TensorSpec]:
     """The session and the spec that the value gets."""
+    check_kind("what is transferred", x, DTensor, "a DTensor", "dt.distribute(x, mesh)")
+    check_kind("ranks", ranks, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
     x.session.check()
     check_placements(mesh, placements)
     spec = make_spec(tuple(x.shape), x.dtype, mesh, placements)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.derive import Choice, derive
 from dtensor.api.stating.patterns import matches
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.sharding.plan.dataflow import without_numbers
@@ -75,8 +75,12 @@ def for_model(
             f"for_model takes an nn.Module, not {type(model).__name__}; fix: pass the model as it "
             f"is before dt.parallelize"
         )
-    if size is not None and size < 1:
-        raise PlanningError(f"size={size}: an axis has at least 1 rank; fix: leave it out")
+    check_kind("axis", axis, str, "the name of an axis", 'axis="tp"')
+    check_kind("example_args", example_args, list | tuple, "a tuple of arguments", "(x,)")
+    kwargs = "dict(labels=labels)"
+    check_kind("example_kwargs", example_kwargs, Mapping | None, "a dict of arguments", kwargs)
+    if size is not None and (type(size) is not int or size < 1):
+        raise PlanningError(f"size={size!r}: an axis has at least 1 rank; fix: leave it out")
 
     def tensors(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         leaves = pytree.tree_leaves(module(*args, **kwargs))

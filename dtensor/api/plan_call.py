@@ -25,9 +25,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.tensor import DTensor
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.parallel import ParallelModule, recomputed_modules
 from dtensor.api.stating.auto_stages import cut
-from dtensor.api.stating.options import recomputed_modules
 from dtensor.api.stating.placing import (
     InputPins,
     ParameterPlacement,
@@ -345,11 +344,8 @@ def for_capture(leaf: Any) -> Any:
     match leaf:
         case ParallelModule():
             return leaf.module
-        case DTensor():
-            empty = torch.empty(leaf.spec.shape, dtype=leaf.spec.dtype, device="meta")
-            return empty.requires_grad_(leaf.requires_grad)
-        case TensorSpec():
-            empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        case DTensor() | TensorSpec():
+            empty = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
             return empty.requires_grad_(leaf.requires_grad)
         case _:
             return leaf

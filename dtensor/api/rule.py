@@ -22,7 +22,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtensor.api.stating.patterns import listing, nearest
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.numerics import ReduceOp
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make, with_dtypes
@@ -91,6 +91,9 @@ def rule(
     Raises PlanningError where the op is unknown or changes its arguments, where the pattern does
     not fit its schema, and where the op has another rule.
     """
+    check_kind("the op", op, str | OpOverload, "an op or its name", '"mylib::scale"')
+    check_kind("the pattern", pattern, str, "a text", '"m k, k n -> m n"')
+    check_kind("linear", linear, str | int | list | tuple, "operands", 'linear=("x", "weight")')
     overloads = op_overloads(op)
     groups = _groups(linear)
     for overload in overloads:

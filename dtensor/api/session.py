@@ -11,6 +11,7 @@ them (one warning if they changed and were neither gathered nor loaded elsewhere
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -26,14 +27,14 @@ from dtensor.api.parallel import ParallelModule
 from dtensor.api.stating.stages import StagePlan
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind, check_number, check_word
+from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.initial.recipe import Recipe
-from dtensor.frontend.initial.recording import named_tensors
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import NAMES, hyperparameters
+from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -216,6 +217,58 @@ class MeshSession:
             self.run(handle, [{} for _ in made], kept).get()
         resident.placed = plan
 
+    def place_optimizer(
+        self,
+        model: ParallelModule,
+        optimizer: torch.optim.Optimizer,
+        groups: tuple[tuple[str, ...], ...],
+        plan: Plan,
+        stages: StagePlan,
+        *,
+        masters: bool,
+    ) -> OptimizerHome:
+        """The optimizer's state goes to the cluster with its first step: each rank gets a
+        `ShardOptimizer` of the parameters that it holds. A tensor of its parameter's shape is cut
+        as the plan says that the state is stored; numbers are copied.
+
+        PlanningError where two steps share an optimizer and one of them wants masters.
+        """
+        resident = self.resident(model)
+        home = resident.optimizers.get(id(optimizer))
+        if home is not None:
+            if home.masters != masters:
+                raise PlanningError(
+                    f"two steps share a {type(optimizer).__name__}: one has "
+                    f"master_weights={home.masters}, this one master_weights={masters}.\n"
+                    f"fix: master_weights={home.masters} here too, or an optimizer of its own"
+                )
+            return home
+        # the parameters first: their specs say how the state is cut
+        self.place(model, plan, stages)
+        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
+        names = {id(p): label for label, p in model.module.named_parameters()}
+        state = {names[id(p)]: kept for p, kept in optimizer.state.items() if id(p) in names}
+        trained = {label for group in groups for label in group}
+        cut: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.mesh.size)]
+        for item in plan.inputs:
+            if item.kind == "parameter" and item.label in trained and item.label in state:
+                spec = resident.states[item.label]
+                for rank in holders(plan, item):
+                    kept = state[item.label].items()
+                    cut[rank][item.label] = {k: self._cut(v, spec, rank) for k, v in kept}
+        kind = type(optimizer)
+        self.put([{name: ShardOptimizer(kind, groups, own, masters)} for own in cut])
+        home = OptimizerHome(optimizer, name, masters, groups)
+        resident.optimizers[id(optimizer)] = home
+        return home
+
+    def _cut(self, value: Any, spec: TensorSpec, rank: int) -> Any:
+        """A state tensor of the parameter's shape is cut as the parameter is."""
+        if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
+            local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
+            return shard_of(value, local, self.mesh.coordinates(rank))
+        return value
+
     def settle(self) -> None:
         """Wait for what is under way; a failure that nobody has read raises here."""
         if not self.failure_was_read:
@@ -326,10 +379,21 @@ def launch(
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
-    if backend not in get_args(Backend):
-        raise PlanningError(f'backend={backend!r}: it is "inprocess" or "ray"')
-    if mode not in ("compiled", "interpreted"):
-        raise PlanningError(f'mode={mode!r}: it is "compiled" or "interpreted"')
+    check_mesh(mesh)
+    check_word("backend", backend, get_args(Backend))
+    check_word("mode", mode, ("compiled", "interpreted"))
+    # "meta" computes nothing: it shows what a step makes, and where
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
+        raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
+    check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
+    check_number("call_deadline_s", call_deadline_s, above=0, fix="call_deadline_s=3600.0")
+    fix = 'address="127.0.0.1:6379", or leave it out'
+    check_kind("address", address, str | None, "that of a Ray cluster", fix)
+    if backend == "inprocess" and address is not None:
+        raise PlanningError(
+            f'address={address!r} is of a Ray cluster, and backend="inprocess" joins none.\n'
+            f'fix: backend="ray", or leave address out'
+        )
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
     if _launched:

@@ -8,27 +8,27 @@ alone reads and writes them. Master weights are entries "master_param" of the op
 float32 as their moments; from a state without them the next step makes them anew. "step" is the
 number of the next training step, which random numbers depend on; it is there once a step was taken.
 
-`place_optimizer` is the way in of an optimizer's state, at the first step: each rank's shards of it
-are in a `ShardOptimizer`. A tensor of its parameter's shape is cut as the plan says that the state
-is stored; numbers are copied.
+Not here: how an optimizer's state comes to the cluster (`MeshSession.place_optimizer`).
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dtensor.api.initial import names_in_state
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.session import MeshSession, OptimizerHome, Resident, session_for
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.shard_optimizer import ShardOptimizer
-from dtensor.sharding.spec.shards import assemble_at, shard_of
+from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
+
+_OPTIMIZER = torch.optim.Optimizer | None
 
 
 def gather_state_dict(
@@ -38,6 +38,8 @@ def gather_state_dict(
 
     What is not on the cluster (outside a launch, or unused so far) is the controller's value.
     """
+    check_parallel("gather_state_dict", model)
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
     held = model.module.state_dict()
     resident = _resident(model)
     from_ranks: dict[str, torch.Tensor] = {}
@@ -72,6 +74,9 @@ def load_state_dict(
     The controller's tensors change in place; a running launch takes them over at its next step.
     Raises as torch does for names and shapes that do not fit.
     """
+    check_parallel("load_state_dict", model)
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
+    check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
         raise PlanningError(
             f"the state has no entry 'model', only {sorted(state)}; "
@@ -167,66 +172,3 @@ def _in_torch_format(
                 state[number] = gathered[names[id(parameter)]]
             number += 1
     return {**optimizer.state_dict(), "state": state}
-
-
-# -- an optimizer's state on the cluster -----------------------------------------------------------
-
-
-def place_optimizer(
-    session: MeshSession,
-    model: ParallelModule,
-    optimizer: torch.optim.Optimizer,
-    groups: tuple[tuple[str, ...], ...],
-    held: Sequence[Collection[str]],
-    *,
-    masters: bool = False,
-) -> OptimizerHome:
-    """Put the shards of an optimizer's state where they are missing; ``held``: labels by rank."""
-    resident = session.resident(model)
-    home = resident.optimizers.get(id(optimizer))
-    if home is not None:
-        return agreed(home, masters)
-    name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
-    home = OptimizerHome(optimizer, name, masters, groups)
-    resident.optimizers[id(optimizer)] = home
-    state = optimizer_state(model, optimizer)
-    values: list[dict[str, object]] = []
-    for rank, labels in enumerate(held):
-        cut = {
-            label: {
-                key: _cut(session, value, resident.states[label], rank)
-                for key, value in state[label].items()
-            }
-            for label in sorted(labels)
-            if label in state
-        }
-        values.append({name: ShardOptimizer(type(optimizer), groups, cut, masters)})
-    session.put(values)
-    return home
-
-
-def agreed(home: OptimizerHome, masters: bool) -> OptimizerHome:
-    """PlanningError where two steps share an optimizer and one of them wants masters."""
-    if home.masters != masters:
-        raise PlanningError(
-            f"two steps share a {type(home.optimizer).__name__}: one has "
-            f"master_weights={home.masters}, this one master_weights={masters}.\n"
-            f"fix: master_weights={home.masters} here too, or an optimizer of its own"
-        )
-    return home
-
-
-def optimizer_state(
-    model: ParallelModule, optimizer: torch.optim.Optimizer
-) -> dict[str, dict[str, Any]]:
-    """Parameter name to the controller's optimizer state for it."""
-    names = {id(p): name for name, p in model.module.named_parameters()}
-    return {names[id(p)]: dict(entry) for p, entry in optimizer.state.items() if id(p) in names}
-
-
-def _cut(session: MeshSession, value: Any, spec: TensorSpec, rank: int) -> Any:
-    """A state tensor of the parameter's shape is cut as the parameter is."""
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
-        local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-        return shard_of(value, local, session.mesh.coordinates(rank))
-    return value

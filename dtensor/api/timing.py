@@ -22,7 +22,7 @@ from dtensor.runtime.simulate.calibration import calibrate as measured_topology
 from dtensor.runtime.simulate.clock import simulate as simulated
 from dtensor.runtime.simulate.measured import measured
 from dtensor.runtime.simulate.trace import Trace
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 
 
@@ -47,6 +47,7 @@ def simulate(
     if batch and isinstance(batch[-1], Topology) and topology is None:
         batch, topology = batch[:-1], batch[-1]
     _check_step("simulate", step)
+    check_topology(topology)
     grid = step.grid if isinstance(step, TrainStep) else None
     if step.plans.latest is not None and not batch and not kwargs:
         return simulated(step.plans.latest.plan, grid, topology)
@@ -101,7 +102,7 @@ def calibrate(
     repr can be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors, as a run
     does, where a rank fails or makes no progress for ``deadline_s``.
     """
-    if not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PlanningError(
             f"calibrate(dtype={dtype}): matrices of {dtype} are not what a model multiplies.\n"
             f"fix: dt.calibrate(dtype=torch.bfloat16), or torch.float32"

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from dtensor.api.compiled import load, on_stage
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.loaded_program import load, on_stage
+from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -31,23 +31,20 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import numbers_fed
-from dtensor.api.session import MeshSession, OptimizerHome, session_for
-from dtensor.api.state import agreed, place_optimizer
-from dtensor.api.stating.options import recompute_of
+from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError, Future
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_callable, check_kind, check_number
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.program import holders
 from dtensor.runtime.schedule import Costs, GPipe, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Search, Training, checked_search
 from dtensor.sharding.redistribute.between_meshes import holders_of
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -236,7 +233,14 @@ class TrainStep:
         call = self._call(batch, kwargs)
         planned = self._plan(call)
         session = session_for(self.model.mesh)
-        home = self._place_optimizer(session, planned)
+        home = session.place_optimizer(
+            self.model,
+            self.optimizer,
+            self._groups(),
+            planned.plan,
+            planned.stages,
+            masters=self.options.master_weights,
+        )
         roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
         program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
@@ -263,38 +267,30 @@ class TrainStep:
         master weights in float32, as the optimizer reads it.
         """
         session = session_for(self.model.mesh)
-        if not batch and not kwargs:
-            if (
-                not self.options.keep_gradients
-                or self._last is None
-                or self._session is not session
-            ):
+        gradients: dict[str, torch.Tensor] = {}
+        if batch or kwargs:
+            call = self._call(batch, kwargs)
+            planned = self._plan(call)
+            program = load(session, planned, Roles(gradients=True), self.grid)
+            numbers = numbers_fed(self.model.steps.present(), "train")
+            found = session.run(program.handle, program.feed(call, numbers), {}).get()
+            for label, spec in _gradient_specs(planned).items():
+                shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
+                gradients[label] = assemble_at(shards, spec)
+        else:
+            kept = self.options.keep_gradients and self._session is session
+            if not kept or self._last is None:
                 raise PlanningError(
                     "no gradients of a last step are kept.\n"
                     "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
                     "pass a batch: step.gradients(*batch)"
                 )
-            names = self._kept(session, self._last)
-            last: dict[str, torch.Tensor] = {}
-            for label, spec in _gradient_specs(self._last).items():
+            planned = self._last
+            names = self._kept(session, planned)
+            for label, spec in _gradient_specs(planned).items():
                 ranks = holders_of(spec)
-                shards = session.fetch(names[f"gradient {label}"], ranks)
-                last[label] = assemble_at(dict(zip(ranks, shards, strict=True)), spec)
-            return self._shown(last, self._last)
-        call = self._call(batch, kwargs)
-        planned = self._plan(call)
-        program = load(session, planned, Roles(gradients=True), self.grid)
-        numbers = numbers_fed(self.model.steps.present(), "train")
-        found = session.run(program.handle, program.feed(call, numbers), {}).get()
-        whole = {
-            label: assemble_at({r: found[r][f"gradient {label}"] for r in holders_of(spec)}, spec)
-            for label, spec in _gradient_specs(planned).items()
-        }
-        return self._shown(whole, planned)
-
-    def _shown(
-        self, gradients: Mapping[str, torch.Tensor], planned: Planned
-    ) -> dict[str, torch.Tensor]:
+                held = session.fetch(names[f"gradient {label}"], ranks)
+                gradients[label] = assemble_at(dict(zip(ranks, held, strict=True)), spec)
         if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
@@ -304,29 +300,6 @@ class TrainStep:
         """Program output to the table's name of a gradient that stays on the actors."""
         prefix = session.resident(self.model).prefix
         return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
-
-    def _place_optimizer(self, session: MeshSession, planned: Planned) -> OptimizerHome:
-        """The optimizer's state goes to the cluster with the first step."""
-        resident = session.resident(self.model)
-        home = resident.optimizers.get(id(self.optimizer))
-        if home is not None:
-            return agreed(home, self.options.master_weights)
-        # the parameters first: their specs say how the state is cut
-        session.place(self.model, planned.plan, planned.stages)
-        trained = {name for group in self._groups() for name in group}
-        held: list[set[str]] = [set() for _ in range(session.mesh.size)]
-        for item in planned.plan.inputs:
-            if item.kind == "parameter" and item.label in trained:
-                for rank in holders(planned.plan, item):
-                    held[rank].add(item.label)
-        return place_optimizer(
-            session,
-            self.model,
-            self.optimizer,
-            self._groups(),
-            held,
-            masters=self.options.master_weights,
-        )
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):
@@ -380,22 +353,21 @@ def train_step(
 
     Raises PlanningError, here and at the first `plan` or call.
     """
-    if not isinstance(model, ParallelModule):
-        raise PlanningError(
-            f"train_step takes a parallelized module, not {type(model).__name__}; "
-            f"fix: model = dt.parallelize(model, mesh, {{...}})"
-        )
+    check_parallel("train_step", model)
+    fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
+    check_callable("loss_fn", loss_fn, fix)
     check_optimizer(optimizer)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise PlanningError(
             f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
             f"dt.GPipe(microbatches=4) or dt.Custom(...)"
         )
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise PlanningError(
-            f"clip_grad_norm={clip_grad_norm!r}: a norm to scale down to is above 0; "
-            f"fix: leave it out for no clipping"
-        )
+    if clip_grad_norm is not None:
+        fix = "clip_grad_norm=1.0, or leave it out for no clipping"
+        check_number("clip_grad_norm", clip_grad_norm, above=0, fix=fix)
+    check_topology(topology)
+    check_kind("keep_gradients", keep_gradients, bool, "True or False", "keep_gradients=True")
+    check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
     if master_weights:
         check_masters(optimizer)
     again = recompute_of(recompute, model.module)
@@ -408,7 +380,7 @@ def train_step(
     options = StepOptions(
         inputs=inputs,
         schedule=schedule or GPipe(microbatches=1),
-        clip_grad_norm=clip_grad_norm,
+        clip_grad_norm=None if clip_grad_norm is None else float(clip_grad_norm),
         topology=topology,
         search=checked_search(search),
         keep_gradients=keep_gradients,

@@ -19,7 +19,7 @@ ranks, devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -112,12 +112,11 @@ class OutTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Graph:
-    """A captured program. `aliases`: other names of tied parameters -> the name in `inputs`."""
+    """A captured program."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    aliases: Mapping[str, str]
     out_tree: OutTree
 
     def __post_init__(self) -> None:
@@ -194,6 +193,23 @@ def _output_text(output: Output) -> str:
             return f"grad {of.name}"
         case Mutation(name):
             return f"buffer {name}"
+
+
+# -- names of a module's tensors -------------------------------------------------------------------
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, tied ones under each of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def first_names(module: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer to the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(t), name) for name, t in named_tensors(module).items()}
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -281,3 +297,29 @@ def op_call(node: fx.Node) -> tuple[OpCall, tuple[fx.Node, ...]]:
 
 def meta_of(value: torch.Tensor) -> Meta:
     return Meta(tuple(int(s) for s in value.shape), value.dtype)
+
+
+USERS_META = ("stack_trace", "nn_module_stack", "custom")
+"""What torch keeps of a node's place in the user's program."""
+
+
+class Writer:
+    """Inserts calls before a node, each with the node's line and module, then replaces it."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.graph, self.node = graph, node
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.node):
+            new = self.graph.call_function(target, args, kwargs)
+        new.meta.update({k: self.node.meta[k] for k in USERS_META if k in self.node.meta})
+        return new
+
+    def cast(self, x: fx.Node, source: torch.dtype, target: torch.dtype) -> fx.Node:
+        return x if source == target else self(torch.ops.aten.to.dtype, x, target)
+
+    def replace(self, new: fx.Node) -> None:
+        if "val" in self.node.meta:  # later rewrites of the same pass read it
+            new.meta.setdefault("val", self.node.meta["val"])
+        self.node.replace_all_uses_with(new)
+        self.graph.erase_node(self.node)

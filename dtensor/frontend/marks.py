@@ -19,6 +19,8 @@ from contextvars import ContextVar
 import torch
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers dt::annotate)
+from dtensor.errors import check_kind
+from dtensor.sharding.spec.placements import Placement
 
 _capturing: ContextVar[bool] = ContextVar("dtensor_capturing", default=False)
 
@@ -50,6 +52,10 @@ def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) 
             f"annotate takes either a text or placements by axis; got text={text!r}, "
             f"placements={placements}. Write annotate(x, 'b@dp t d@tp') or annotate(x, tp=...)."
         )
+    check_kind("annotate's text", text, str | None, "a text", 'dt.annotate(x, "b@dp t d@tp")')
+    for axis, placement in placements.items():
+        fix = f"{axis}=dt.Row(), dt.Column() or dt.Replicate()"
+        check_kind(f"annotate's {axis}", placement, Placement, "a placement", fix)
     if text is None:
         text = ", ".join(f"{axis}={placements[axis]!r}" for axis in sorted(placements))
     return torch.ops.dt.annotate(x, text)

@@ -28,9 +28,8 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.parallel import parallelize
 from dtensor.api.plan_call import BoundCall, Grads, Options, plan_call
-from dtensor.api.stating.checks import Stated, check_fit, check_stated
 from dtensor.api.stating.patterns import listing, nearest
-from dtensor.api.stating.placing import InputPins
+from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg, Graph, meta_of
 from dtensor.sharding.plan.cost.collectives import PlannedCollective

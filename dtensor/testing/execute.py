@@ -29,11 +29,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from dtensor.api.compiled import load
+from dtensor.api.loaded_program import load
 from dtensor.api.plan_call import BoundCall, Options, Planned, plan_call
 from dtensor.api.session import MeshSession
-from dtensor.api.stating.checks import Stated, check_fit, check_stated
-from dtensor.api.stating.placing import InputPins
+from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.to_dataflow import dataflow

@@ -93,6 +93,93 @@ def test_refused_while_planning(call: Callable[[], Any], message: str) -> None:
         call()
 
 
+X = torch.ones(4, 4)
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: dt.Mesh(tp="2"), "axis 'tp' has size '2'"),
+    (lambda: dt.Topology(bandwidth="fast"), "Topology: bandwidth='fast' is not a number above 0"),
+    (lambda: dt.Topology(bandwidth={"tp": 0}), "Topology: bandwidth=0 is not a number above 0"),
+    (lambda: dt.Topology(flops=float("nan")), "Topology: flops=nan is not a number above 0"),
+    (lambda: dt.Topology(memory_bytes={"tp": 1}), "memory_bytes={'tp': 1} is not a number above 0"),
+    (lambda: dt.Topology(op_latency=-1), "op_latency=-1 is not a number of at least 0"),
+    (lambda: dt.Shard("0"), r"Shard\('0'\): a dim is a whole number"),
+    (lambda: dt.Row(blocks="qkv"), r"blocks='qkv'\): blocks and unit are whole numbers"),
+    (lambda: dt.Column(unit=1.5), r"unit=1.5\): blocks and unit are whole numbers"),
+    (lambda: dt.ColumnParallel(blocks=0), r"ColumnParallel\(blocks=0, .* at least 1"),
+    (lambda: dt.RowParallel(unit="a"), "unit='a'.*: blocks and unit are whole numbers"),
+    (lambda: dt.Auto(num_stages="2"), "num_stages='2' is not a whole number of at least 1"),
+    (lambda: dt.GPipe(2.0), "at least one microbatch, and this one has 2.0"),
+    (lambda: dt.OneFOneB(True), "at least one microbatch, and this one has True"),
+    (lambda: dt.Searched(microbatches=4, costs=3), r"Searched's costs is 3 \(int\), not a Costs"),
+    (lambda: dt.Searched(microbatches=4, most_held="3"), "most_held='3' is not a whole number"),
+    (lambda: dt.Costs(forward="a"), "A cost is 0 or more, and forward is 'a'"),
+    (lambda: dt.Custom(3), r"Custom's schedule is 3 \(int\), not a text"),
+    (lambda: dt.Ordered(3, 4), r"Ordered's schedule is 3 \(int\), not a function"),
+    (lambda: dt.parallelize(torch.nn.Linear, TP2), "is the class Linear, not an nn.Module"),
+    (lambda: dt.parallelize(make_model(), {"tp": 2}), r"the mesh is {'tp': 2} \(dict\)"),
+    (lambda: dt.parallelize(make_model(), TP2, {3: {}}), "a key of placements is 3"),
+    (
+        lambda: dt.parallelize(make_model(), TP2, stages={"tp": 2}),
+        r"stages has patterns(.|\n)*tp: 2",
+    ),
+    (lambda: dt.parallelize(make_model(), TP2, stages={"tp": [["*"], [3]]}), "stages has patterns"),
+    (lambda: dt.parallelize(make_model(), TP2, stages={3: []}), 'stages names the axis "3"'),
+    (lambda: dt.parallelize(make_model(), TP2, zero=[]), r"zero=\[\] is not a mapping"),
+    (lambda: step(3), r"loss_fn is 3 \(int\), not a function"),
+    (lambda: step(clip_grad_norm="1"), "clip_grad_norm='1' is not a number above 0"),
+    (lambda: step(clip_grad_norm=torch.ones(())), r"clip_grad_norm=tensor\(1.\) is not a number"),
+    (lambda: step(topology="h100"), r"topology is 'h100' \(str\), not a Topology"),
+    (lambda: step(topology=dt.Topology), "topology is the class Topology, not a Topology"),
+    (lambda: step(search="fre"), 'search=\'fre\': it is "predictable" or "free"'),
+    (lambda: step(keep_gradients="no"), r"keep_gradients is 'no' \(str\), not True or False"),
+    (lambda: step(master_weights=1), r"master_weights is 1 \(int\), not True or False"),
+    (lambda: dt.compile(3, TP2), r"what compile takes is 3 \(int\), not a function"),
+    (lambda: dt.compile(torch.relu, dt.Mesh), "the mesh is the class Mesh, not a Mesh"),
+    (lambda: dt.compile(torch.relu, TP2, topology=3), "topology is 3"),
+    (lambda: launched(mesh="tp2"), r"the mesh is 'tp2' \(str\), not a Mesh"),
+    (lambda: launched(device="gpu"), 'device=\'gpu\': it is "cpu" or "cuda"'),
+    (lambda: launched(device=torch.device("cpu")), "device=device"),
+    (lambda: launched(deadline_s=0), "deadline_s=0 is not a number above 0"),
+    (lambda: launched(deadline_s="60"), "deadline_s='60' is not a number above 0"),
+    (lambda: launched(call_deadline_s=None), "call_deadline_s=None is not a number above 0"),
+    (lambda: launched(address=3), r"address is 3 \(int\)"),
+    (lambda: launched(address="a:1"), "address='a:1' is of a Ray cluster(.|\n)*backend=\"ray\""),
+    (lambda: dt.spec(3, TP2), r"a spec is 3 \(int\), not a text"),
+    (lambda: dt.spec("f32[4]", TP2, requires_grad=1), "requires_grad is 1"),
+    (lambda: dt.distribute([1.0], TP2), r"what is distributed is \[1.0\] \(list\), not a tensor"),
+    (lambda: dt.distribute(X, 2), "the mesh is 2"),
+    (lambda: dt.transfer(X, TP2), "what is transferred is of type Tensor, not a DTensor"),
+    (lambda: dt.transfer(dt.distribute(X, TP2), TP2, 3), r"ranks is 3 \(int\), not a list"),
+    (lambda: dt.gather_state_dict(make_model()), "takes a parallelized module, not GPT"),
+    (lambda: dt.gather_state_dict(dt.parallelize(make_model(), TP2), 3), "the optimizer is 3"),
+    (lambda: dt.load_state_dict(dt.parallelize(make_model(), TP2), None, 3), "the state is 3"),
+    (lambda: planned(lambda x: dt.annotate(x, 3)), r"annotate's text is 3 \(int\)"),
+    (lambda: planned(lambda x: dt.annotate(x, tp="row")), "annotate's tp is 'row'"),
+    (lambda: planned(lambda x: dt.annotate(x, "tp=Shrd(0)")), r"'tp=Shrd\(0\)' is no placement"),
+    (lambda: dt.simulate(step(), TOKENS, TARGETS, topology=3), "topology is 3"),
+    (lambda: dt.calibrate(TP2, dtype="f32"), "matrices of f32"),
+    (lambda: dt.compare(3, loss_fn, {"a": (TP2, {})}), "what compare takes is 3"),
+    (lambda: dt.compare(make_model(), loss_fn, {"a": (TP2, {})}, optimizer="adam"), "is 'adam'"),
+    (lambda: dt.rule("aten::erfc", 3), r"the pattern is 3 \(int\), not a text"),
+    (lambda: dt.rule("aten::erfc", "... -> ...", linear=3.5), "linear is 3.5"),
+    (lambda: dt.placements.for_model(make_model(), TOKENS), "example_args is of type Tensor"),
+    (lambda: dt.placements.for_model(make_model(), (TOKENS,), size="2"), "size='2'"),
+]
+
+
+def launched(mesh: Any = TP2, **options: Any) -> None:
+    dt.launch(mesh, **options).__enter__()
+
+
+def planned(fn: Callable[..., Any]) -> dt.Plan:
+    return dt.compile(fn, TP2).plan(X)
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_wrong_value_is_refused_where_it_enters(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(dt.PlanningError, match=message):
+        call()
+
+
 def test_the_wrong_mesh() -> None:
     with (
         dt.launch(dt.Mesh(tp=4)),

@@ -14,6 +14,7 @@ from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.marks import annotate
 from dtensor.frontend.source import Source
+from dtensor.sharding.spec.placements import Replicate, Shard
 from tests.models import GPT, MLP, Llama, batch, loss_fn
 
 
@@ -140,11 +141,11 @@ def test_marks_are_seen_forward_and_backward() -> None:
     class Marked(MLP):
         def forward(self, x: Tensor) -> Tensor:
             h = annotate(self.up(x), "b f@tp")
-            return annotate(self.down(h), dp="Shard(0)", tp="Replicate()")
+            return annotate(self.down(h), dp=Shard(0), tp=Replicate())
 
     graph = capture(Marked(), (torch.randn(2, 16),), grads="tangents")
     texts = [n.args[1] for n in by_target(graph, "dt.annotate.default")]
-    assert texts == ["b f@tp", "dp='Shard(0)', tp='Replicate()'"]
+    assert texts == ["b f@tp", "dp=Shard(0), tp=Replicate()"]
     assert len(by_target(graph, "dt.annotate_backward.default")) == 2
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.compiled import LoadedProgram
+from dtensor.api.loaded_program import LoadedProgram
 from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, MLP, batch, loss_fn, square_loss
 

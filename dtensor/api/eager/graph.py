@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -365,7 +364,6 @@ def _build(op: OneOp) -> _Built:
             fx=graph,
             inputs=arguments,
             outputs=tuple(Result(i) for i in range(len(outputs))),
-            aliases=MappingProxyType({}),
             out_tree=OutTree(pytree.tree_flatten(())[1], (), ()),
         ),
         strides=strides,

@@ -35,12 +35,11 @@ from dtensor.api.eager.values import (
     layout_of,
 )
 from dtensor.api.session import MeshSession, session_for
-from dtensor.api.stating.checks import check_fit
-from dtensor.api.stating.placing import restated
-from dtensor.errors import PlanningError
+from dtensor.api.stating.placing import check_fit, restated
+from dtensor.errors import PlanningError, check_kind
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.shards import assemble_at, shard_of
@@ -279,6 +278,9 @@ def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
     It stands for an argument in ``plan`` and in `dtensor.testing`; ``requires_grad`` marks an
     input whose gradient is wanted. The grammar is in dtensor/sharding/spec/spec.py.
     """
+    check_kind("a spec", text, str, "a text", 'dt.spec("f32[8@tp,16]", mesh)')
+    check_mesh(mesh)
+    check_kind("requires_grad", requires_grad, bool, "True or False", "requires_grad=True")
     return parse(text, mesh, requires_grad=requires_grad)
 
 
@@ -293,6 +295,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
             f"distribute takes a plain tensor, not {tensor.spec} on {tensor.mesh}.\n"
             f"fix: x.redistribute(...), or dt.transfer(x, mesh, ...) to another mesh"
         )
+    check_kind("what is distributed", tensor, torch.Tensor, "a tensor", "torch.tensor(...)")
     check_placements(mesh, placements)
     placed = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
     made = _put(tensor.detach(), placed, session_for(mesh))
@@ -301,6 +304,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
 
 
 def check_placements(mesh: Mesh, placements: Mapping[str, Placement]) -> None:
+    check_mesh(mesh)
     for axis, placement in placements.items():
         mesh.axis_size(axis)
         if not isinstance(placement, Placement):

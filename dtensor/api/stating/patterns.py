@@ -20,11 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast
 
 from torch import nn
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import first_names, meta_of, named_tensors
 from dtensor.sharding.ops.call import Meta
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -50,20 +51,27 @@ class Named:
 
 def names_of(module: nn.Module) -> tuple[Named, ...]:
     """Parameters, then buffers, in the module's order; ties found by identity."""
-    found: dict[int, tuple[list[str], Literal["parameter", "buffer"], Meta]] = {}
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        entry = found.setdefault(
-            id(tensor), ([], "parameter", Meta(tuple(tensor.shape), tensor.dtype))
-        )
-        entry[0].append(name)
-    for name, tensor in module.named_buffers(remove_duplicate=False):
-        entry = found.setdefault(
-            id(tensor), ([], "buffer", Meta(tuple(tensor.shape), tensor.dtype))
-        )
-        entry[0].append(name)
+    tensors = named_tensors(module)
+    names: dict[str, list[str]] = {}
+    for name, first in first_names(module).items():
+        names.setdefault(first, []).append(name)
     return tuple(
-        Named(name=names[0], names=tuple(names), kind=kind, meta=meta)
-        for names, kind, meta in found.values()
+        Named(
+            name=first,
+            names=tuple(every),
+            kind="parameter" if isinstance(tensors[first], nn.Parameter) else "buffer",
+            meta=meta_of(tensors[first]),
+        )
+        for first, every in names.items()
+    )
+
+
+def is_patterns(value: object) -> bool:
+    """Whether it is a list of globs, and not one alone."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(glob, str) for glob in cast(Sequence[object], value))
     )
 
 

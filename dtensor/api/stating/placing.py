@@ -3,19 +3,14 @@
     resolve(model, Mesh(tp=2), {"*.up.weight": dict(tp=Row()), "*.down.weight": dict(tp=Column())})
     input_pins({"tokens": Meta((8, 16), i64)}, dict(dp=Row()), mesh)
     planner_pins(flow, resolved, pinned)      # under the names of the Dataflow, for the planner
-    pinned_results(dict(tp=Row()), graph, flow, mesh)     # `out=` of dt.compile
+    check_stated(dict(tp=Row()), '"*.up.weight"', mesh)   # they are placements, of axes there are
+    check_fit("up.weight", Meta((64, 16), f32), dict(tp=Shard(2)), '"*.up.weight"', mesh)   # raises
 
 Invariants: placements keep the order in which the user named the axes (on one dim the first is
 major); what comes back fits its tensor; a pattern that matches no tensor is an error. The first
 pattern that matches a tensor decides, so one whose tensors were all taken by earlier ones does
 nothing. A pattern that matches parameters says nothing of buffers; one that matches buffers alone
-places those. `out=` is stated for all results or in the shape of the result:
-
-    dict(tp=Row())                               # all results
-    [dict(tp=Row()), {}]                         # one mapping for each, {} states nothing
-    {"logits": dict(tp=Column()), "loss": {}}    # where fn returns {"logits": ..., "loss": ...}
-
-A mapping of placements stands for all tensors below it; what is left out of a dict is not pinned.
+places those. Every fix that names numbers was tried.
 
 Whether a placement lines up with what the program does is the planner's to say, not known here.
 """
@@ -23,25 +18,31 @@ Whether a placement lines up with what the program does is the planner's to say,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from dtensor.api.stating.checks import Stated, check_fit, check_stated, show, some_axis
 from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
 from dtensor.api.stating.roles_of_weights import Resolver, StatedModule, StatedRoles, owners_of
-from dtensor.errors import PlanningError
-from dtensor.frontend.graph import Graph
+from dtensor.errors import PlanningError, check_kind, shown
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.module_roles import Role
-from dtensor.sharding.spec.placements import Placement, Replicate, Shard
+from dtensor.sharding.spec.module_roles import ColumnParallel, Role, RowParallel
+from dtensor.sharding.spec.placements import (
+    Column,
+    Partial,
+    Placement,
+    Replicate,
+    Row,
+    Shard,
+    block_sizes,
+    same,
+)
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
-Out = Stated | Sequence[Any] | Mapping[str, Any] | None
+Stated = Mapping[str, Placement]  # axis -> placement, in the user's order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ def resolve(
     chosen: dict[str, str] = {}
     owners: dict[str, StatedModule] = {}
     for pattern, stated in placements.items():
+        check_kind("a key of placements", pattern, str, "a pattern", '{"*.weight": ...}')
         check_stated(stated, f'"{pattern}"', mesh, stage_axis, roles=True)
         if any(isinstance(p, Role) for p in stated.values()):
             for name, owner in owners_of(pattern, module, names, mesh).items():
@@ -178,35 +180,36 @@ def input_pins(
 
 
 def planner_pins(
-    flow: Dataflow, parameters: Sequence[ParameterPlacement], inputs: InputPins, prefix: str = ""
+    flow: Dataflow, parameters: Sequence[ParameterPlacement], inputs: InputPins
 ) -> PlannerPins:
-    """The pins under the names of ``flow``. What the program does not use is left out.
-
-    ``prefix``: what capture puts before a parameter's name when there are several modules
-    ("actor."). Roles become placements of the dims that this program shows.
-    """
+    """The pins under the names of ``flow``. What the program does not use is left out; roles become
+    placements of the dims that this program shows."""
     pins: dict[str, Stated] = {}
     pinned_by: dict[str, str] = {}
-    stated = {prefix + p.name: p for p in parameters if p.placements}
+    stated = {p.name: p for p in parameters if p.placements}
     resolver = Resolver.of(flow) if any(p.owner for p in parameters) else None
     for item in flow.inputs:
         if item.kind in ("parameter", "buffer") and item.label in stated:
             entry = stated[item.label]
             by = entry.pattern or entry.name
             if entry.owner is not None and resolver is not None:
-                owner = replace(entry.owner, module=prefix + entry.owner.module)
-                pins[item.name] = resolver.placements(item, entry.placements, owner, by)
+                found = resolver.placements(item, entry.placements, entry.owner, by)
+                check_fit(item.label, item.meta, found, f'"{by}"', entry.owner.mesh)
+                pins[item.name] = found
             else:
                 pins[item.name] = entry.placements  # type: ignore[assignment]
             pinned_by[item.name] = by
         elif item.kind == "argument" and inputs.pins.get(item.label):
             pins[item.name] = inputs.pins[item.label]
             pinned_by[item.name] = item.label
-    batch = {name for name in inputs.batch}
     return PlannerPins(
         pins=pins,
         pinned_by=pinned_by,
-        batch=tuple(i.name for i in flow.inputs if i.kind == "argument" and i.label in batch),
+        batch=tuple(
+            item.name
+            for item in flow.inputs
+            if item.kind == "argument" and item.label in inputs.batch
+        ),
     )
 
 
@@ -253,90 +256,177 @@ def _metas(arguments: Mapping[str, Meta]) -> str:
     return listing([f"{name}: {meta}" for name, meta in arguments.items()])
 
 
-# -- results ---------------------------------------------------------------------------------------
+# -- whether placements can be had -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _ResultTensor:
-    """Stands for a tensor in the structure that fn returns."""
+def check_stated(
+    stated: object,
+    where: str,
+    mesh: Mesh,
+    stage_axis: str | None = None,
+    *,
+    roles: bool = False,
+) -> None:
+    """PlanningError unless ``stated`` maps axes of the mesh to Replicate or Shard, or to a role
+    where those may be stated."""
+    if not isinstance(stated, Mapping):
+        raise PlanningError(
+            f"{where} states {show(stated)}, not placements by axis.\n"
+            f"fix: write dict({some_axis(mesh)}={_as_placement(stated)})"
+        )
+    for axis, placement in stated.items():
+        if axis not in mesh.axes:
+            near = nearest(str(axis), mesh.axes)
+            fix = f"{near[0]}={_as_placement(placement)}" if near else "name an axis of the mesh"
+            raise PlanningError(
+                f'{where} names the axis "{axis}", which is not in the mesh.\n'
+                f"  {mesh}, axes: {listing(mesh.axes)}\n"
+                f"fix: {fix}"
+            )
+        if axis == stage_axis:
+            raise PlanningError(
+                f'{where} places a tensor on the axis "{axis}", which holds the stages.\n'
+                f"  {axis}={placement!r}\n"
+                f"fix: remove it; stages= says which stage holds a parameter"
+            )
+        if isinstance(placement, Role) and not roles:
+            raise PlanningError(
+                f"{where} states {axis}={placement!r}, which is a role of a module's weight.\n"
+                f"fix: write {axis}=dt.Row() or dt.Column()"
+            )
+        if not isinstance(placement, Replicate | Shard | Partial | Role):
+            raise PlanningError(
+                f"{where} states {axis}={show(placement)}, which is not a placement.\n"
+                f"fix: write {axis}={_as_placement(placement)}"
+            )
+        if isinstance(placement, Partial):
+            raise PlanningError(
+                f"{where} states {axis}={placement!r}, but only a computed value can be pending.\n"
+                f"fix: write {axis}=dt.Replicate(), or {axis}=dt.Row() to split it"
+            )
 
-    index: int
 
-
-def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[int, Stated]:
-    """Result index to its pins. PlanningError for an axis, a structure or a fit that is wrong."""
-    if out is None:
-        return {}
-    results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
-    shape = graph.unflatten([_ResultTensor(index) for index in sorted(results)])
-    pinned: dict[int, Stated] = {}
-    for tensor, stated, where in _matched(out, shape, "out"):
-        for axis, placement in stated.items():
-            mesh.axis_size(axis)
-            if not isinstance(placement, Placement):
+def check_fit(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+    """PlanningError where a tensor of ``meta`` cannot have the placements."""
+    for axis, placement in stated.items():
+        if isinstance(placement, Shard):
+            problem = _misfit(placement, meta)
+            if problem is not None:
+                fact, fix = problem
                 raise PlanningError(
-                    f"{where}= states {axis}={placement!r}, which is not a placement; "
-                    f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
+                    f"{axis}={placement!r} does not fit {name}: {fact}.\n"
+                    f"  {name}: {meta}\n"
+                    f"  stated by {where}\n"
+                    f"fix: {fix}"
                 )
-        index = tensor.index
-        meta = flow.metas[results[index]]
-        check_fit(f"result {index}", meta, stated, f"{where}=", mesh)
-        spec = make_spec(meta.shape, meta.dtype, mesh, stated)
-        pinned[index] = {axis: spec.placement(axis) for axis in stated}
-    return pinned
+    _check_together(name, meta, stated, where, mesh)
 
 
-def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTensor, Stated, str]]:
-    """Each tensor of the result with what is stated of it, and where that stands in ``out``."""
-    if out is None:
+def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
+    """(the fact, a fix that was tried), or None where the shard fits."""
+    shape = meta.shape
+    if not shape:
+        return "it has no dims", "dt.Replicate(), the only placement of a scalar"
+    if not -len(shape) <= shard.dim < len(shape):
+        if len(shape) == 1:
+            return f"it has 1 dim, and dim {shard.dim} is not there", f"dt.Row() splits {shape[0]}"
+        last = len(shape) - 1
+        offers = f"dt.Row() splits dim 0 of {shape[0]}, dt.Column() dim {last} of {shape[-1]}"
+        return f"it has {len(shape)} dims, and dim {shard.dim} is not there", offers
+    size, blocks, unit = shape[shard.dim], shard.blocks, shard.unit
+    dim = f"dim {shard.dim % len(shape)} of {size}"
+    match blocks:
+        case tuple() if sum(blocks) != size:
+            rest = size - sum(blocks[:-1])
+            fixed: int | tuple[int, ...] = (*blocks[:-1], rest) if rest > 0 else 1
+            return f"blocks={blocks} add up to {sum(blocks)}, {dim}", f"blocks={fixed}"
+        case int() if size % blocks:
+            near = _nearest_divisor(size, blocks)
+            return f"{dim} is not {blocks} equal blocks", f"blocks={near}, or the sizes of each"
+    for block in block_sizes(blocks, size):
+        if block % unit:
+            near = _nearest_divisor(block, unit)
+            whole = "" if block == size else f", in blocks of {block},"
+            return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={near}"
+    return None
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - wanted), d))
+
+
+def _check_together(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+    """A minor axis splits the pieces of the major one of its dim; its own blocks would be lost."""
+    try:
+        lost = _lost_blocks(meta, stated, mesh)
+    except PlanningError as error:
+        raise PlanningError(f"{error}\n  {name}: {meta}\n  stated by {where}") from error
+    if lost is None:
         return
-    if isinstance(out, Mapping):
-        stated = cast(Mapping[str, Any], out)
-        if not isinstance(shape, Mapping) or all(isinstance(v, Placement) for v in stated.values()):
-            for tensor in _tensors(shape):
-                yield tensor, stated, where
-            return
-        results = cast(Mapping[str, object], shape)
-        for key, below in stated.items():
-            if key not in results:
-                near = nearest(str(key), [str(k) for k in results])
-                raise PlanningError(
-                    f"{where}= names {key!r}, and the function returns "
-                    f"{listing([str(k) for k in results])}.\n"
-                    f'fix: write "{near[0] if near else next(iter(results), "")}"'
-                )
-            yield from _matched(below, results[key], f"{where}[{key!r}]")
-        return
-    if isinstance(out, (list, tuple)):
-        parts = cast(Sequence[object], out)
-        below = shape if isinstance(shape, (list, tuple)) else None
-        if below is None or len(below) != len(parts):
-            tensors = list(_tensors(shape))
-            if len(tensors) != len(parts):
-                raise PlanningError(
-                    f"{where}= states placements of {len(parts)} results, the function returns "
-                    f"{len(tensors)} tensors.\n"
-                    f"fix: one dict for each tensor in the order of the results, or one for all"
-                )
-            below = tensors
-        for number, (part, one) in enumerate(zip(parts, below, strict=True)):
-            yield from _matched(part, one, f"{where}[{number}]")
-        return
+    rest = {axis: p for axis, p in stated.items() if axis != lost}
+    first = next(iter(rest))
+    if _lost_blocks(meta, {lost: stated[lost], **rest}, mesh) is None:
+        fix = f"name {lost} before {first}, so that {first} splits its blocks"
+    else:
+        fix = f"state blocks on {first} alone"
     raise PlanningError(
-        f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
-        f"dicts in the structure that the function returns"
+        f"{lost}={stated[lost]!r} of {name} would split the pieces that {first} cuts, and its own "
+        f"blocks would be lost.\n"
+        f"  {name}: {meta}\n"
+        f"  {', '.join(f'{axis}={p!r}' for axis, p in stated.items())}, stated by {where}\n"
+        f"fix: {fix}"
     )
 
 
-def _tensors(shape: object) -> Iterator[_ResultTensor]:
-    match shape:
-        case _ResultTensor():
-            yield shape
-        case Mapping():
-            for below in cast(Mapping[str, object], shape).values():
-                yield from _tensors(below)
-        case list() | tuple():
-            for below in cast(Sequence[object], shape):
-                yield from _tensors(below)
+def _lost_blocks(meta: Meta, stated: Stated, mesh: Mesh) -> str | None:
+    """The first axis whose stated blocks are not what it would split."""
+    spec = make_spec(meta.shape, meta.dtype, mesh, stated)
+    for axis, placement in stated.items():
+        got, num = spec.placement(axis), mesh.axis_size(axis)
+        if isinstance(placement, Shard) and isinstance(got, Shard) and placement.blocks != 1:
+            own = Shard(got.dim, placement.blocks, placement.unit)
+            if not same(own, got, meta.shape, num):
+                return axis
+    return None
+
+
+def _as_placement(value: object) -> str:
+    """What was probably meant, as one would write it."""
+    match value:
+        case Replicate():
+            return "dt.Replicate()"
+        case Shard(0, 1, 1):
+            return "dt.Row()"
+        case Shard(-1, 1, 1):
+            return "dt.Column()"
+        case Shard() | Partial() | ColumnParallel() | RowParallel():
+            return f"dt.{value!r}"
+        case int() if not isinstance(value, bool):
+            return f"dt.Shard({value})"
+        case str() if value.lower().startswith("col"):
+            return "dt.Column()"
+        case str() if value.lower().startswith("rep"):
+            return "dt.Replicate()"
+        case None:
+            return "dt.Replicate()"
+        case _ if value is Column:
+            return "dt.Column()"
+        case _ if value is Replicate:
+            return "dt.Replicate()"
+        case type() if value in (ColumnParallel, RowParallel):
+            return f"dt.{value.__name__}()"
+        case _ if value is Shard:
+            return "dt.Shard(0)"
         case _:
-            return
+            return "dt.Row()"
+
+
+def show(value: object) -> str:
+    if value is Row or value is Column:
+        return "Row without ()" if value is Row else "Column without ()"
+    return shown(value)
+
+
+def some_axis(mesh: Mesh) -> str:
+    """An axis to show in an example: the last one, which is innermost."""
+    return mesh.axes[-1] if mesh.axes else "tp"

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dtensor.api.stating.checks import check_fit
 from dtensor.api.stating.patterns import Named, listing, matches, nearest
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.contractions import Contraction, batch_values, contractions_of
@@ -115,7 +114,10 @@ class Resolver:
     def placements(
         self, item: Input, stated: StatedRoles, owner: StatedModule, pattern: str
     ) -> dict[str, Placement]:
-        """What was stated of the weight ``item`` of a module, each role as a placement."""
+        """What was stated of the weight ``item`` of a module, each role as a placement.
+
+        That it fits the weight is checked by the caller.
+        """
         found: dict[str, Placement] = {}
         module = owner.module
         for axis, role in stated.items():
@@ -128,7 +130,6 @@ class Resolver:
                     found[axis] = Shard(dim, blocks, unit)
                 case _:
                     found[axis] = role
-        check_fit(item.label, item.meta, found, f'"{pattern}"', owner.mesh)
         return found
 
     def _contraction(self, item: Input, module: str, pattern: str, role: Role) -> Contraction:

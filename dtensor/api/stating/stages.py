@@ -22,8 +22,16 @@ from typing import Literal
 
 from torch import nn
 
-from dtensor.api.stating.patterns import Named, listing, matches, names_of, nearest, no_match
-from dtensor.errors import PlanningError
+from dtensor.api.stating.patterns import (
+    Named,
+    is_patterns,
+    listing,
+    matches,
+    names_of,
+    nearest,
+    no_match,
+)
+from dtensor.errors import PlanningError, check_number
 from dtensor.sharding.spec.mesh import Mesh
 
 
@@ -32,6 +40,10 @@ class Auto:
     """Stages that a plan chooses, ``num_stages`` of them; default one for each rank."""
 
     num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_stages is not None:
+            check_number("num_stages", self.num_stages, least=1, whole=True, fix="num_stages=2")
 
 
 Patterns = Sequence[Sequence[str]]
@@ -140,8 +152,15 @@ def _axis_of(
         )
     axis, lists = next(iter(stages.items()))
     lists = Auto() if lists == "auto" else lists
+    well_formed = isinstance(lists, Sequence) and all(map(is_patterns, lists))
+    if isinstance(lists, str) or not (well_formed or isinstance(lists, Auto)):
+        raise PlanningError(
+            f"stages has patterns where it should have one list of patterns for each stage.\n"
+            f"  {axis}: {lists!r}\n"
+            f'fix: write {{"{axis}": [["embed*"], ["head*"]]}}, one inner list for each stage'
+        )
     if axis not in mesh.axes:
-        near = nearest(axis, mesh.axes)
+        near = nearest(str(axis), mesh.axes)
         number = (lists.num_stages or 2) if isinstance(lists, Auto) else len(lists)
         raise PlanningError(
             f'stages names the axis "{axis}", which is not in the mesh.\n'
@@ -150,12 +169,6 @@ def _axis_of(
         )
     if isinstance(lists, Auto):
         return axis, _number(mesh, axis, lists)
-    if isinstance(lists, str) or any(isinstance(patterns, str) for patterns in lists):
-        raise PlanningError(
-            f"stages has patterns where it should have one list of patterns for each stage.\n"
-            f"  {axis}: {lists!r}\n"
-            f'fix: write {{"{axis}": [["embed*"], ["head*"]]}}, one inner list for each stage'
-        )
     empty = [str(i) for i, patterns in enumerate(lists) if not patterns]
     if empty:
         raise PlanningError(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from dtensor.frontend.capture.refusals import data_dependent_errors
 from dtensor.frontend.graph import op_call
@@ -150,19 +151,15 @@ def _same(node: fx.Node, inner: fx.GraphModule) -> bool:
         for n in inner.graph.nodes
     ):
         return False
-    old, new = node.meta["val"], _values(inner)
-    many = isinstance(old, (tuple, list))
-    if many != isinstance(new, (tuple, list)):
+    old, out = node.meta["val"], inner.graph.output_node().args[0]
+    new = fx.map_arg(out, lambda n: n.meta["val"])
+    if isinstance(old, (tuple, list)) != isinstance(new, (tuple, list)):
         return False
-    pairs = zip(old, new, strict=False) if many else [(old, new)]
-    return (not many or len(old) == len(new)) and all(
-        a is None or (b is not None and a.shape == b.shape and a.dtype == b.dtype) for a, b in pairs
+    olds, news = tree_leaves(old), tree_leaves(new)
+    return len(olds) == len(news) and all(
+        a is None or (b is not None and a.shape == b.shape and a.dtype == b.dtype)
+        for a, b in zip(olds, news, strict=True)
     )
-
-
-def _values(inner: fx.GraphModule) -> Any:
-    out: Any = inner.graph.output_node().args[0]
-    return fx.map_arg(out, lambda n: n.meta["val"])
 
 
 def _inline(module: Held, node: fx.Node, inner: fx.GraphModule) -> list[fx.Node]:

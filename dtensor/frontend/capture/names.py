@@ -125,14 +125,11 @@ def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Outpu
         late = node.op == "call_function" and node.meta["phase"] == "backward"
         if isinstance(what, Grad) and late:
             wanted.setdefault(node, f"grad_{what.of.name}")
-    used = {graph.output_node().name: 1}
-    nodes = [n for n in graph.nodes if n.op != "output"]
-    names = [
-        _unique(wanted.get(n) or op_text(n).rsplit(".", 1)[-1].strip("_"), used) for n in nodes
-    ]
     # A fresh namespace: the old one remembers the names of nodes that are gone.
     graph._graph_namespace = Namespace()
-    for node, name in zip(nodes, names, strict=True):
+    graph._graph_namespace.create_name(graph.output_node().name, None)
+    for node in (n for n in graph.nodes if n.op != "output"):
+        name = wanted.get(node) or op_text(node).rsplit(".", 1)[-1].strip("_") or "value"
         node.name = graph._graph_namespace.create_name(name, node)
         if node.op == "placeholder":
             node.target = node.name
@@ -193,15 +190,3 @@ def _tuple_names(statement: Sequence[fx.Node], targets: Sequence[str]) -> dict[f
     if sorted(by_index) != list(range(len(targets))):
         return {}
     return {by_index[i]: name for i, name in enumerate(targets)}
-
-
-def _unique(name: str, used: dict[str, int]) -> str:
-    name = re.sub(r"\W", "_", name) or "value"
-    if name[0].isdigit():
-        name = f"_{name}"
-    count = used.get(name, 0)
-    used[name] = count + 1
-    if count == 0:
-        return name
-    candidate = f"{name}_{count}"
-    return candidate if candidate not in used else _unique(candidate, used)

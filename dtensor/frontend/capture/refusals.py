@@ -152,7 +152,9 @@ _STRIDED = {"as_strided", "as_strided_copy", "as_strided_scatter", "resize", "re
 
 def is_idle_dropout(node: fx.Node) -> bool:
     """A dropout that does nothing: p = 0, or not training. Args are (x, p, train)."""
-    return _op_name(node) in _DROPOUTS and bool(node.args[1] == 0 or not node.args[2])
+    return _op_name(node).removesuffix("_") in _DROPOUTS and bool(
+        node.args[1] == 0 or not node.args[2]
+    )
 
 
 def check_forward(module: fx.GraphModule) -> None:

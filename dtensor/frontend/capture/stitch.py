@@ -317,12 +317,10 @@ class _Copy:
             if node.op == "placeholder":
                 desc = node.meta["desc"]
                 match desc:
-                    case aot.ParamAOTInput(target=target) if target in names:
+                    case aot.ParamAOTInput(target) | aot.BufferAOTInput(target) if target in names:
                         own = str(segment.attributes[names[target]].target)
-                        self._read(node, aot.ParamAOTInput(own))
-                    case aot.BufferAOTInput(target=target) if target in names:
-                        own = str(segment.attributes[names[target]].target)
-                        self._read(node, aot.BufferAOTInput(own))
+                        self.env[node] = self.whole.inputs[type(desc)(own)]
+                        self._like(self.env[node], node)
                     case aot.PlainAOTInput(idx=index):
                         self.env[node] = self.whole.values[segment.reads[index]]
                         self._like(self.env[node], node)
@@ -369,10 +367,6 @@ class _Copy:
                 case of:
                     node = next(n for n in self.env if n.meta.get("desc") == of)
                     self.whole.accumulate(self.env[node].meta["desc"], gradient)
-
-    def _read(self, node: fx.Node, desc: Any) -> None:
-        self.env[node] = self.whole.inputs[desc]
-        self._like(self.env[node], node)
 
     def _like(self, own: fx.Node, node: fx.Node) -> None:
         """An input of the whole is what the first segment that reads it knows it to be."""

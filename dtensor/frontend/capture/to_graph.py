@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from dtensor.frontend.graph import (
     Param,
     Result,
     Tangent,
+    named_tensors,
 )
 from dtensor.frontend.source import Source, source_of_callable, source_of_trace
 
@@ -59,7 +59,7 @@ def to_graph(
     call, graph = root.call, joint.graph
     _settle_effects(graph)
     check_joint(graph)
-    names, aliases = _names_of(call)
+    names = _names_of(call)
     outputs = _outputs(graph, call, names, forward)  # first: it refuses mutations
     inputs = {
         node: _input(node.meta["desc"], call, names, forward)
@@ -79,12 +79,10 @@ def to_graph(
     ordered = tuple(inputs[node] for node in graph.find_nodes(op="placeholder"))
     name_nodes(graph, ordered, outputs)
     _refresh_vals(graph, mode)
-    used = {i.name for i in ordered if isinstance(i, (Param, ModuleBuffer))}
     return Graph(
         fx=graph,
         inputs=ordered,
         outputs=outputs,
-        aliases=MappingProxyType({k: v for k, v in aliases.items() if v in used}),
         out_tree=root.seen.out_tree,
     )
 
@@ -142,23 +140,14 @@ def _drop_tokens(graph: fx.Graph) -> None:
 # -- inputs and outputs ----------------------------------------------------------------------------
 
 
-def _names_of(call: FlatCall) -> tuple[dict[str, str], Mapping[str, str]]:
-    """(the root's name -> canonical user name, for all names; alias -> canonical user name)."""
+def _names_of(call: FlatCall) -> dict[str, str]:
+    """The root's name of each parameter and buffer -> the user's; a tied one's is its first."""
     first: dict[int, str] = {}
-    names: dict[str, str] = {}
-    aliases: dict[str, str] = {}
-    for child, module in call.modules.items():
-        found = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in found:
-            user = user_path(f"{child}.{name}", call.prefixes)
-            canonical = first.setdefault(id(tensor), user)
-            names[f"{child}.{name}"] = canonical
-            if user != canonical:
-                aliases[user] = canonical
-    return names, dict(sorted(aliases.items()))
+    return {
+        f"{child}.{name}": first.setdefault(id(tensor), user_path(f"{child}.{name}", call.prefixes))
+        for child, module in call.modules.items()
+        for name, tensor in named_tensors(module).items()
+    }
 
 
 def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule) -> Input:

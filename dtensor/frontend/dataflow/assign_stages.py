@@ -22,6 +22,7 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.plan.choose.contractions import batch_values
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, Output
 
 Stages = Mapping[str, tuple[int, ...]]
@@ -44,7 +45,8 @@ def staged(
     of its names to those of that name, which say on which of the stages a module's ops are.
     Raises PlanningError where an op would need a parameter of a stage before its inputs'.
     """
-    return _Stager(flow, stages, homes if homes is not None else stages, num_stages).assign()
+    homes = stages if homes is None else homes
+    return _Stager(flow, stages, homes, num_stages, batch_values(flow)).assign()
 
 
 @dataclass(slots=True)
@@ -53,6 +55,7 @@ class _Stager:
     held: Stages
     homes: Stages
     num_stages: int
+    batch: frozenset[str]  # the values that depend on arguments, not on constants alone
     places: dict[str, _Place] = field(default_factory=dict)  # by value
     op_places: dict[str, _Place] = field(default_factory=dict)
     by_seq: dict[int, int] = field(default_factory=dict)
@@ -85,7 +88,8 @@ class _Stager:
         for place in operands:
             if place.stage is None and place.allowed is not None:
                 allowed = place.allowed if allowed is None else allowed & place.allowed
-        batch = any(p.stage is None and p.allowed is None for p in operands) and self._has_batch(op)
+        batch = any(p.stage is None and p.allowed is None for p in operands)
+        batch = batch and not self.batch.isdisjoint(op.operands)
         if not fixed and (allowed is None or (allowed and not batch)):
             return _Place(None, allowed)
         if op.phase == "backward":
@@ -109,21 +113,6 @@ class _Stager:
                 return min(self.by_module[path]) if len(self.by_module[path]) == 1 else None
             path = path.rpartition(".")[0]
         return None
-
-    def _has_batch(self, op: Op) -> bool:
-        """Whether an operand depends on the arguments of the program (not on constants alone)."""
-        return any(name in self._batch_values() for name in op.operands)
-
-    _batch: frozenset[str] | None = None
-
-    def _batch_values(self) -> frozenset[str]:
-        if self._batch is None:
-            found = {i.name for i in self.flow.inputs if i.kind in ("argument", "tangent")}
-            for op in self.flow.ops:
-                if any(name in found for name in op.operands):
-                    found.update(n for n in op.results if n is not None)
-            self._batch = frozenset(found)
-        return self._batch
 
     def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
         stage = self.by_seq.get(op.seq) if op.seq is not None else None

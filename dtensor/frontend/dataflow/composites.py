@@ -43,15 +43,6 @@ class _NoForm(Exception):
     pass
 
 
-def is_composite(call: OpCall) -> bool:
-    return call.name in _NAMES
-
-
-def is_over_batch(call: OpCall) -> bool:
-    """Whether it takes statistics over the batch: written out wherever the batch is split."""
-    return call.target in _OVER_BATCH
-
-
 @lru_cache(maxsize=4096)
 def expansion(call: OpCall) -> Expansion | None:
     """A composite op's call as simpler ops, all of which have rules; None where there is no such
@@ -144,16 +135,6 @@ def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtyp
     return (grad - out.exp() * grad.sum(dim, keepdim=True)).to(dtype)
 
 
-def _var(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
 def _var_mean(
     x: Tensor,
     dim: Sequence[int] | None = None,
@@ -170,24 +151,16 @@ def _var_mean(
     return var, mean if keepdim else mean.squeeze(dims)
 
 
-def _std(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+def _var(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _var_mean(x, dim, **options)[0]
 
 
-def _std_mean(
-    x: Tensor,
-    dim: Sequence[int] | None = None,
-    *,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(x, dim, correction=correction, keepdim=keepdim)
+def _std(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    return _var(x, dim, **options).sqrt()
+
+
+def _std_mean(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(x, dim, **options)
     return var.sqrt(), mean
 
 
@@ -304,4 +277,7 @@ _TORCHS = """
     native_layer_norm_backward.default _fused_rms_norm.default
     _fused_rms_norm_backward.default native_group_norm.default native_group_norm_backward.default
     batch_norm_backward.default _batch_norm_with_update_functional.default"""
-_NAMES = frozenset(str(target) for target in _OWN) | {f"aten.{name}" for name in _TORCHS.split()}
+COMPOSITES = frozenset(map(str, _OWN)) | {f"aten.{name}" for name in _TORCHS.split()}
+"""The names of ops that `expansion` may write out."""
+OVER_BATCH = frozenset(map(str, _OVER_BATCH))
+"""Of those that take statistics over the batch: written out wherever the batch is split."""

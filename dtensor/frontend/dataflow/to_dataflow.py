@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from dtensor.frontend.dataflow.assign_stages import Stages, staged
-from dtensor.frontend.dataflow.composites import expansion, is_composite, is_over_batch
+from dtensor.frontend.dataflow.composites import COMPOSITES, OVER_BATCH, expansion
 from dtensor.frontend.graph import (
     Arg,
     Const,
@@ -129,8 +129,8 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, Any]) -> Op:
         calls=node.meta["calls"],
         checkpoint=node.meta["checkpoint"],
         seq=node.meta.get("seq"),
-        expand=expansion if is_composite(call) else None,
-        over_batch=is_over_batch(call),
+        expand=expansion if call.name in COMPOSITES else None,
+        over_batch=call.name in OVER_BATCH,
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dtensor.frontend.dataflow.assign_stages import staged
+from dtensor.sharding.plan.choose.contractions import batch_values
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 
 
@@ -119,14 +120,13 @@ def _chain(
 
 def _anchors(flow: Dataflow) -> Iterator[tuple[Op, tuple[str, ...]]]:
     """Ops of the forward that combine parameters with what depends on the batch."""
-    batch = {item.name for item in flow.inputs if item.kind in ("argument", "tangent")}
+    batch = batch_values(flow)
     parameters: dict[str, tuple[str, ...]] = {
         i.name: (i.label,) for i in flow.inputs if i.kind == "parameter"
     }
     for op in flow.ops:
         used = dict.fromkeys(label for n in op.operands for label in parameters.get(n, ()))
-        if any(name in batch for name in op.operands):
-            batch.update(name for name in op.results if name is not None)
+        if not batch.isdisjoint(op.operands):
             if used and op.phase == "forward":
                 yield op, tuple(used)
         else:  # a parameter transposed, two of them added

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.refusals import planning_error
+from dtensor.frontend.graph import first_names, named_tensors
 from dtensor.frontend.initial.recipe import Fill, InitStep, Recipe, StorageView
 from dtensor.frontend.source import source_here
 from dtensor.sharding.ops.philox import Key
@@ -84,20 +85,6 @@ def record(module: nn.Module, init: Init, key: Callable[[str], int]) -> dict[str
             recipes[first] = recorder.recipe(first, made, key)
         recipes[name] = recipes[first]
     return recipes
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer, tied ones under each of their names."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-
-
-def first_names(module: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer to the first name of the same tensor."""
-    first: dict[int, str] = {}
-    return {name: first.setdefault(id(t), name) for name, t in named_tensors(module).items()}
 
 
 def _run(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:

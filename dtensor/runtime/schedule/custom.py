@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.runtime.schedule.grid import Action, Grid, parse_action, place, validate
 from dtensor.runtime.schedule.published import check_microbatches
 
@@ -20,6 +20,7 @@ class Custom:
     text: str
 
     def __post_init__(self) -> None:
+        check_kind("Custom's schedule", self.text, str, "a text", 'dt.Custom("F0 B0")')
         validate(Grid.parse(self.text))
 
     @property
@@ -51,6 +52,8 @@ class Ordered:
 
     def __post_init__(self) -> None:
         check_microbatches(self.microbatches)
+        fix = "dt.Ordered(lambda rank, stages, ranks, microbatches: [...], microbatches=4)"
+        check_callable("Ordered's schedule", self.orders, fix)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         rows = [

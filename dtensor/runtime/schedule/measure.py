@@ -35,8 +35,9 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "input", "weight"):
             given = getattr(self, name)
-            if any(not c >= 0 for c in (given if isinstance(given, tuple) else (given,))):
-                raise PlanningError(f"A cost is 0 or more, and {name} is {given}.")
+            for cost in given if isinstance(given, tuple) else (given,):
+                if not (isinstance(cost, int | float) and cost >= 0):
+                    raise PlanningError(f"A cost is 0 or more, and {name} is {given!r}.")
 
     def of(self, action: Action) -> float:
         match action.kind:

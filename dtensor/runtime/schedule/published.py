@@ -138,9 +138,9 @@ def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> li
 
 
 def check_microbatches(microbatches: int) -> None:
-    if microbatches < 1:
+    if type(microbatches) is not int or microbatches < 1:
         raise PlanningError(
-            f"A schedule has at least one microbatch, and this one has {microbatches}."
+            f"A schedule has at least one microbatch, and this one has {microbatches!r}."
         )
 
 

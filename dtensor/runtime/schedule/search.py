@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind, check_number
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place
 from dtensor.runtime.schedule.measure import EQUAL, Costs, timeline
 from dtensor.runtime.schedule.published import (
@@ -75,6 +75,10 @@ class Searched:
 
     def __post_init__(self) -> None:
         check_microbatches(self.microbatches)
+        fix = "step.stage_costs(*batch), or dt.Costs(forward=1.0)"
+        check_kind("Searched's costs", self.costs, Costs, "a Costs", fix)
+        if self.most_held is not None:
+            check_number("most_held", self.most_held, least=1, whole=True, fix="most_held=8")
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         return self.search(num_stages, num_ranks).grid

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast, get_args
 
-from dtensor.errors import PlanningError
+from dtensor.errors import check_word
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.redistribute.topology import Topology
@@ -120,8 +120,7 @@ class Request:
 
 def checked_search(search: str) -> Search:
     """PlanningError for a word that is no way to search."""
-    if search not in get_args(Search):
-        raise PlanningError(f'search={search!r}: it is "predictable" or "free"')
+    check_word("search", search, get_args(Search))
     return cast(Search, search)
 
 

@@ -11,10 +11,13 @@ Waterman, Patterson 2009), and a fixed time beside. Overlap and contention are n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import cast
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind, check_number
+
+_MAY_BE_ZERO = ("latency", "op_latency", "step_latency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +48,18 @@ class Topology:
     update_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("latency", "bandwidth"):
-            value = self.latency if name == "latency" else self.bandwidth
-            numbers = value.values() if isinstance(value, Mapping) else [value]
-            if any(number < 0 for number in numbers):
-                raise PlanningError(f"Topology({name}={value!r}): a negative number")
-            if isinstance(value, Mapping):
-                object.__setattr__(self, name, _Frozen(value))
-        if min(self.flops, self.memory_bandwidth, self.memory_bytes) <= 0:
-            raise PlanningError("Topology: flops, memory_bandwidth and memory_bytes are positive")
-        if min(self.op_latency, self.step_latency) < 0:
-            raise PlanningError("Topology: op_latency and step_latency are not negative")
-        for rate in (self.attention_flops, self.update_bandwidth):
-            if rate is not None and rate <= 0:
-                raise PlanningError("Topology: attention_flops and update_bandwidth are positive")
+        for field in fields(self):
+            name, value = field.name, cast(object, getattr(self, field.name))
+            numbers: Iterable[object] = [value]
+            if isinstance(value, Mapping) and name in ("latency", "bandwidth"):
+                by_axis = _Frozen(cast(Mapping[str, float], value))
+                object.__setattr__(self, name, by_axis)
+                numbers = by_axis.values()
+            above = None if name in _MAY_BE_ZERO else 0
+            fix = f"dt.Topology({name}={field.default!r})"
+            for number in numbers:
+                if number is not None or field.default is not None:
+                    check_number(f"Topology: {name}", number, above=above, least=0, fix=fix)
 
     def latency_of(self, axis: str) -> float:
         return _lookup(self.latency, axis, "latency")
@@ -80,6 +81,12 @@ class Topology:
     def update_seconds(self, *, bytes_moved: float) -> float:
         """Of the optimizer's step on one parameter."""
         return bytes_moved / (self.update_bandwidth or self.memory_bandwidth) + self.op_latency
+
+
+def check_topology(value: object) -> None:
+    """PlanningError for what is neither a topology nor None."""
+    fix = "dt.Topology(bandwidth=50e9), or leave it out"
+    check_kind("topology", value, Topology | None, "a Topology", fix)
 
 
 class _Frozen(dict[str, float]):

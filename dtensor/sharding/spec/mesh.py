@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_kind
 
 MICROBATCH_AXIS = "mb"
 
@@ -111,6 +111,11 @@ class Mesh:
 
     def __str__(self) -> str:
         return f"mesh({', '.join(f'{name}={size}' for name, size in self._axes)})"
+
+
+def check_mesh(value: object) -> None:
+    """PlanningError for what is no mesh."""
+    check_kind("the mesh", value, Mesh, "a Mesh", "dt.Mesh(tp=2)")
 
 
 def mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:

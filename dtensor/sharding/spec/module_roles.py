@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtensor.sharding.spec.placements import check_split
+
 Blocks = int | tuple[int, ...]
 
 
@@ -22,6 +24,9 @@ class ColumnParallel:
     blocks: Blocks = 1
     unit: int = 1
 
+    def __post_init__(self) -> None:
+        check_split(self, 0, self.blocks, self.unit)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowParallel:
@@ -29,6 +34,9 @@ class RowParallel:
 
     blocks: Blocks = 1
     unit: int = 1
+
+    def __post_init__(self) -> None:
+        check_split(self, 0, self.blocks, self.unit)
 
 
 Role = ColumnParallel | RowParallel

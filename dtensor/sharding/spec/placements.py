@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
@@ -46,17 +47,17 @@ class Shard:
 
     def __post_init__(self) -> None:
         blocks = self.blocks
-        if isinstance(blocks, Sequence):
+        if type(self.dim) is type(blocks) is type(self.unit) is int and blocks == self.unit == 1:
+            return  # most are so, and planning makes many
+        if isinstance(blocks, Sequence) and not isinstance(blocks, str):
             blocks = tuple(blocks)
             object.__setattr__(self, "blocks", blocks)
-        sizes = blocks if isinstance(blocks, tuple) else (blocks,)
-        if not sizes or min(sizes) < 1 or self.unit < 1:
-            raise PlanningError(f"{self!r}: blocks and unit are at least 1")
+        check_split(self, self.dim, blocks, self.unit)
 
     def __repr__(self) -> str:
-        extra = f", blocks={self.blocks}" if self.blocks != 1 else ""
-        extra += f", unit={self.unit}" if self.unit != 1 else ""
-        return f"Shard({self.dim}{extra})"
+        extra = f", blocks={self.blocks!r}" if self.blocks != 1 else ""
+        extra += f", unit={self.unit!r}" if self.unit != 1 else ""
+        return f"Shard({self.dim!r}{extra})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +81,25 @@ PARTIAL = Partial("sum")
 
 def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(0)``: a matrix split into blocks of rows."""
-    return Shard(0, _blocks(blocks), unit)
+    return Shard(0, blocks, unit)  # type: ignore[arg-type]
 
 
 def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(-1)``: a matrix split into blocks of columns."""
-    return Shard(-1, _blocks(blocks), unit)
+    return Shard(-1, blocks, unit)  # type: ignore[arg-type]
 
 
-def _blocks(blocks: int | Sequence[int]) -> int | tuple[int, ...]:
-    return blocks if isinstance(blocks, int) else tuple(blocks)
+def check_split(stated: object, dim: object, blocks: object, unit: object) -> None:
+    """PlanningError unless ``stated`` has whole numbers for these, blocks and unit at least 1."""
+    sizes = [blocks]
+    if isinstance(blocks, list | tuple):
+        sizes = list(cast(Sequence[object], blocks))
+    if not isinstance(dim, int):
+        raise PlanningError(f"{stated!r}: a dim is a whole number; fix: dt.Shard(0)")
+    if not sizes or not all(isinstance(n, int) and n >= 1 for n in (*sizes, unit)):
+        raise PlanningError(
+            f"{stated!r}: blocks and unit are whole numbers of at least 1; fix: blocks=3, unit=16"
+        )
 
 
 def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:

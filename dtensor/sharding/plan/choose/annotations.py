@@ -26,7 +26,7 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
     text = op.call.args[1]
     meta = op.call.operands[0]
     where = f"annotate({text!r}) at {op.source}"
-    stated = _keywords(text) if "=" in text else _words(text, len(meta.shape), where)
+    stated = _keywords(text, where) if "=" in text else _words(text, len(meta.shape), where)
     for axis in stated:
         if axis not in mesh.axes:
             raise PlanningError(
@@ -60,8 +60,10 @@ def _words(text: str, num_dims: int, where: str) -> dict[str, Placement]:
     return stated
 
 
-def _keywords(text: str) -> dict[str, Placement]:
+def _keywords(text: str, where: str) -> dict[str, Placement]:
     stated: dict[str, Placement] = {}
+    if left := _KEYWORD.sub("", text).strip(" ,"):
+        raise PlanningError(f"{where}: {left!r} is no placement; write for example 'tp=Shard(1)'")
     for axis, kind, arguments in _KEYWORD.findall(text):
         match kind:
             case "Replicate":

@@ -1,0 +1,150 @@
+"""A planned program on a session: lowered and shipped once, its arguments cut for the ranks.
+
+    program = load(session, planned, Roles())
+    session.run(program.handle, program.feed(call, numbers), names)
+
+Each rank is fed its shards of tensors and the names of DTensors' shards, which stay on the actors;
+what the program reads besides (parameters, buffers, constants) is put there before.
+
+Not here: what is planned (plan_call.py), what of a model is on a cluster (session.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dtensor.api.eager.tensor import DTensor
+from dtensor.api.plan_call import BoundCall, Planned
+from dtensor.api.session import MeshSession
+from dtensor.daft import Stored
+from dtensor.errors import PlanningError
+from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
+from dtensor.runtime.schedule import Grid
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec, alike
+
+
+class LoadedProgram:
+    """A lowered plan on a session, and how its arguments are cut for the ranks."""
+
+    def __init__(self, session: MeshSession, planned: Planned, lowered: Lowered) -> None:
+        self.session = session
+        self.planned = planned
+        self.lowered = lowered
+        self.specs: dict[str, TensorSpec] = {
+            name: fed_spec(planned.plan, name) for name in planned.arguments
+        }
+        self.handle = session.cluster.load(lowered.program)
+
+    def feed(
+        self,
+        call: BoundCall,
+        numbers: Mapping[str, object],
+        extra: Mapping[str, object] | None = None,
+    ) -> list[dict[str, object]]:
+        """What each rank is fed: shards of tensors, handles of DTensors, those of ``numbers`` that
+        the program reads, and ``extra``."""
+        mesh = self.session.mesh
+        fed: list[dict[str, object]] = []
+        cut: dict[tuple[str, object], torch.Tensor] = {}
+        for rank in range(mesh.size):
+            own: dict[str, object] = dict(extra or {})
+            for name in self.lowered.program.ranks[rank].inputs:
+                if name in numbers:
+                    own[name] = numbers[name]
+                if name in own:
+                    continue
+                leaf = call.leaves[self.planned.arguments[name]]
+                own[name] = self._shard(name, leaf, rank, cut)
+            fed.append(own)
+        return fed
+
+    def _shard(
+        self, name: str, leaf: Any, rank: int, cut: dict[tuple[str, object], torch.Tensor]
+    ) -> object:
+        spec = self.specs[name]
+        if isinstance(leaf, DTensor):
+            if leaf.session is not self.session:
+                raise PlanningError(
+                    f"{name} belongs to another launch than the one that runs now; "
+                    f"fix: distribute it inside this launch"
+                )
+            if leaf.spec.on:
+                raise PlanningError(
+                    f"{name} is {leaf.spec}: only a part of the mesh holds it, and an argument is "
+                    f"read on all of it.\n"
+                    f"fix: pass {name}.full_tensor(), or compute further where it was made"
+                )
+            if not alike(leaf.spec, spec):
+                raise PlanningError(
+                    f"{name} is held as {leaf.spec}, and the program takes it as {spec}.\n"
+                    f"fix: state its placement before the call, as in x.redistribute(...)"
+                )
+            return Stored(leaf.name)
+        here = self.session.mesh.coordinates(rank)
+        key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
+        if key not in cut:
+            cut[key] = shard_of(leaf.detach(), spec, here)
+        return cut[key]
+
+
+def load(
+    session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
+) -> LoadedProgram:
+    """Lower, verify and ship a plan once per session; put the state it needs."""
+    key = (id(planned), roles.gradients, roles.optimizer)
+    if key not in session.loaded:
+        state = state_names(session, planned)
+        lowered = lower(
+            planned.plan,
+            grid,
+            device=session.cluster.device,
+            roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
+        )
+        _put_constants(session, planned.plan, state)
+        session.loaded[key] = (planned, LoadedProgram(session, planned, lowered))
+    program: LoadedProgram = session.loaded[key][1]
+    if planned.model is not None:
+        session.place(planned.model, planned.plan, planned.stages)
+    return program
+
+
+def _put_constants(session: MeshSession, plan: Plan, state: Mapping[str, str]) -> None:
+    tensors = {i.name: i.constant for i in plan.flow.inputs if i.constant is not None}
+    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
+    for item in plan.inputs:
+        if item.name in tensors:
+            for rank in holders(plan, item):
+                values[rank][state[item.name]] = tensors[item.name]
+    if any(values):
+        session.put(values)
+
+
+def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
+    """Plan input to the name of its value in the actors' tables."""
+    found: dict[str, str] = {}
+    for item in planned.plan.inputs:
+        if item.kind == "constant":
+            found[item.name] = f"constant {len(session.loaded)}: {item.label}"
+        elif item.kind in ("parameter", "buffer"):
+            if planned.model is None:
+                raise PlanningError(
+                    f"the program uses {item.label} of a module that is not parallelized; "
+                    f"fix: pass dt.parallelize(module, mesh, {{}})"
+                )
+            found[item.name] = session.resident(planned.model).name(item.label)
+    return found
+
+
+def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
+    """A planned output's spec on the user's mesh, with the stage that holds it."""
+    restated = on_mesh(plan, spec)
+    if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
+        return restated
+    return replace(restated, on=((plan.stage_axis, plan.stage_ranks[stage]),))

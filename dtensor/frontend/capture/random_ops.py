@@ -1,0 +1,255 @@
+"""Random ops of the exported forward graph as the project's own, which count.
+
+    dropout(x, 0.1, True)          ->  dt.dropout(x, 0.1, op=0)[0]
+    randn_like(x)                  ->  dt.random_normal([4, 8], f32, op=1)
+    bernoulli(q)                   ->  dt.random_uniform([4, 8], f32, op=2) < q
+    scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+                                   ->  dropout(softmax(q @ k.T * scale), 0.1, op=3) @ v
+
+``op`` counts the random ops in program order: capturing again for another batch size keeps it. Seed
+and step are 0 here; a program reads what it is fed (`with_run_numbers`).
+
+Invariants: those of canonical.py, which calls this. As in torch, no gradient flows into
+probabilities, means and deviations. A random op that is not in the table stays and is refused later
+(refusals.py). Not here: what the random numbers are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
+from dtensor.frontend.graph import Writer, bound
+
+aten = torch.ops.aten
+dt = torch.ops.dt
+
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_ANY_DTYPE = {aten.randint, aten.randint_like, aten.bernoulli, aten.bernoulli_}
+_ALPHA = 1.7580993408473766  # of self-normalising networks, as in torch
+
+
+def randomise(graph: fx.Graph, node: fx.Node, numbers: Iterator[int]) -> bool:
+    """Rewrites a call of one of `RANDOM_OPS`, in place; whether it was random."""
+    target: Any = node.target
+    if target is aten.native_dropout.default:
+        _native_dropout(_RandomCall(graph, node, numbers))
+    elif target is aten.scaled_dot_product_attention.default and bound(node)["dropout_p"] > 0:
+        c = _RandomCall(graph, node, numbers)
+        c.replace(_written_attention(c))
+    elif target in _FORMS and _can_be_drawn(node):
+        c = _RandomCall(graph, node, numbers)
+        if not target._schema.is_mutable:
+            c.replace(_FORMS[target](c))
+        else:
+            c.replace(c(aten.copy_.default, c.x, _FORMS[target](c)))
+    else:
+        return False
+    return True
+
+
+def _can_be_drawn(node: fx.Node) -> bool:
+    """Not numbers of a generator that the user keeps, nor of a dtype without randomness here."""
+    if bound(node).get("generator") is not None:
+        return False
+    target: Any = node.target
+    return target.overloadpacket in _ANY_DTYPE or node.meta["val"].dtype in _FLOATS
+
+
+class _RandomCall(Writer):
+    """A `Writer` with a call's arguments, its result, and the numbers still to be given.
+
+    ``x``: the tensor that is dropped from, drawn like or drawn into.
+    """
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, numbers: Iterator[int]) -> None:
+        super().__init__(graph, node)
+        self.numbers = numbers
+        self.a = bound(node)
+        self.x: Any = self.a.get("input", self.a.get("self"))
+        val = node.meta["val"]
+        self.out: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
+
+    def key(self) -> dict[str, int]:
+        return {"at_seed": 0, "at_step": 0, "op": next(self.numbers)}
+
+    def dropout(self, x: fx.Node, p: float) -> fx.Node:
+        return self(operator.getitem, self(dt.dropout.default, x, p, **self.key()), 0)
+
+    def factory(self, op: Any, *args: Any, shape: Any = None, dtype: Any = None) -> fx.Node:
+        """``op`` of the call's own shape and dtype unless others are given."""
+        size = list(self.out.shape if shape is None else shape)
+        device = torch.device("cpu")
+        made = self(op, size, *args, dtype or self.out.dtype, device=device, **self.key())
+        made.meta["val"] = self.out.new_empty(size, dtype=dtype or self.out.dtype)
+        return made
+
+    def uniform(self, shape: Any = None, dtype: torch.dtype | None = None) -> fx.Node:
+        return self.factory(dt.random_uniform.default, shape=shape, dtype=dtype)
+
+    def normal(self) -> fx.Node:
+        return self.factory(dt.random_normal.default)
+
+    def scaled(self, x: fx.Node, factor: float, offset: float) -> fx.Node:
+        x = x if factor == 1 else self(aten.mul.Tensor, x, factor)
+        return x if offset == 0 else self(aten.add.Tensor, x, offset)
+
+    def flags(self, yes: fx.Node) -> fx.Node:
+        """A mask in the dtype of the call's result."""
+        return self.cast(yes, torch.bool, self.out.dtype)
+
+
+# -- dropout -------------------------------------------------------------------------------------
+
+
+def _dropout(c: _RandomCall) -> fx.Node:
+    return c.dropout(c.x, c.a["p"])
+
+
+def _feature_dropout(c: _RandomCall) -> fx.Node:
+    """One number for each channel of each sample."""
+    ones = c(aten.full.default, _features(c), 1.0, dtype=c.out.dtype, device=torch.device("cpu"))
+    return c(aten.mul.Tensor, c.x, c.dropout(ones, c.a["p"]))
+
+
+def _features(c: _RandomCall) -> list[int]:
+    return [*c.out.shape[:2], *[1] * (c.out.dim() - 2)]
+
+
+def _alpha(c: _RandomCall, shape: list[int] | None) -> fx.Node:
+    """What is dropped becomes the negative limit; mean and variance are kept."""
+    p = c.a["p"]
+    if p == 1:
+        return c(aten.mul.Tensor, c.x, 0.0)
+    a = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+    kept = c.flags(c(aten.ge.Scalar, c.uniform(shape, torch.float32), p))
+    offset = c.scaled(kept, _ALPHA * a, _ALPHA * a * (p - 1))
+    noise = c(aten.mul.Tensor, kept, a)
+    return c(aten.add.Tensor, c(aten.mul.Tensor, c.x, noise), offset)
+
+
+def _native_dropout(c: _RandomCall) -> None:
+    """It returns the mask too; not in training it does nothing."""
+    x, p = c.x, c.a["p"]
+    if c.a["train"] is False:
+        ones = c(aten.ones_like.default, x, dtype=torch.bool)
+        parts = [c(aten.clone.default, x), ones]
+    else:
+        pair = c(dt.dropout.default, x, p, **c.key())
+        parts = [c(operator.getitem, pair, 0), c(operator.getitem, pair, 1)]
+    for user in list(c.node.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(parts[int(user.args[1])])  # type: ignore[arg-type]
+        c.graph.erase_node(user)
+    c.graph.erase_node(c.node)
+
+
+def _written_attention(c: _RandomCall) -> fx.Node:
+    """Written out, for the weights are dropped one by one."""
+    q, k, v, mask = (c.a[n] for n in ("query", "key", "value", "attn_mask"))
+    dtype = c.out.dtype
+    q, k, v = (c.cast(x, x.meta["val"].dtype, dtype) for x in (q, k, v))
+    shape, other = c.a["query"].meta["val"].shape, c.a["key"].meta["val"].shape
+    if c.a["enable_gqa"] and shape[-3] != other[-3]:
+        times = shape[-3] // other[-3]
+        k, v = (c(aten.repeat_interleave.self_int, x, times, -3) for x in (k, v))
+    scale = c.a["scale"] if c.a["scale"] is not None else 1 / math.sqrt(shape[-1])
+    scores = c(aten.matmul.default, c(aten.mul.Tensor, q, scale), c(aten.transpose.int, k, -2, -1))
+    if c.a["is_causal"]:
+        size, device = [shape[-2], other[-2]], torch.device("cpu")
+        ones = c(aten.full.default, size, True, dtype=torch.bool, device=device)
+        above = c(aten.triu.default, ones, 1)
+        scores = c(aten.masked_fill.Scalar, scores, above, -math.inf)
+    elif mask is not None and mask.meta["val"].dtype == torch.bool:
+        hidden = c(aten.logical_not.default, mask)
+        scores = c(aten.masked_fill.Scalar, scores, hidden, -math.inf)
+    elif mask is not None:
+        scores = c(aten.add.Tensor, scores, mask)
+    half = dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if half else dtype
+    rows = c(aten._safe_softmax.default, c.cast(scores, dtype, wide), -1)
+    kept = c.dropout(c.cast(rows, wide, dtype), c.a["dropout_p"])
+    return c(aten.matmul.default, kept, v)
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def _integers(c: _RandomCall) -> fx.Node:
+    low, high = c.a.get("low", 0), c.a["high"]
+    return c.factory(dt.random_integers.default, low, high)
+
+
+def _below(c: _RandomCall, p: Any) -> fx.Node:
+    """True with probability p, a number or a tensor."""
+    if not isinstance(p, fx.Node):
+        return c.flags(c(aten.lt.Scalar, c.uniform(dtype=torch.float32), p))
+    dtype = p.meta["val"].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    p = c.cast(c(aten.detach.default, p), dtype, wide)
+    return c.flags(c(aten.lt.Tensor, c.uniform(dtype=wide), p))
+
+
+def _normal(c: _RandomCall) -> fx.Node:
+    z = c.normal()
+    for op, value in ((aten.mul.Tensor, c.a["std"]), (aten.add.Tensor, c.a["mean"])):
+        if isinstance(value, fx.Node):
+            z = c(op, z, c(aten.detach.default, value))
+        elif value != (1 if op is aten.mul.Tensor else 0):
+            z = c(op, z, value)
+    return z
+
+
+def _uniform(c: _RandomCall) -> fx.Node:
+    low, high = c.a["from"], c.a["to"]
+    return c.scaled(c.uniform(), high - low, low)
+
+
+def _exponential(c: _RandomCall) -> fx.Node:
+    """-log(1 - u) / rate, and never 0: the logarithm of what comes out is finite."""
+    u = c(aten.neg.default, c.uniform())
+    waited = c(aten.neg.default, c(aten.log1p.default, u))
+    waited = c(aten.clamp.default, waited, torch.finfo(c.out.dtype).tiny)
+    return c.scaled(waited, 1 / c.a["lambd"], 0)
+
+
+_FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
+    aten.dropout.default: _dropout,
+    aten.dropout_.default: _dropout,
+    aten.feature_dropout.default: _feature_dropout,
+    aten.feature_dropout_.default: _feature_dropout,
+    aten.alpha_dropout.default: lambda c: _alpha(c, None),
+    aten.alpha_dropout_.default: lambda c: _alpha(c, None),
+    aten.feature_alpha_dropout.default: lambda c: _alpha(c, _features(c)),
+    aten.feature_alpha_dropout_.default: lambda c: _alpha(c, _features(c)),
+    aten.rand.default: lambda c: c.uniform(),
+    aten.rand_like.default: lambda c: c.uniform(),
+    aten.uniform_.default: _uniform,
+    aten.randn.default: lambda c: c.normal(),
+    aten.randn_like.default: lambda c: c.normal(),
+    aten.normal.float_float: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal_.default: _normal,
+    aten.exponential_.default: _exponential,
+    aten.bernoulli.default: lambda c: _below(c, c.x),
+    aten.bernoulli.p: lambda c: _below(c, c.a["p"]),
+    aten.bernoulli_.float: lambda c: _below(c, c.a["p"]),
+    aten.bernoulli_.Tensor: lambda c: _below(c, c.a["p"]),
+    aten.randint.default: _integers,
+    aten.randint.low: _integers,
+    aten.randint_like.default: _integers,
+    aten.randint_like.low_dtype: _integers,
+}
+RANDOM_OPS = {
+    *_FORMS,
+    aten.native_dropout.default,
+    aten.scaled_dot_product_attention.default,
+}
