@@ -11,7 +11,7 @@ Not here: what a value is checked for besides its kind, its range and its spelli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from types import UnionType
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ def check_number(
     whole: bool = False,
 ) -> None:
     """PlanningError unless ``value`` is a number, and above or at least what is stated."""
-    known = isinstance(value, int if whole else Real) and not isinstance(value, bool)
+    known = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
     number = cast(float, value)
     in_range = known and (above is None or number > above) and (least is None or number >= least)
     if not in_range:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any, assert_never, get_args
 
 import torch
 
@@ -39,7 +39,9 @@ def launch(
     long an actor's process may be silent before it counts as lost, or take to start;
     `call_deadline_s`: how long a method may take before its process is ended (both Ray only).
     `seed` picks one of the legal orders in which compiled functions run in-process.
+    ValueError for another backend, and for seconds that are none.
     """
+    _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     match backend:
         case "inprocess":
             return enter(LocalSession(seed))
@@ -92,8 +94,10 @@ def launch_cluster(
     `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
     uses the CPU goes on, after a warning, for up to `call_deadline_s`.
     `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
-    `seed` picks one of the legal orders in which the ranks of a host run.
+    `seed` picks one of the legal orders in which the ranks of a host run. ValueError for another
+    backend, and for seconds that are none.
     """
+    _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     match backend:
         case "inprocess":
             per_actor = 1 if ranks_per_actor is None else ranks_per_actor
@@ -115,3 +119,11 @@ def launch_cluster(
             )
         case _:
             assert_never(backend)
+
+
+def _check(backend: object, **seconds: object) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend={backend!r}.\n  Fix: 'inprocess' or 'ray'.")
+    for name, value in seconds.items():
+        if not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name}={value!r} is no number of seconds.\n  Fix: {name}=60.0")

@@ -40,6 +40,16 @@ def test_a_message_is_a_copy_of_any_value():
         encode(lambda: 0)
 
 
+def test_what_a_launch_takes_is_checked():
+    with pytest.raises(ValueError, match=r"backend='rya'.\n  Fix: 'inprocess' or 'ray'"):
+        daft.launch(backend="rya")  # type: ignore[arg-type]
+    for seconds in (0, -1.0, "60", None, float("nan")):
+        with pytest.raises(ValueError, match=r"is no number of seconds.\n  Fix: deadline_s=60.0"):
+            daft.launch_cluster(2, deadline_s=seconds)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="compile takes a function of futures, not 3"):
+        daft.compile(3)  # type: ignore[arg-type]
+
+
 def test_futures_are_arguments_anywhere():
     with daft.launch():
         a, b = daft.spawn(Model, 1), daft.spawn(Model, seed=2)

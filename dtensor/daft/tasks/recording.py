@@ -198,8 +198,11 @@ def compile(fn: Callable[P, Any]) -> Compiled[P]:
     """Freeze `fn`, which calls methods of actors and returns their futures, into one program.
 
     `ProgramError`, at the first call, for a function that reads values or a program that could
-    hang. A failure in a step is a failure of what depends on it; the actors go on.
+    hang. A failure in a step is a failure of what depends on it; the actors go on. TypeError for
+    what is no function.
     """
+    if not callable(fn):
+        raise TypeError(f"compile takes a function of futures, not {fn!r}.\n  at {user_line()}")
     return Compiled(fn)
 
 
