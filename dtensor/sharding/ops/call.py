@@ -81,6 +81,13 @@ class OpCall:
         """``aten.mm.default``, ``dt.attention.default``."""
         return target_name(self.target)
 
+    @property
+    def result(self) -> Meta:
+        """Of an op that returns a tensor, or several: the first."""
+        meta = self.results[0]
+        assert meta is not None, "the op returns nothing"
+        return meta
+
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` or of that keyword, else the default."""
         if position < len(self.args):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dtensor.numerics import ReduceOp
@@ -39,19 +40,9 @@ def pattern(
 
     ``flops`` names the factors whose product, doubled, is the number of operations.
     """
-
-    def build(call: OpCall) -> Rule:
-        return make(
-            call,
-            text,
-            linear=linear,
-            addends=addends,
-            reduce=reduce,
-            localize=localize,
-            flops=flops,
-        )
-
-    return build
+    return lambda call: make(
+        call, text, linear=linear, addends=addends, reduce=reduce, localize=localize, flops=flops
+    )
 
 
 def make(
@@ -135,6 +126,20 @@ def names(count: int, whole: Iterable[int] = ()) -> list[str]:
     return [f"d{i}!" if i in kept else f"d{i}" for i in range(count)]
 
 
+def whole_dims(prefix: str, rank: int) -> str:
+    """``x0! x1!``: the dims of a tensor of which none is to be split."""
+    return " ".join(f"{prefix}{i}!" for i in range(rank))
+
+
+def broadcast(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int]) -> str:
+    """``1 d1``: the last of the factors, for a tensor of these sizes; 1 where it is broadcast."""
+    start = len(factors) - len(sizes)
+    return " ".join(
+        "1" if size == 1 and other != 1 else factor
+        for factor, size, other in zip(factors[start:], sizes, wide[start:], strict=True)
+    )
+
+
 def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
     """``dims`` as text, with the one at ``at`` replaced by ``texts``, none: left out."""
     return " ".join([*dims[:at], *texts, *dims[at + 1 :]])
@@ -150,6 +155,12 @@ def resolve_dims(value: Any, rank: int) -> tuple[int, ...]:
     return tuple(sorted(dim % rank if rank else 0 for dim in dims)) if rank else ()
 
 
+def num_pairs(call: OpCall, first: int) -> int:
+    """The number of elements of an operand and the next one, broadcast against each other."""
+    a, b = call.operands[first : first + 2]
+    return math.prod(np.broadcast_shapes(a.shape, b.shape))
+
+
 def flat(intervals: Intervals) -> list[int]:
     """Intervals as the flat list that the project's own ops take."""
     return [point for interval in intervals for point in interval]
@@ -158,6 +169,11 @@ def flat(intervals: Intervals) -> list[int]:
 def share(intervals: Intervals, start: int, stop: int) -> int:
     """How many of the held indices lie in ``start:stop``."""
     return length(intersect(intervals, ((start, stop),))) if stop > start else 0
+
+
+def sized(position: int) -> Localizer:
+    """Makes the sizes at this argument those of the rank's result."""
+    return lambda call, local: call.with_arg(position, list(local.result_shape()))
 
 
 def retarget(call: OpCall, target: Callable[..., Any], *args: Any, **kwargs: Any) -> OpCall:

@@ -19,7 +19,7 @@ from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import make, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import positional
+from dtensor.sharding.rules.tables.localizers import positional
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,7 @@ def _convolution(call: OpCall) -> Rule:
         localize=_local_groups,
         sizes={"g": args[8]},
     )
-    result = call.results[0]
-    assert result is not None
-    return replace(found, flops=_flops(x, weight, result.shape, args[6]))
+    return replace(found, flops=_flops(x, weight, call.result.shape, args[6]))
 
 
 def _local_groups(call: OpCall, local: Local) -> OpCall:

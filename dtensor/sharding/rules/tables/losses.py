@@ -11,27 +11,18 @@ torch itself writes with other ops (l1, kl_div, triplet and others).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from dtensor.sharding.local import layers
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, retarget
+from dtensor.sharding.rules.build import Groups, make, num_pairs, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import contiguous, is_split, positional, unless_empty
+from dtensor.sharding.rules.tables.localizers import contiguous, is_split, positional, unless_empty
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 _BACKWARD: Groups = ((0,),)
-
-
-def _count(call: OpCall, start: int) -> int:
-    """The number of elements of two operands broadcast against each other."""
-    shapes = [meta.shape for meta in call.operands[start : start + 2]]
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return math.prod(b if a == 1 else a for a, b in zip(*padded, strict=True))
 
 
 def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
@@ -55,7 +46,7 @@ def _elementwise(reduction_at: int) -> Builder:
         reduction = positional(call)[reduction_at]
         if reduction == _NONE:
             return make(call, f"{left} -> ...")
-        localize = _divided(reduction_at, _count(call, 0), layers.loss_over)
+        localize = _divided(reduction_at, num_pairs(call, 0), layers.loss_over)
         return make(call, f"{left} -> ", localize=localize if reduction == _MEAN else None)
 
     return build
@@ -69,7 +60,7 @@ def _elementwise_backward(reduction_at: int) -> Builder:
         reduction = positional(call)[reduction_at]
         if reduction == _NONE:
             return make(call, f"..., {rest} -> ...", linear=_BACKWARD)
-        localize = _divided(reduction_at, _count(call, 1), layers.loss_backward_over)
+        localize = _divided(reduction_at, num_pairs(call, 1), layers.loss_backward_over)
         text = f", {rest} -> ..."
         return make(call, text, linear=_BACKWARD, localize=localize if reduction == _MEAN else None)
 

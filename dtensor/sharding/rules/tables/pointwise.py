@@ -26,7 +26,8 @@ def pointwise(linearity: Linearity) -> Builder:
 
     def build(call: OpCall) -> Rule:
         left = ", ".join("..." for _ in call.operands)
-        return make(call, f"{left} -> ...", linear=linearity(call))
+        right = ", ".join("..." for _ in call.results)
+        return make(call, f"{left} -> {right}", linear=linearity(call))
 
     return build
 
@@ -40,31 +41,17 @@ def each(call: OpCall) -> Groups:
     return tuple((i,) for i in range(len(call.operands)))
 
 
-def first(call: OpCall) -> Groups:
-    """In the first argument: copies, quotients, backwards (of which it is the gradient)."""
-    return joint(call, (0, "self"))
+def jointly(*arguments: tuple[int, str]) -> Linearity:
+    """In these arguments together; a non-zero literal makes it affine, which is not it."""
+    return lambda call: joint(call, *arguments)
 
 
-def first_two(call: OpCall) -> Groups:
-    """Jointly in the first two arguments; a non-zero literal makes it affine, which is not it."""
-    return joint(call, (0, "self"), (1, "other"))
-
-
-def branches(call: OpCall) -> Groups:
-    return joint(call, (1, "self"), (2, "other"))
-
-
-def filled(call: OpCall) -> Groups:
-    return joint(call, (0, "self"), (2, "value"))
-
-
-def source(call: OpCall) -> Groups:
-    return joint(call, (1, "src"))
-
-
-def addend_and_quotient(call: OpCall) -> Groups:
-    """addcdiv: self + value * a / b."""
-    return joint(call, (0, "self"), (1, "tensor1"))
+first = jointly((0, "self"))  # copies, quotients, backwards (of which it is the gradient)
+first_two = jointly((0, "self"), (1, "other"))
+branches = jointly((1, "self"), (2, "other"))
+filled = jointly((0, "self"), (2, "value"))
+source = jointly((1, "src"))
+addend_and_quotient = jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + value * a / b
 
 
 def addend_and_either(call: OpCall) -> Groups:
