@@ -16,22 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import Literal
 
 from dtensor.sharding.plan.choose.split_through_op import through
-from dtensor.sharding.plan.record import PlannedInput, PlanRecord
+from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.steps import (
-    Accumulate,
     Bucket,
     Compute,
     Convert,
-    Norm,
     Step,
     StepPhase,
-    TieSum,
-    Transfer,
-    Update,
+    operands_of,
     reading,
+    reads_of,
+    renamed,
+    results_of,
     unused,
 )
 from dtensor.sharding.plan.storage import layer_of
@@ -84,41 +83,34 @@ class _Gathering:
         made = set(self.plan.value_specs()) - self.makers.keys()
         self.names = made | {s.name for s in kept if isinstance(s, Bucket)}
         for step in kept:
-            for stage, value in _reads(step):
+            for stage, value, _ in reads_of(step):
                 self._expect(value, stage, _when(step))
-        wanted = [(o, s, v) for o in self.plan.outputs for s, v in o.values if self._depends(v)]
-        for output, stage, value in wanted:
-            self._expect(value, stage, "forward" if output.kind == "result" else "optimizer")
+        for output in self.plan.outputs:
+            for stage, value in output.values:
+                self._expect(value, stage, _when_used(output))
         for step in kept:
-            when = _when(step)
-            found = {v: self.read(v, at, when) for at, v in _reads(step) if self._depends(v)}
+            reads = [(at, value) for at, value, _ in reads_of(step) if self._depends(value)]
+            found = {value: self.read(value, at, _when(step)) for at, value in reads}
             self.steps.append(reading(step, found) if found else step)
-        outputs = tuple(
-            replace(
-                o,
-                values=tuple(
-                    (s, self.read(v, s, "forward" if o.kind == "result" else "optimizer"))
-                    for s, v in o.values
-                ),
-            )
+        outputs = [
+            replace(o, values=tuple((s, self.read(v, s, _when_used(o))) for s, v in o.values))
             for o in self.plan.outputs
-        )
-        return replace(self.plan, steps=tuple(self.steps), outputs=outputs)
+        ]
+        return replace(self.plan, steps=tuple(self.steps), outputs=tuple(outputs))
 
     def _is_free(self, step: Step) -> bool:
         """Whether the step costs nothing and depends on one stored parameter alone."""
         match step:
             case Compute() if step.is_view or _narrows(step):
-                free = bool(step.operands) and all(self._depends(v) for v in step.operands)
-                free = free and len(step.operands) == 1
-            case Convert() if step.move.kind in FREE_KINDS:
-                free = self._depends(step.operand)
+                free = len(step.operands) == 1
+            case Convert():
+                free = step.move.kind in FREE_KINDS
             case _:
                 return False
-        if free:
-            names = step.results if isinstance(step, Compute) else (step.result,)
-            self.makers.update((name, step) for name in names if name is not None)
-        return free
+        if not free or not self._depends(operands_of(step)[0]):
+            return False
+        self.makers.update((name, step) for name, _ in results_of(step))
+        return True
 
     def _depends(self, value: str) -> bool:
         return value in self.split or value in self.makers
@@ -151,9 +143,7 @@ class _Gathering:
     def _dtype(self, member: str) -> str:
         if member in self.split:
             return str(self.split[member].spec.dtype)
-        result = self._cast(member).op.call.results[0]
-        assert result is not None
-        return str(result.dtype)
+        return str(self._cast(member).op.call.result.dtype)
 
     def _cast(self, member: str) -> Compute:
         maker = self.makers[member]
@@ -174,29 +164,10 @@ class _Gathering:
         return self.copies[key]
 
     def _repeat(self, maker: Compute | Convert, stage: int, when: When) -> None:
-        phase, once = _phase(when), when == "once"
-        match maker:
-            case Compute():
-                operand = self.read(maker.operands[0], stage, when)
-                results = tuple(r and self._named(r, stage, when) for r in maker.results)
-                self.steps.append(
-                    replace(
-                        maker,
-                        operands=(operand,),
-                        results=results,
-                        phase=phase,
-                        stage=stage,
-                        once=once,
-                    )
-                )
-            case Convert():
-                operand = self.read(maker.operand, stage, when)
-                result = self._named(maker.result, stage, when)
-                self.steps.append(
-                    replace(
-                        maker, operand=operand, result=result, phase=phase, stage=stage, once=once
-                    )
-                )
+        operands = {name: self.read(name, stage, when) for name in operands_of(maker)}
+        results = {name: self._named(name, stage, when) for name, _ in results_of(maker)}
+        made = renamed(maker, operands, results)
+        self.steps.append(replace(made, phase=_phase(when), stage=stage, once=when == "once"))
 
     def _named(self, value: str, stage: int, when: When) -> str:
         name = unused(value, self.names)
@@ -285,24 +256,9 @@ def _when(step: Step) -> When:
     return "once" if step.once else step.phase
 
 
+def _when_used(output: PlannedOutput) -> When:
+    return "forward" if output.kind == "result" else "optimizer"
+
+
 def _phase(when: When) -> StepPhase:
     return "forward" if when == "once" else when
-
-
-def _reads(step: Step) -> list[tuple[int, str]]:
-    """(stage, value) for what the step reads; inputs that a step writes are no reads."""
-    match step:
-        case Bucket() if step.in_place:
-            return []
-        case Compute() | Bucket():
-            return [(step.stage, value) for value in step.operands]
-        case Convert() | Transfer() | Accumulate():
-            return [(step.stage, step.operand)]
-        case TieSum():
-            return list(zip(step.stages, step.operands, strict=True))
-        case Norm():
-            return [(stage, value) for stage, value, _ in step.operands]
-        case Update():
-            return [(step.stage, step.gradient)]
-        case _:
-            assert_never(step)
