@@ -5,7 +5,7 @@
     Bucket                          moves of several values as one message
     TieSum, Norm, Update            the end of a training step
 
-Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `reads_of`, `results_of`).
+Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `results_of`).
 Every step has a ``phase``, a ``stage`` and says whether it runs ``once`` a training step instead of
 once a microbatch; those of the phase "optimizer" run after the last microbatch.
 What a step communicates and costs is in cost/.

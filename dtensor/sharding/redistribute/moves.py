@@ -32,7 +32,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -87,7 +87,11 @@ class Move:
     @property
     def bytes_sent(self) -> int:
         """Bytes that the rank which sends most sends."""
-        return _bytes_sent(self)
+        if self.kind in FREE_KINDS:
+            return 0
+        if _alike_on_all_ranks(self):
+            return _bytes_sent_at(self, dict.fromkeys(self.src.mesh.axes, 0))
+        return max(_bytes_sent_at(self, at) for at in _ranks_that_differ(self))
 
     def seconds(self, topology: Topology) -> float:
         num = self.src.mesh.axis_size(self.axis)
@@ -264,15 +268,6 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
     return Move(kind, axis, here, here.with_placements(**{axis: option}))
 
 
-def _bytes_sent(move: Move) -> int:
-    origin = dict.fromkeys(move.src.mesh.axes, 0)
-    if move.kind in FREE_KINDS:
-        return 0
-    if _alike_on_all_ranks(move):
-        return _bytes_sent_at(move, origin)
-    return max(_bytes_sent_at(move, at) for at in _ranks_that_differ(move))
-
-
 def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
     """Bytes that the rank at these coordinates sends."""
     num = move.src.mesh.axis_size(move.axis)
@@ -280,10 +275,10 @@ def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
     local = math.prod(length(i) for i in held) * move.src.dtype.itemsize
     match move.kind:
         case "all_gather":
-            return local * (num - 1)
-        case "all_reduce":
+            return ring_bytes("all_gather", local, num)
+        case "all_reduce":  # what is added up may be gathered in a wider dtype
             made = local // move.src.dtype.itemsize * move.dst.dtype.itemsize
-            return -(-(local + made) * (num - 1) // num)
+            return ring_bytes("reduce_scatter", local + made, num)
         case "reduce_scatter" | "all_to_all":
             kept = move.src.dtype.itemsize
             for dim, intervals in enumerate(held):

@@ -25,8 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dtensor.sharding.plan.cost.collectives import step_times
-from dtensor.sharding.plan.cost.seconds import step_seconds
+from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.record import PlanRecord

@@ -32,9 +32,14 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.plan.cost.collectives import all_collectives, collectives_of
 from dtensor.sharding.plan.cost.memory import memory_of
-from dtensor.sharding.plan.cost.seconds import cost_of, stage_flops, stage_seconds
+from dtensor.sharding.plan.cost.seconds import (
+    all_collectives,
+    collectives_of,
+    cost_of,
+    stage_flops,
+    stage_seconds,
+)
 from dtensor.sharding.plan.record import Hint, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
