@@ -80,16 +80,12 @@ PARTIAL = Partial("sum")
 
 def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(0)``: a matrix split into blocks of rows."""
-    return Shard(0, _blocks(blocks), unit)
+    return Shard(0, blocks if isinstance(blocks, int) else tuple(blocks), unit)
 
 
 def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(-1)``: a matrix split into blocks of columns."""
-    return Shard(-1, _blocks(blocks), unit)
-
-
-def _blocks(blocks: int | Sequence[int]) -> int | tuple[int, ...]:
-    return blocks if isinstance(blocks, int) else tuple(blocks)
+    return Shard(-1, blocks if isinstance(blocks, int) else tuple(blocks), unit)
 
 
 def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
