@@ -18,7 +18,7 @@ import math
 
 import torch
 
-import dtensor.sharding.ops.checks  # noqa: F401  # pyright: ignore[reportUnusedImport] - the op
+import dtensor.sharding.ops.attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - the op
 from dtensor.sharding.ops.call import Local, Meta, OpCall
 from dtensor.sharding.rules.build import (
     Groups,

@@ -85,11 +85,6 @@ def _vocab(operand: int, position: int) -> Localizer:
     return localize
 
 
-def _ce_loss(call: OpCall) -> Rule:
-    # The bound on targets is checked against the global number of classes: no localizer.
-    return make(call, "n, n, n, n -> n")
-
-
 def _of_loss(build: Builder) -> Builder:
     """What a split vocabulary leaves pending is a part of the loss."""
     return lambda call: replace(build(call), of_loss=True)
@@ -101,7 +96,8 @@ RULES: dict[str, Builder] = {
     "dt.ce_max.default": _of_loss(pattern("n v -> n", reduce="max")),
     "dt.ce_sumexp.default": _of_loss(pattern("n v, n -> n")),
     "dt.ce_target.default": _of_loss(pattern("n v, n -> n", linear=((0,),), localize=_vocab(0, 3))),
-    "dt.ce_loss.default": _ce_loss,
+    # the bound on targets is checked against the global number of classes: no localizer
+    "dt.ce_loss.default": pattern("n, n, n, n -> n"),
     "dt.ce_count.default": pattern("n -> "),
     "dt.ce_backward.default": pattern(
         "n, n v, n, n, n -> n v", linear=((0,),), localize=_vocab(1, 6)
