@@ -10,7 +10,7 @@ op runs where its forward op ran, a sum of gradients where these are. The gradie
 that several stages use leaves as one contribution per stage, to be summed once.
 
 Not here: which stage holds what (api/stating/stages.py), how values cross
-(sharding/plan/emit/emitter.py).
+(sharding/plan/emit/values.py).
 """
 
 from __future__ import annotations
@@ -112,18 +112,7 @@ class _Stager:
 
     def _has_batch(self, op: Op) -> bool:
         """Whether an operand depends on the arguments of the program (not on constants alone)."""
-        return any(name in self._batch_values() for name in op.operands)
-
-    _batch: frozenset[str] | None = None
-
-    def _batch_values(self) -> frozenset[str]:
-        if self._batch is None:
-            found = {i.name for i in self.flow.inputs if i.kind in ("argument", "tangent")}
-            for op in self.flow.ops:
-                if any(name in found for name in op.operands):
-                    found.update(n for n in op.results if n is not None)
-            self._batch = frozenset(found)
-        return self._batch
+        return any(name in self.flow.batch_values for name in op.operands)
 
     def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
         stage = self.by_seq.get(op.seq) if op.seq is not None else None

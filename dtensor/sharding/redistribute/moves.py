@@ -168,19 +168,12 @@ def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> floa
     total = 0.0
     for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
         num = src.mesh.axis_size(axis)
-        match before, after:
-            case Replicate(), _:
-                kind = None
-            case Partial(), Partial():
-                kind = None if before == after else "all_reduce"
-            case Partial(), Replicate():
-                kind = "all_reduce"
-            case Partial(), Shard():
-                kind = "reduce_scatter"
-            case Shard(), _:
-                kind = None if same(before, after, src.shape, num) else "all_gather"
-        if kind is not None:
-            total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
+        if before == REPLICATE or same(before, after, src.shape, num):
+            continue
+        kind = "all_gather" if isinstance(before, Shard) else "all_reduce"
+        if isinstance(before, Partial) and isinstance(after, Shard):
+            kind = "reduce_scatter"
+        total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
     return total
 
 
@@ -232,19 +225,10 @@ def _further(
     for dim, size in enumerate(here.shape):
         if size == 0:
             continue
-        cuts = [_cuts(spec, dim, axis) for spec in (here, *ends)]
+        cuts = [spec.cuts(dim, but=axis) for spec in (here, *ends)]
         for majors in (*cuts, cuts[1] + cuts[2]):
             found[counted(Shard(dim, pieces(majors, size)), size)] = None
     return tuple(found)
-
-
-def _cuts(spec: TensorSpec, dim: int, axis: str) -> list[tuple[Shard, int]]:
-    """What the axes other than ``axis`` do to a dim."""
-    return [
-        (p, spec.mesh.axis_size(other))
-        for other, p in spec.sharding.items()
-        if isinstance(p, Shard) and p.dim == dim and other != axis
-    ]
 
 
 def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:

@@ -108,6 +108,14 @@ class TensorSpec:
                 held = intersect(held, sets[coordinates[axis]])
         return held
 
+    def cuts(self, dim: int, *, but: str = "") -> list[tuple[Shard, int]]:
+        """How axes, all but one, split a dim: their placements there and their sizes."""
+        return [
+            (placement, self.mesh.axis_size(axis))
+            for axis, placement in self.sharding.items()
+            if isinstance(placement, Shard) and placement.dim == dim and axis != but
+        ]
+
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the shard of the rank at ``coordinates``."""
         sharded = {p.dim for p in self.placements if isinstance(p, Shard)}

@@ -18,7 +18,6 @@ are solved once. Tests compare with an enumeration of all choices (tests/shardin
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -210,16 +209,13 @@ def _connect(
     if set(native) == set(needed) and len(native) == 1:
         return
     converted: dict[tuple[Placement, Placement], int] = {}
-    sources = dict.fromkeys((*native, REPLICATE))
-    for p, q in itertools.product(sources, dict.fromkeys((*needed, REPLICATE))):
-        if p == q:
-            continue
+    for p, q in _pairs(item.written, item.read):
         seconds = price(item.value, p, q)
         if math.isinf(seconds):
             continue
         converted[p, q] = len(costs)
         costs.append(seconds * _NANOSECONDS * count)
-    for (p, q), column in converted.items():
+    for (p, _), column in converted.items():
         row = {column: 1.0}
         for source, weight in native.get(p, {}).items():
             row[source] = row.get(source, 0.0) - weight
@@ -228,7 +224,6 @@ def _connect(
                 if target == REPLICATE and other != REPLICATE:
                     row[via] = row.get(via, 0.0) - 1.0
         rows.add(row, -math.inf, 0.0)
-        assert q != p
     for reader in item.read:
         for q in dict.fromkeys(p for _, _, p in reader):
             row: dict[int, float] = {}

@@ -38,31 +38,18 @@ def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Loc
     return localize
 
 
-def _elementwise(reduction_at: int) -> Builder:
-    """Of tensors that broadcast against each other."""
+def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
+    """Of tensors that broadcast against each other; of a backward the gradient comes first."""
+    over = layers.loss_backward_over if backward else layers.loss_over
 
     def build(call: OpCall) -> Rule:
-        left = ", ".join("..." for _ in call.operands)
         reduction = positional(call)[reduction_at]
-        if reduction == _NONE:
-            return make(call, f"{left} -> ...")
-        localize = _divided(reduction_at, num_pairs(call, 0), layers.loss_over)
-        return make(call, f"{left} -> ", localize=localize if reduction == _MEAN else None)
-
-    return build
-
-
-def _elementwise_backward(reduction_at: int) -> Builder:
-    """The gradient's own gradient comes first."""
-
-    def build(call: OpCall) -> Rule:
-        rest = ", ".join("..." for _ in call.operands[1:])
-        reduction = positional(call)[reduction_at]
-        if reduction == _NONE:
-            return make(call, f"..., {rest} -> ...", linear=_BACKWARD)
-        localize = _divided(reduction_at, num_pairs(call, 1), layers.loss_backward_over)
-        text = f", {rest} -> ..."
-        return make(call, text, linear=_BACKWARD, localize=localize if reduction == _MEAN else None)
+        loss = "..." if reduction == _NONE else ""
+        rest = ", ".join("..." for _ in call.operands[int(backward) :])
+        text = f"{loss}, {rest} -> ..." if backward else f"{rest} -> {loss}"
+        localize = _divided(reduction_at, num_pairs(call, int(backward)), over)
+        linear = _BACKWARD if backward else ()
+        return make(call, text, linear=linear, localize=localize if reduction == _MEAN else None)
 
     return build
 
@@ -152,13 +139,13 @@ def _nll_backward(call: OpCall) -> Rule:
 
 RULES: dict[str, Builder] = {
     "aten.smooth_l1_loss.default": _elementwise(2),
-    "aten.smooth_l1_loss_backward.default": _elementwise_backward(3),
+    "aten.smooth_l1_loss_backward.default": _elementwise(3, backward=True),
     "aten.huber_loss.default": _elementwise(2),
-    "aten.huber_loss_backward.default": _elementwise_backward(3),
+    "aten.huber_loss_backward.default": _elementwise(3, backward=True),
     "aten.soft_margin_loss.default": _elementwise(2),
-    "aten.soft_margin_loss_backward.default": _elementwise_backward(3),
+    "aten.soft_margin_loss_backward.default": _elementwise(3, backward=True),
     "aten.binary_cross_entropy.default": _elementwise(3),
-    "aten.binary_cross_entropy_backward.default": _elementwise_backward(4),
+    "aten.binary_cross_entropy_backward.default": _elementwise(4, backward=True),
     "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
     "aten.multi_margin_loss.default": _row_loss(5),
     "aten.multi_margin_loss_backward.default": _row_loss_backward(6),
