@@ -19,8 +19,8 @@ from dtensor.sharding.rules.rule import FactorSharding, Rule
 from dtensor.sharding.rules.tables.views import factorize
 from dtensor.sharding.rules.tables.whole import reasons
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
+from dtensor.sharding.spec.spec import parse
 from dtensor.testing.certificates import certify_call
 
 aten, dt = torch.ops.aten, torch.ops.dt

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
-from dtensor.sharding.local.layers import flash_attention, flash_attention_backward
+from dtensor.sharding.local.values import flash_attention, flash_attention_backward
 from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
 )

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dtensor.sharding.local import layers
+from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
@@ -119,7 +119,7 @@ def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str,
 
 def _masked(call: OpCall) -> Rule:
     q, k, lse, mask = _masked_terms(call, 0, dropout_at=3)
-    run = unless_empty(_run_masked(layers.flash_attention, dropout_at=3))
+    run = unless_empty(_run_masked(values.flash_attention, dropout_at=3))
     found = make(call, f"{q}, {k}, {k}{mask} -> {q}, {lse}", localize=run)
     return replace(found, flops=_attention_flops(found))
 
@@ -127,7 +127,7 @@ def _masked(call: OpCall) -> Rule:
 def _masked_backward(call: OpCall) -> Rule:
     q, k, lse, mask = _masked_terms(call, 1, dropout_at=6)
     text = f"{q}, {q}, {k}, {k}, {q}, {lse}{mask} -> {q}, {k}, {k}"
-    run = unless_empty(_run_masked(layers.flash_attention_backward, dropout_at=6))
+    run = unless_empty(_run_masked(values.flash_attention_backward, dropout_at=6))
     found = make(call, text, linear=((0,),), localize=run)
     return replace(found, flops=_attention_flops(found) * 5 // 2)
 
@@ -193,7 +193,7 @@ def _grouped_mm(call: OpCall) -> Rule:
 
 def _local_grouped_mm(call: OpCall, local: Local) -> OpCall:
     args = positional(call)
-    return retarget(call, layers.grouped_mm, *args[:3])
+    return retarget(call, values.grouped_mm, *args[:3])
 
 
 RULES: dict[str, Builder] = {
