@@ -120,6 +120,15 @@ def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
     return (tuple(group),)
 
 
+def full_names(text: str) -> list[str]:
+    """``neg lerp.Scalar dt.dropout``: aten.neg.default, aten.lerp.Scalar, dt.dropout.default."""
+    found: list[str] = []
+    for op in text.split():
+        own = op.startswith("dt.")
+        found.append((op if own else f"aten.{op}") + (".default" if own or "." not in op else ""))
+    return found
+
+
 def names(count: int, whole: Iterable[int] = ()) -> list[str]:
     """``d0 d1! d2`` as a list: a factor for each dim, those of ``whole`` not to be split."""
     kept = set(whole)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, pattern, retarget, whole_dims
+from dtensor.sharding.rules.build import Groups, full_names, make, pattern, retarget, whole_dims
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
@@ -119,7 +119,7 @@ def _add(
 ) -> None:
     for rank, names in ops.items():
         builder = planes(rank, form, linear=linear, localize=localize)
-        RULES.update({f"aten.{name}.default": builder for name in names.split()})
+        RULES.update(dict.fromkeys(full_names(names), builder))
 
 
 _add(_LINEAR_OPS, "x -> y")

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, pattern, retarget, whole_dims
+from dtensor.sharding.rules.build import (
+    Groups,
+    full_names,
+    make,
+    names,
+    pattern,
+    retarget,
+    whole_dims,
+)
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous
@@ -39,46 +47,32 @@ second = jointly((0, "self"), (1, "value"))
 
 _LINEARITY: dict[Linearity, str] = {
     first: """
-        hardswish_backward.default hardsigmoid_backward.default mish_backward.default
-        softshrink_backward.default hardshrink_backward.default log_sigmoid_backward.default
-        native_dropout_backward.default _prelu_kernel_backward.default
-        alias_copy.default detach_copy.default deg2rad.default rad2deg.default
-        resolve_conj.default resolve_neg.default ldexp.Tensor zero.default
-        _conj_physical.default conj_physical.default polar.default xlogy.Scalar_Other
-        special_xlog1py.other_scalar bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar
-        __lshift__.Tensor __lshift__.Scalar""",
-    first_two: "lerp.Tensor lerp.Scalar complex.default",
+        hardswish_backward hardsigmoid_backward mish_backward softshrink_backward
+        hardshrink_backward log_sigmoid_backward native_dropout_backward _prelu_kernel_backward
+        alias_copy detach_copy deg2rad rad2deg resolve_conj resolve_neg ldexp.Tensor zero
+        _conj_physical conj_physical polar xlogy.Scalar_Other special_xlog1py.other_scalar
+        bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar __lshift__.Tensor
+        __lshift__.Scalar""",
+    first_two: "lerp.Tensor lerp.Scalar complex",
     second: "fill.Tensor",
     nowhere: """
-        celu.default selu.default hardswish.default hardsigmoid.default mish.default
-        softshrink.default hardshrink.default threshold.default _prelu_kernel.default
-        log_sigmoid_forward.default
-        acos.default acosh.default asin.default asinh.default atan.default atanh.default
-        cosh.default sinh.default sinc.default angle.default erfc.default erfinv.default
-        digamma.default lgamma.default mvlgamma.default polygamma.default i0.default
-        logit.default frac.default round.decimals signbit.default isfinite.default
-        isposinf.default isneginf.default
-        fill.Scalar
-        copysign.Tensor copysign.Scalar fmax.default fmin.default gcd.default lcm.default
-        heaviside.default hypot.default igamma.default igammac.default nextafter.default
-        logaddexp.default logaddexp2.default frexp.Tensor
-        xlogy.Tensor xlogy.Scalar_Self
+        celu selu hardswish hardsigmoid mish softshrink hardshrink threshold _prelu_kernel
+        log_sigmoid_forward acos acosh asin asinh atan atanh cosh sinh sinc angle erfc erfinv
+        digamma lgamma mvlgamma polygamma i0 logit frac round.decimals signbit isfinite isposinf
+        isneginf fill.Scalar copysign.Tensor copysign.Scalar fmax fmin gcd lcm heaviside hypot
+        igamma igammac nextafter logaddexp logaddexp2 frexp.Tensor xlogy.Tensor xlogy.Scalar_Self
         bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Tensor
         bitwise_right_shift.Tensor_Scalar bitwise_right_shift.Scalar_Tensor
         bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
-        __rshift__.Tensor __rshift__.Scalar
-        remainder.Scalar_Tensor float_power.Tensor_Tensor float_power.Tensor_Scalar
-        isin.Tensor_Scalar
-        special_airy_ai.default special_bessel_j0.default special_bessel_j1.default
-        special_bessel_y0.default special_bessel_y1.default special_entr.default
-        special_erfcx.default special_i0e.default special_i1.default special_i1e.default
-        special_log_ndtr.default special_ndtri.default
-        special_modified_bessel_i0.default special_modified_bessel_i1.default
-        special_modified_bessel_k0.default special_modified_bessel_k1.default
-        special_scaled_modified_bessel_k0.default special_scaled_modified_bessel_k1.default
-        special_spherical_bessel_j0.default
-        special_xlog1py.default special_xlog1py.self_scalar
-        special_zeta.default special_zeta.self_scalar special_zeta.other_scalar""",
+        __rshift__.Tensor __rshift__.Scalar remainder.Scalar_Tensor float_power.Tensor_Tensor
+        float_power.Tensor_Scalar isin.Tensor_Scalar special_airy_ai special_bessel_j0
+        special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+        special_i0e special_i1 special_i1e special_log_ndtr special_ndtri
+        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+        special_modified_bessel_k1 special_scaled_modified_bessel_k0
+        special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py
+        special_xlog1py.self_scalar special_zeta special_zeta.self_scalar
+        special_zeta.other_scalar""",
 }
 
 _POLYNOMIALS = """
@@ -132,9 +126,9 @@ _CONJ, _NEGATIVE = _made_by(aten._conj_physical.default), _made_by(aten.neg.defa
 
 RULES: dict[str, Builder] = {
     **{
-        f"aten.{name}": pointwise(linearity)
+        name: pointwise(linearity)
         for linearity, ops in _LINEARITY.items()
-        for name in ops.split()
+        for name in full_names(ops)
     },
     **{
         f"aten.special_{name}.{overload}": pointwise(nowhere)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from dtensor.sharding.ops.call import Localizer, Meta, OpCall
 from dtensor.sharding.rules.build import Groups, make, whole_dims
-from dtensor.sharding.rules.registry import builders
 from dtensor.sharding.rules.rule import Rule
 
 
@@ -32,15 +31,6 @@ class Whole:
         left = ", ".join(_dims(f"t{i}", meta) for i, meta in enumerate(call.operands))
         right = ", ".join(_dims(f"r{i}", meta) for i, meta in enumerate(call.results))
         return make(call, f"{left} -> {right}", linear=self.linear, localize=self.localize)
-
-
-def reasons() -> dict[str, str]:
-    """The reason of each registered op that is whole on every rank on purpose, by its name."""
-    return {
-        name: builder.reason
-        for name, builder in sorted(builders().items())
-        if isinstance(builder, Whole)
-    }
 
 
 def _dims(prefix: str, meta: Meta | None) -> str:
