@@ -199,18 +199,6 @@ def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
             return []
 
 
-def operands_of(step: Step) -> tuple[str, ...]:
-    match step:
-        case Compute() | Bucket() | TieSum():
-            return step.operands
-        case Convert() | Transfer() | Accumulate():
-            return (step.operand,)
-        case Norm():
-            return tuple(value for _, value, _ in step.operands)
-        case Update():
-            return (step.gradient,)
-
-
 def reads_of(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
     """(stage, value, the spec that it is read under) of each operand."""
     match step:
@@ -236,6 +224,11 @@ def reads_of(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
             yield step.stage, step.gradient, step.spec
         case _:
             assert_never(step)
+
+
+def operands_of(step: Step) -> tuple[str, ...]:
+    """The values that a step reads."""
+    return tuple(name for _, name, _ in reads_of(step))
 
 
 def reading(step: Step, names: Mapping[str, str]) -> Step:

@@ -161,9 +161,8 @@ def _restrict(
                     same(s.results[index], first, shape, num) for s in found
                 ):
                     settled[name] = first
-        if not in_time and question.is_view(
-            op
-        ):  # a copy that was gathered for others can be viewed too
+        if not in_time and question.is_view(op):
+            # a copy that was gathered for others can be viewed too
             whole = reached.strategies[op.name][:1]
             found = tuple(dict.fromkeys((*found, *whole)))
         result[op.name] = found

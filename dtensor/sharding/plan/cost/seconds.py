@@ -170,8 +170,14 @@ def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
 
 def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:
     """What one step communicates; of a Norm, or a tie, on each of its stages."""
-    return tuple(
-        PlannedCollective(
+    return tuple(_messages(plan, step))
+
+
+def _messages(plan: PlanRecord, step: Step) -> Iterator[PlannedCollective]:
+    def message(
+        name: str, kind: str, axis: str, dtype: torch.dtype, bytes_sent: int, stage: int
+    ) -> PlannedCollective:
+        return PlannedCollective(
             name=name,
             kind=kind,
             axis=axis,
@@ -182,33 +188,26 @@ def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...
             stage=stage,
             source=step.source if isinstance(step, Convert | Transfer) else "",
         )
-        for name, kind, axis, dtype, bytes_sent, stage in _messages(plan, step)
-    )
 
-
-_Message = tuple[str, str, str, torch.dtype, int, int]
-
-
-def _messages(plan: PlanRecord, step: Step) -> Iterator[_Message]:
-    """(name, kind, axis, dtype, bytes sent, stage) of each message of a step."""
     across = plan.stage_axis or ""
     match step:
         case Convert(move=move) if move.kind not in FREE_KINDS:
-            yield step.result, move.kind, move.axis, move.src.dtype, move.bytes_sent, step.stage
+            sent = move.bytes_sent
+            yield message(step.result, move.kind, move.axis, move.src.dtype, sent, step.stage)
         case Transfer(spec=spec):
             sent = spec.max_local_nbytes
-            yield step.result, "transfer", across, spec.dtype, sent, step.stage
+            yield message(step.result, "transfer", across, spec.dtype, sent, step.stage)
         case Bucket():
-            sent = sum(move.bytes_sent for move in step.moves)
-            yield step.name, step.kind, step.axis, step.moves[0].src.dtype, sent, step.stage
+            sent, dtype = sum(move.bytes_sent for move in step.moves), step.moves[0].src.dtype
+            yield message(step.name, step.kind, step.axis, dtype, sent, step.stage)
         case TieSum(spec=spec):
             sent = ring_bytes("all_reduce", spec.max_local_nbytes, len(step.stages))
             for name, stage in zip(step.results, step.stages, strict=True):
-                yield name, "all_reduce", across, spec.dtype, sent, stage
+                yield message(name, "all_reduce", across, spec.dtype, sent, stage)
         case Norm():
             for axis, num in plan.mesh.shape.items():
                 for stage in range(plan.num_stages) if num > 1 else ():
                     sent = ring_bytes("all_reduce", torch.float32.itemsize, num)
-                    yield step.result, "all_reduce", axis, torch.float32, sent, stage
+                    yield message(step.result, "all_reduce", axis, torch.float32, sent, stage)
         case Compute() | Convert() | Accumulate() | Update():
             return

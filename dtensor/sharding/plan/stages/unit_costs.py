@@ -170,11 +170,11 @@ class _Pricing:
                     read.setdefault(root, set()).add(op.stage)
         for name, found in read.items():
             size, times = sizes.get(name, 0), often.get(name, 1)
-            seconds = self._transfer(size) * times
-            self.sent.append(Sent(round(seconds * SECOND), units[name], tuple(sorted(found))))
-
-    def _transfer(self, size: int) -> float:
-        return self.whole.topology.collective_seconds("transfer", self.axis, num=2, bytes_sent=size)
+            seconds = self.whole.topology.collective_seconds(
+                "transfer", self.axis, num=2, bytes_sent=size
+            )
+            cost = round(seconds * times * SECOND)
+            self.sent.append(Sent(cost, units[name], tuple(sorted(found))))
 
     def _root(self, name: str) -> str:
         while (op := self.parts.producers.get(name)) is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from dtensor.sharding.local import indexing
@@ -78,10 +79,8 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
     for meta in metas:
         if meta.dtype in (torch.bool, torch.uint8):
             raise no_rule(call, "how many places a mask names depends on its values")
-    rank = max(len(m.shape) for m in metas)
-    padded = [(1,) * (rank - len(m.shape)) + m.shape for m in metas]
-    wide = [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
-    places = [f"i{d}" for d in range(rank)]
+    wide = np.broadcast_shapes(*(meta.shape for meta in metas))
+    places = [f"i{d}" for d in range(len(wide))]
     terms = [broadcast(places, meta.shape, wide) for meta in metas]
     dims = names(len(shape))
     kept = [f for d, f in enumerate(dims) if d not in at]

@@ -71,23 +71,19 @@ def _identity(reduce: ReduceOp) -> Localizer:
         if not any(here == 0 < size for here, size in shapes):
             return call
         dtype = call.result.dtype
-        value = _lowest(dtype) if reduce == "max" else _highest(dtype)
-        args = (call.args[0], local.result_shape(), value, dtype)
+        args = (call.args[0], local.result_shape(), _identity_of(reduce, dtype), dtype)
         return retarget(call, values.filled, *args)
 
     return localize
 
 
-def _lowest(dtype: torch.dtype) -> float | bool:
+def _identity_of(reduce: ReduceOp, dtype: torch.dtype) -> float | bool:
+    """What changes no maximum, or no minimum."""
     if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> float | bool:
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+        return reduce == "min"
+    if dtype.is_floating_point:
+        return -math.inf if reduce == "max" else math.inf
+    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
 
 
 def _vector_norm(call: OpCall) -> Rule:
