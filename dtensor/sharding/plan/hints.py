@@ -24,7 +24,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan, rules_of, trained
 from dtensor.sharding.plan.record import Hint
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.spec.placements import Placement, Shard
+from dtensor.sharding.spec.placements import Shard
 
 _WORTH = 0.99  # of the stated plan's seconds; a smaller gain is not worth a line
 
@@ -60,7 +60,11 @@ def _compare(
     first, (stated, _) = next(iter(pinned.items()))
     for unit in dict.fromkeys((1, stated.unit)):
         turned = {value: Shard(dim, 1, unit) for value, (_, dim) in pinned.items()}
-        other = _planned(replace(request, pins=_turned(request.pins, axis, turned)))
+        pins = {
+            value: {**placements, axis: turned[value]} if value in turned else placements
+            for value, placements in request.pins.items()
+        }
+        other = _planned(replace(request, pins=pins))
         if other is None:
             continue
         seconds, cheaper = _seconds(planned), _seconds(other)
@@ -77,15 +81,6 @@ def _compare(
             opposite_bytes_sent=_sent(other),
         )
     return None
-
-
-def _turned(
-    pins: Mapping[str, Mapping[str, Placement]], axis: str, turned: Mapping[str, Shard]
-) -> dict[str, Mapping[str, Placement]]:
-    return {
-        value: {**placements, axis: turned[value]} if value in turned else placements
-        for value, placements in pins.items()
-    }
 
 
 def _planned(request: Request) -> Plan | None:

@@ -156,12 +156,8 @@ def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
 
 def resolve_dims(value: Any, rank: int) -> tuple[int, ...]:
     """A ``dim`` argument (None or an empty list: all) as non-negative dims, ascending."""
-    if value is None:
-        return tuple(range(rank))
-    dims: list[int] = [value] if isinstance(value, int) else list(value)
-    if not dims:
-        return tuple(range(rank))
-    return tuple(sorted(dim % rank if rank else 0 for dim in dims)) if rank else ()
+    dims: list[int] = [value] if isinstance(value, int) else list(value or ())
+    return tuple(sorted(dim % rank for dim in dims)) if dims and rank else tuple(range(rank))
 
 
 def num_pairs(call: OpCall, first: int) -> int:

@@ -296,7 +296,7 @@ class Prices:
         if producer is None:
             return {c.axis: c.inputs[value] for c in self.done}
         index = producer.results.index(value)
-        return {c.axis: c.result(producer, index) for c in self.done}
+        return {c.axis: c.strategies[producer.name].results[index] for c in self.done}
 
     def convert(self, value: str, src: Placement, dst: Placement) -> float:
         if self.axis == MICROBATCH_AXIS and not isinstance(src, type(REPLICATE)):

@@ -33,9 +33,6 @@ class AxisChoice:
     inputs: Mapping[str, Placement]
     opened: tuple[Opened, ...]
 
-    def result(self, op: Op, index: int) -> Placement:
-        return self.strategies[op.name].results[index]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
