@@ -72,7 +72,7 @@ _TIE = 1e-13
 @dataclass(frozen=True, slots=True)
 class Move:
     """One step of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; what a reduction
-    adds up may come out in a wider dtype (plan/passes/precision.py)."""
+    adds up may come out in a wider dtype (plan/precision.py)."""
 
     kind: MoveKind
     axis: str

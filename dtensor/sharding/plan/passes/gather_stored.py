@@ -40,6 +40,7 @@ from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 When = Literal["once", "forward", "backward", "optimizer"]
+At = tuple[int, When]  # a stage, and when a step of it runs
 
 
 def gather_stored(plan: PlanRecord) -> PlanRecord:
@@ -56,7 +57,6 @@ def gather_stored(plan: PlanRecord) -> PlanRecord:
 class _Group:
     """What is gathered as one message; ``members``: the values, each a parameter or its cast."""
 
-    layer: str
     members: list[str] = field(default_factory=list[str])
     started: bool = False
     used: bool = False
@@ -66,15 +66,10 @@ class _Group:
 class _Gathering:
     plan: PlanRecord
     split: Mapping[str, PlannedInput]
-    makers: dict[str, Compute | Convert] = field(
-        default_factory=dict[str, Compute | Convert]
-    )  # the free steps, by result
-    groups: dict[tuple[int, When], list[_Group]] = field(
-        default_factory=dict[tuple[int, When], list[_Group]]
-    )
-    copies: dict[tuple[str, int, When], str] = field(
-        default_factory=dict[tuple[str, int, When], str]
-    )
+    # the free steps by result, groups by layer in order of use, names by value
+    makers: dict[str, Compute | Convert] = field(default_factory=dict[str, Compute | Convert])
+    groups: dict[At, dict[str, _Group]] = field(default_factory=dict[At, dict[str, _Group]])
+    copies: dict[tuple[str, At], str] = field(default_factory=dict[tuple[str, At], str])
     steps: list[Step] = field(default_factory=list[Step])
     names: set[str] = field(default_factory=set[str])
 
@@ -131,12 +126,8 @@ class _Gathering:
         if not self._depends(value):
             return
         parameter, member = self._base(value)
-        groups = self.groups.setdefault((stage, when), [])
         layer = f"{layer_of(self.split[parameter].label)} {self._dtype(member)}"
-        group = next((g for g in groups if g.layer == layer), None)
-        if group is None:
-            group = _Group(layer)
-            groups.append(group)
+        group = self.groups.setdefault((stage, when), {}).setdefault(layer, _Group())
         if member not in group.members:
             group.members.append(member)
 
@@ -156,7 +147,7 @@ class _Gathering:
         """The name under which a value can be read there; made where it is not."""
         if not self._depends(value):
             return value
-        key = (value, stage, when)
+        key: tuple[str, At] = (value, (stage, when))
         if value == self._base(value)[1]:
             self._gather(value, stage, when)
         elif key not in self.copies:
@@ -171,12 +162,12 @@ class _Gathering:
 
     def _named(self, value: str, stage: int, when: When) -> str:
         name = unused(value, self.names)
-        self.copies[value, stage, when] = name
+        self.copies[value, (stage, when)] = name
         return name
 
     def _gather(self, member: str, stage: int, when: When) -> None:
         """At the first use of a group, start the group after it; and itself, if it is the first."""
-        groups = self.groups[stage, when]
+        groups = list(self.groups[stage, when].values())
         at = next(i for i, group in enumerate(groups) if member in group.members)
         if groups[at].used:
             return
@@ -219,7 +210,7 @@ class _Gathering:
             operands.append(operand)
             found.append(Move("all_gather", axis, held, used))
             results.append(unused(f"{member}_gathered", self.names))
-            self.copies[member, stage, when] = results[-1]
+            self.copies[member, (stage, when)] = results[-1]
         self.steps.append(
             Bucket(
                 name=unused(f"parameters_{axis}", self.names),

@@ -47,6 +47,7 @@ from dtensor.sharding.redistribute.moves import FREE_KINDS
 
 Key = tuple[str, int]  # a region's name, its stage
 Repeatable = Compute | Convert
+Maker = tuple[int, Repeatable]  # where a step of the forward stands that may run again, the step
 
 
 def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
@@ -87,9 +88,7 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
 class _Recompute:
     plan: PlanRecord
     names: Mapping[str, str]
-    makers: dict[str, tuple[int, Repeatable]] = field(
-        default_factory=dict[str, tuple[int, Repeatable]]
-    )  # by result: where a step of the forward stands that may run again
+    makers: dict[str, Maker] = field(default_factory=dict[str, Maker])  # by result
     homes: dict[str, Key | None] = field(default_factory=dict[str, Key | None])
     kept: dict[str, bool] = field(default_factory=dict[str, bool])
     needed: set[str] = field(default_factory=set[str])
