@@ -25,13 +25,14 @@ import torch
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan import planner
 from dtensor.sharding.plan.choose import choose_axis
-from dtensor.sharding.plan.choose.solve import Node, Option, Price, Solution, evaluate, solve
+from dtensor.sharding.plan.choose.solve import Node, Option, Price, Solution, solve
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.redistribute.moves import seconds
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
+from tests.sharding.enumerated import evaluate
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def loss(request: Request) -> Loss:
         for a, b in zip(first, second, strict=True)
     }
     spent = evaluate(nodes, planned, model.price)
-    return Loss(spent, solve(nodes, model.price).seconds)
+    return Loss(spent, evaluate(nodes, solve(nodes, model.price).chosen, model.price))
 
 
 class _Model:

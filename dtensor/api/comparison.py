@@ -41,8 +41,8 @@ from dtensor.api.training import train_step
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.shard_optimizer import check_optimizer
-from dtensor.sharding.plan.cost.collectives import PlannedCollective
 from dtensor.sharding.plan.cost.memory import Memory
+from dtensor.sharding.plan.cost.seconds import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text, size_text
 from dtensor.sharding.redistribute.topology import Topology, check_topology

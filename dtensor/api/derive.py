@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtensor.sharding.plan.choose.contractions import Contraction, batch_values, contractions_of
+from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
 from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow, Op, without_numbers
 from dtensor.sharding.plan.planner import rules_of
@@ -118,7 +118,7 @@ class _Derivation:
 
     @staticmethod
     def of(flow: Dataflow, size: int | None) -> _Derivation:
-        rules, batch = rules_of(flow), batch_values(flow)
+        rules, batch = rules_of(flow), flow.batch_values
         contractions = {
             item.name: contractions_of(flow, rules, item.name, batch)
             for item in flow.inputs

@@ -19,7 +19,7 @@ import hashlib
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.ops.random import SEED, STEP
+from dtensor.sharding.ops.call import SEED, STEP
 
 
 @dataclass(slots=True)

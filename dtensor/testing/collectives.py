@@ -32,7 +32,7 @@ from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg, Graph, meta_of
-from dtensor.sharding.plan.cost.collectives import PlannedCollective
+from dtensor.sharding.plan.cost.seconds import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard

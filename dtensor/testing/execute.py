@@ -38,8 +38,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent, meta_of
 from dtensor.runtime.lower.builder import Roles
-from dtensor.sharding.ops.call import Meta
-from dtensor.sharding.ops.random import is_random
+from dtensor.sharding.ops.call import Meta, is_random
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedOutput

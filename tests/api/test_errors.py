@@ -26,8 +26,8 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.parse import parse as spec
 from dtensor.sharding.spec.placements import Row, Shard
+from dtensor.sharding.spec.spec import parse as spec
 from dtensor.testing import plan_of
 from tests.models import MLP, CausalSelfAttention, Llama
 

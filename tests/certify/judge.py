@@ -14,7 +14,7 @@ from dtensor.api.rule import op_overloads
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import rule_for
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.whole import reasons
+from dtensor.sharding.rules.tables import reasons
 from dtensor.testing.certificates import (
     Certificate,
     RuleOf,

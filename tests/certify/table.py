@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dtensor.sharding.rules import TABLES
 from dtensor.sharding.rules.registry import builders
-from dtensor.sharding.rules.tables.whole import reasons
+from dtensor.sharding.rules.tables import reasons
 from dtensor.testing import Certificate
 
 _HEAD = """\

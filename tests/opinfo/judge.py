@@ -28,7 +28,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 from dtensor.frontend.capture import decompose
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute
-from dtensor.sharding.rules.tables.whole import reasons
+from dtensor.sharding.rules.tables import reasons
 from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.testing import execute

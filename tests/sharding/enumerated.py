@@ -4,17 +4,47 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from dtensor.sharding.plan.choose.solve import Node, Price, Solution, evaluate
+from dtensor.sharding.plan.choose.solve import Node, Price
+from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
-def brute_force(nodes: Sequence[Node], price: Price) -> Solution:
+def brute_force(nodes: Sequence[Node], price: Price) -> float:
+    """The seconds of the cheapest choice; infinity where none connects the nodes."""
     best = math.inf
-    winner: dict[str, int] = {}
     for combination in itertools.product(*(range(len(n.options)) for n in nodes)):
         chosen = {n.name: k for n, k in zip(nodes, combination, strict=True)}
-        seconds = evaluate(nodes, chosen, price)
-        if seconds < best:
-            best, winner = seconds, chosen
-    return Solution(winner, best, sum(len(n.options) for n in nodes))
+        best = min(best, evaluate(nodes, chosen, price))
+    return best
+
+
+def evaluate(nodes: Sequence[Node], chosen: Mapping[str, int], price: Price) -> float:
+    """Seconds of a choice: its options and the conversions that connect them."""
+    total = 0.0
+    native: dict[str, Placement] = {}
+    needed: dict[str, dict[Placement, None]] = {}
+    for node in nodes:
+        option = node.options[chosen[node.name]]
+        total += option.seconds
+        native.update(dict(option.writes))
+        for value, placement in option.reads:
+            needed.setdefault(value, {})[placement] = None
+    for value, placements in needed.items():
+        total += conversion_seconds(value, native[value], tuple(placements), price)
+    return total
+
+
+def conversion_seconds(
+    value: str, native: Placement, needed: Sequence[Placement], price: Price
+) -> float:
+    """The least price to have ``value`` at all the ``needed`` placements."""
+    rest = [p for p in needed if p != native]
+    direct = sum(price(value, native, p) for p in rest)
+    if native == REPLICATE or not rest:
+        return direct
+    whole = price(value, native, REPLICATE)
+    via = whole + sum(
+        min(price(value, native, p), price(value, REPLICATE, p)) for p in rest if p != REPLICATE
+    )
+    return min(direct, via)

@@ -16,11 +16,11 @@ from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.rules import NoRule, pattern, register, registered, rule_for
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.rule import FactorSharding, Rule
+from dtensor.sharding.rules.tables import reasons
 from dtensor.sharding.rules.tables.views import factorize
-from dtensor.sharding.rules.tables.whole import reasons
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
+from dtensor.sharding.spec.spec import parse
 from dtensor.testing.certificates import certify_call
 
 aten, dt = torch.ops.aten, torch.ops.dt

@@ -20,7 +20,6 @@ from dtensor.sharding.redistribute.between_meshes import (
 )
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.parse import parse
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Partial,
@@ -30,7 +29,7 @@ from dtensor.sharding.spec.placements import (
     length,
 )
 from dtensor.sharding.spec.shards import assemble, shape_of, shard_of
-from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
 
 SHAPE = (7, 6)
 KINDS: tuple[Placement, ...] = (

@@ -22,7 +22,7 @@ from torch import nn
 
 from dtensor.api.stating.patterns import Named, listing, matches, nearest
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.choose.contractions import Contraction, batch_values, contractions_of
+from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
 from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.planner import rules_of
 from dtensor.sharding.rules.rule import Rule
@@ -109,7 +109,7 @@ class Resolver:
 
     @staticmethod
     def of(flow: Dataflow) -> Resolver:
-        return Resolver(flow=flow, rules=rules_of(flow), batch=batch_values(flow))
+        return Resolver(flow=flow, rules=rules_of(flow), batch=flow.batch_values)
 
     def placements(
         self, item: Input, stated: StatedRoles, owner: StatedModule, pattern: str

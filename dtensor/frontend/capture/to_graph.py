@@ -25,7 +25,7 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import dtensor.sharding.ops.checks  # noqa: F401  (registers the op)
+import dtensor.sharding.ops.attention  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
 from dtensor.frontend.capture.decompose import Held, decompose, lift_constants
 from dtensor.frontend.capture.layers import exact

@@ -10,7 +10,7 @@ op runs where its forward op ran, a sum of gradients where these are. The gradie
 that several stages use leaves as one contribution per stage, to be summed once.
 
 Not here: which stage holds what (api/stating/stages.py), how values cross
-(sharding/plan/emit/emitter.py).
+(sharding/plan/emit/values.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import OpCall, Operand
-from dtensor.sharding.plan.choose.contractions import batch_values
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, Output
 
 Stages = Mapping[str, tuple[int, ...]]
@@ -45,8 +44,7 @@ def staged(
     of its names to those of that name, which say on which of the stages a module's ops are.
     Raises PlanningError where an op would need a parameter of a stage before its inputs'.
     """
-    homes = stages if homes is None else homes
-    return _Stager(flow, stages, homes, num_stages, batch_values(flow)).assign()
+    return _Stager(flow, stages, stages if homes is None else homes, num_stages).assign()
 
 
 @dataclass(slots=True)
@@ -55,7 +53,6 @@ class _Stager:
     held: Stages
     homes: Stages
     num_stages: int
-    batch: frozenset[str]  # the values that depend on arguments, not on constants alone
     places: dict[str, _Place] = field(default_factory=dict)  # by value
     op_places: dict[str, _Place] = field(default_factory=dict)
     by_seq: dict[int, int] = field(default_factory=dict)
@@ -89,7 +86,7 @@ class _Stager:
             if place.stage is None and place.allowed is not None:
                 allowed = place.allowed if allowed is None else allowed & place.allowed
         batch = any(p.stage is None and p.allowed is None for p in operands)
-        batch = batch and not self.batch.isdisjoint(op.operands)
+        batch = batch and not self.flow.batch_values.isdisjoint(op.operands)
         if not fixed and (allowed is None or (allowed and not batch)):
             return _Place(None, allowed)
         if op.phase == "backward":

@@ -29,8 +29,7 @@ from dtensor.frontend.graph import (
     meta_of,
     op_call,
 )
-from dtensor.sharding.ops.call import Meta
-from dtensor.sharding.ops.random import with_run_numbers
+from dtensor.sharding.ops.call import Meta, with_run_numbers
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, Output
 
 

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dtensor.frontend.dataflow.assign_stages import staged
-from dtensor.sharding.plan.choose.contractions import batch_values
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 
 
@@ -120,13 +119,12 @@ def _chain(
 
 def _anchors(flow: Dataflow) -> Iterator[tuple[Op, tuple[str, ...]]]:
     """Ops of the forward that combine parameters with what depends on the batch."""
-    batch = batch_values(flow)
     parameters: dict[str, tuple[str, ...]] = {
         i.name: (i.label,) for i in flow.inputs if i.kind == "parameter"
     }
     for op in flow.ops:
         used = dict.fromkeys(label for n in op.operands for label in parameters.get(n, ()))
-        if not batch.isdisjoint(op.operands):
+        if not flow.batch_values.isdisjoint(op.operands):
             if used and op.phase == "forward":
                 yield op, tuple(used)
         else:  # a parameter transposed, two of them added

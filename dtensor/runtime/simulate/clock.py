@@ -30,7 +30,7 @@ from dtensor.runtime.schedule import Grid
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
@@ -198,10 +198,9 @@ class _Clock:
                     "transfer", axis, num=2, bytes_sent=buffer.nbytes
                 )
             case Collective(group=group):
-                axis = self._axis(group)
-                return topology.collective_seconds(
-                    item.kind, axis, num=len(group), bytes_sent=_bytes_sent(item)
-                )
+                axis, num = self._axis(group), len(group)
+                sent = ring_bytes(item.kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
+                return topology.collective_seconds(item.kind, axis, num=num, bytes_sent=sent)
 
     def _axis(self, group: tuple[int, ...]) -> str:
         """The axis along which the members lie."""
@@ -220,18 +219,3 @@ class _Clock:
         if end > begin:
             span = Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)
             self.spans.append(span)
-
-
-def _bytes_sent(item: Collective) -> float:
-    """Per rank, by a ring."""
-    n = len(item.group)
-    given = sum(buffer.nbytes for buffer in item.in_buffers)
-    match item.kind:
-        case "all_reduce":
-            return 2 * (n - 1) / n * given
-        case "all_gather":
-            return (n - 1) * given
-        case "reduce_scatter" | "all_to_all":
-            return (n - 1) / n * given
-        case "broadcast":
-            return given

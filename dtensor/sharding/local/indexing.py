@@ -55,30 +55,18 @@ def write_shard(
             assert isinstance(source, Tensor)
             out = torch.index_copy(padded, dim, local, source)
         case "index_fill":
-            out = _filled(padded, dim, local, source)
+            out = torch.index_fill(padded, dim, local, source)
         case "index_put" | "index_put_add":
             where = [*[None] * dim, local]
             out = torch.ops.aten.index_put.default(padded, where, source, kind == "index_put_add")
         case "scatter":
-            out = _scattered(padded, dim, local, source)
+            out = torch.scatter(padded, dim, local, source)
         case "scatter_add":
             assert isinstance(source, Tensor)
             out = torch.scatter_add(padded, dim, local, source)
         case _:
             assert_never(kind)
     return out.narrow(dim, 0, x.shape[dim]).contiguous()
-
-
-def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor | float) -> Tensor:
-    if isinstance(value, Tensor):
-        return torch.index_fill(x, dim, index, value)
-    return torch.index_fill(x, dim, index, value)
-
-
-def _scattered(x: Tensor, dim: int, index: Tensor, source: Tensor | float) -> Tensor:
-    if isinstance(source, Tensor):
-        return torch.scatter(x, dim, index, source)
-    return torch.scatter(x, dim, index, source)
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:

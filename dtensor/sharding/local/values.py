@@ -1,18 +1,23 @@
 """What ranks run in place of an op whose local form differs from its global one.
 
-    mean_over(x_shard, (0,), False, 8, None)      # a shard of 4 of 8 rows: its sum over 8
+    mean_over(x_shard, (0,), False, 8, None)              # a shard of 4 of 8 rows: its sum over 8
+    loss_over(aten.huber_loss.default, 8, x, y, 2, 1.0)   # a part of the mean over 8 elements
 
 Localizers name these functions; local graphs call them, so they are plain functions at module
-level. Invariants: tensors in, tensors out, no communication; right for shards of size 0.
+level. Invariants: tensors in, tensors out, no communication; right for shards of size 0; a mean's
+part is the local sum over the *global* count, forward and backward.
 Not here: who calls what (the rules), or the project's own ops (ops/attention.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+aten = torch.ops.aten
 
 Pieces = Sequence[tuple[int, int]]
 
@@ -75,3 +80,124 @@ def strided_scatter(
 ) -> Tensor:
     """as_strided_scatter into a contiguous tensor."""
     return torch.as_strided_scatter(x.contiguous(), source, size, stride, offset)
+
+
+# -- layers and losses -----------------------------------------------------------------------------
+
+
+def zeros(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What a rank without elements gives: its shard is empty, its part of a sum is 0."""
+    return x.new_zeros(tuple(shape), dtype=dtype)
+
+
+def many_zeros(
+    x: Tensor, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[torch.dtype]
+) -> tuple[Tensor | None, ...]:
+    """The same for an op with several results; None for a result that it does not return."""
+    return tuple(
+        None if shape is None else zeros(x, shape, dtype)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """Where images, input or output channels are missing: the bias alone."""
+    y = x.new_zeros(tuple(shape))
+    return y if bias is None else y + bias.view(1, -1, *(1 for _ in shape[2:]))
+
+
+def empty_convolution_backward(
+    grad: Tensor, shapes: Sequence[Sequence[int] | None]
+) -> tuple[Tensor | None, ...]:
+    """Where images, input or output channels are missing: the bias's gradient needs no input."""
+    x, weight, bias = shapes
+    dims = [d for d in range(grad.dim()) if d != 1]
+    return (
+        None if x is None else grad.new_zeros(tuple(x)),
+        None if weight is None else grad.new_zeros(tuple(weight)),
+        None if bias is None else grad.sum(dims),
+    )
+
+
+def contiguously(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """For kernels that read storage in order whatever the strides are, and are silently wrong."""
+    return op(*(a.contiguous() if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+
+def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
+    """The local part of a mean: ``args`` ask for the sum."""
+    return loss(*args) / count
+
+
+def first_over(loss: Callable[..., Any], count: int, *args: Any) -> tuple[Tensor, ...]:
+    """The same for a loss that returns more than its value, first."""
+    value, *rest = loss(*args)
+    return (value / count, *rest)
+
+
+def loss_backward_over(
+    backward: Callable[..., Tensor], count: int, grad: Tensor, *args: Any
+) -> Tensor:
+    """The gradient of a mean: ``args`` ask for that of the sum."""
+    return backward(grad / count, *args)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """The CPU's kernel, which is right for strides of 1 in the last dim only."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients, under the same condition."""
+    grad, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out))
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return dq, dk, dv
+
+
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
+    """Torch's kernel where rows lie on 16 bytes, which shards may not; else group by group."""
+    if offsets is None:
+        return a @ b
+    if a.numel() and b.numel() and all(_aligned(x) for x in (a, b)):
+        return aten._grouped_mm(a, b, offsets)
+    stops = [int(stop) for stop in offsets]
+    starts = [0, *stops[:-1]]
+    num = len(stops)
+    if a.dim() == b.dim():
+        parts = [a[:, i:j] @ b[i:j] for i, j in zip(starts, stops, strict=True)]
+        return torch.stack(parts)
+    if a.dim() == 2:
+        parts = [a[i:j] @ b[g] for g, i, j in zip(range(num), starts, stops, strict=True)]
+        rest = a.new_zeros(a.shape[0] - stops[-1], b.shape[2])
+        return torch.cat([*parts, rest])
+    parts = [a[g] @ b[:, i:j] for g, i, j in zip(range(num), starts, stops, strict=True)]
+    return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - stops[-1])], dim=1)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows (or columns, of a transposed matrix) start on multiples of 16 bytes."""
+    inner, outer = sorted(x.stride()[-2:])
+    return inner == 1 and outer * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

@@ -5,18 +5,13 @@ Importing this module registers them; the frontend rewrites the user's program i
 rules name them. Shapes below are global while planning and local when a rank executes.
 
     attention(q[b h t d], k[b g s d], v[b g s d]) -> out[b h t d], lse[b h t]        h = g * r
-    ce_max(logits[n v]) -> m[n]                           contracted with max
-    ce_sumexp(logits[n v], m[n]) -> z[n]                  contracted with sum
-    ce_target(logits[n v], target[n]) -> y[n]             contracted with sum
-    ce_loss(m[n], z[n], y[n], target[n]) -> loss[n]       elementwise
-    ce_count(target[n]) -> count[]                        contracted with sum
-    ce_backward(grad[n], logits[n v], m[n], z[n], target[n]) -> dlogits[n v]    nothing contracted
     embedding_shard(weight[r d], ids[...]) -> out[... d]  contracted with sum over the row shards
+    annotate(x[...], text) -> x[...]                      states placements, does nothing
+    linalg_checked(x[... m n], info[...]) -> x[... m n]   raises torch's error where info is not 0
 
-So cross entropy over a split vocabulary takes three reductions of one number per row forward (one
-each behind `ce_max`, `ce_sumexp`, `ce_target`) and none backward. Ops that need to know *which*
-columns or rows are local take them as `vocab` or `rows`: a flat list `[start, stop, start, stop,
-...]` of global index intervals, in local order; the empty list means "all, from 0".
+Ops that need to know *which* columns or rows are local take them as `vocab` or `rows`: a flat list
+`[start, stop, start, stop, ...]` of global index intervals, in local order; the empty list means
+"all, from 0". The other ops are in files of their own: cross_entropy.py, random.py, batch_norm.py.
 
 Invariants: no op aliases or mutates its inputs; every op is right when any dim has size 0 (a
 reduction then returns its identity); row statistics and losses are float32 for half dtypes.
@@ -36,7 +31,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
-from dtensor.sharding.local.layers import flash_attention, flash_attention_backward
+from dtensor.sharding.local.values import flash_attention, flash_attention_backward
 from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
 )
@@ -188,19 +183,6 @@ def _laid_as(like: Tensor, made: Tensor) -> Tensor:
     return made if alike else wanted.copy_(made)
 
 
-def _attention_backward_fake(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
 define(
     "attention(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)",
     _attention,
@@ -210,7 +192,7 @@ define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
     _attention_backward,
-    _attention_backward_fake,
+    lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
 )
 
 
@@ -271,7 +253,7 @@ define(
 )
 
 
-# -- marks -------------------------------------------------------------------------------------
+# -- what passes a value on -----------------------------------------------------------------------
 
 define("annotate(Tensor x, str text) -> Tensor", lambda x, text: x.clone(),
         lambda x, text: torch.empty_like(x))  # fmt: skip
@@ -289,4 +271,22 @@ def _annotate_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 torch.library.register_autograd(
     "dt::annotate", _annotate_grad, setup_context=_annotate_setup, lib=LIBRARY
+)
+
+
+def _linalg_checked(x: Tensor, info: Tensor, api_name: str, is_matrix: bool) -> Tensor:
+    """The error of torch.linalg for a singular matrix: info[i] is not 0 where matrix i is.
+
+    Torch checks by an op without a result, which a graph of values would lose, and with it the
+    error. Here the value passes through the check. Each rank checks its matrices.
+    """
+    check: Any = torch.ops.aten._linalg_check_errors.default
+    check(info.contiguous(), api_name, is_matrix=is_matrix)
+    return x.clone()
+
+
+define(
+    "linalg_checked(Tensor x, Tensor info, str api_name, bool is_matrix) -> Tensor",
+    _linalg_checked,
+    lambda x, info, api_name, is_matrix: torch.empty_like(x),
 )

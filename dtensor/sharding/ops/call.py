@@ -59,6 +59,23 @@ class Slot(float):
         return slot
 
 
+SEED, STEP = "dt_seed", "dt_step"
+"""The names under which a program is fed the seed and the step."""
+
+
+def is_random(call: OpCall) -> bool:
+    """Whether it is one of the project's random ops: they alone are told a seed."""
+    return call.name.startswith("dt.") and any(key == "at_seed" for key, _ in call.kwargs)
+
+
+def with_run_numbers(call: OpCall) -> OpCall:
+    """The call with its seed and step read from what the program is fed; others as they are."""
+    if not is_random(call):
+        return call
+    given = {"at_seed": Slot.of(0.0, SEED), "at_step": Slot.of(0.0, STEP)}
+    return replace(call, kwargs=tuple((k, given.get(k, v)) for k, v in call.kwargs))
+
+
 def slots_of(call: OpCall) -> tuple[str, ...]:
     """The names of the numbers that a call is given at each run, in the order of its arguments."""
     values = (*call.args, *(value for _, value in call.kwargs))
@@ -80,6 +97,13 @@ class OpCall:
     def name(self) -> str:
         """``aten.mm.default``, ``dt.attention.default``."""
         return target_name(self.target)
+
+    @property
+    def result(self) -> Meta:
+        """Of an op that returns a tensor, or several: the first."""
+        meta = self.results[0]
+        assert meta is not None, "the op returns nothing"
+        return meta
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
         """The argument at ``position`` or of that keyword, else the default."""

@@ -7,10 +7,11 @@
     dropout_backward(grad[...], kept[...], p) -> dx[...]      linear in grad
 
 Each number is a function of (at_seed, at_step, op, global index): philox.py and distributions.py.
-``at_seed`` and ``at_step`` are given to a program anew at each run (`with_run_numbers` makes them
-Slots); ``op`` counts the random ops of the captured forward program. ``shape`` is the global shape;
-``pieces`` the part of it that the rank holds: for each dim the number of intervals, then their
-starts and stops (none: all of it). The mask of a dropout is kept for backward, a byte an element.
+``at_seed`` and ``at_step`` are given to a program anew at each run (call.py's `with_run_numbers`
+makes them Slots); ``op`` counts the random ops of the captured forward program. ``shape`` is the
+global shape; ``pieces`` the part of it that the rank holds: for each dim the number of intervals,
+then their starts and stops (none: all of it). The mask of a dropout is kept for backward, a byte an
+element.
 
 Invariants: as in attention.py. Not here: which ops of a user's program become these (frontend).
 """
@@ -22,20 +23,15 @@ Invariants: as in attention.py. Not here: which ops of a user's program become t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtensor.sharding.ops.call import OpCall, Slot
 from dtensor.sharding.ops.distributions import integers, keep, normal, uniform
 from dtensor.sharding.ops.library import LIBRARY, define
 from dtensor.sharding.ops.philox import Key, Place
 from dtensor.sharding.spec.placements import Intervals
-
-SEED, STEP = "dt_seed", "dt_step"
-"""The names under which a program is fed the seed and the step."""
 
 _KEY = "*, int at_seed, int at_step, int op"
 _WHERE = "SymInt[]? shape=None, int[]? pieces=None"
@@ -51,66 +47,45 @@ def encode_pieces(pieces: Sequence[Intervals]) -> list[int]:
     return flat
 
 
-def _place(local: Sequence[int], shape: Sequence[int] | None, flat: Sequence[int] | None) -> Place:
-    """Where a rank's numbers lie; without ``flat`` the local shape is all there is."""
-    if shape is None or flat is None:
-        return Place.whole(local)
-    pieces: list[tuple[tuple[int, int], ...]] = []
+def _place_and_key(
+    local: Sequence[int],
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> tuple[Place, Key]:
+    """Where a rank's numbers lie; without ``pieces`` the local shape is all there is."""
+    key = Key(at_seed, at_step, op)
+    if shape is None or pieces is None:
+        return Place.whole(local), key
+    dims: list[tuple[tuple[int, int], ...]] = []
     at = 0
     for _ in shape:
-        count = flat[at]
-        numbers = flat[at + 1 : at + 1 + 2 * count]
-        pieces.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+        count = pieces[at]
+        numbers = pieces[at + 1 : at + 1 + 2 * count]
+        dims.append(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
         at += 1 + 2 * count
-    place = Place(tuple(shape), tuple(pieces))
+    place = Place(tuple(shape), tuple(dims))
     if place.local_shape != tuple(local):
         raise ValueError(f"the pieces hold {place.local_shape}, the local tensor is {tuple(local)}")
-    return place
-
-
-def with_run_numbers(call: OpCall) -> OpCall:
-    """The call with its seed and step read from what the program is fed; others as they are."""
-    if not is_random(call):
-        return call
-    given = {"at_seed": Slot.of(0.0, SEED), "at_step": Slot.of(0.0, STEP)}
-    return replace(call, kwargs=tuple((k, given.get(k, v)) for k, v in call.kwargs))
-
-
-def is_random(call: OpCall) -> bool:
-    return call.name in RANDOM_OPS
+    return place, key
 
 
 # -- numbers -------------------------------------------------------------------------------------
 
 
 def _uniform(
-    size: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-    *,
-    at_seed: int,
-    at_step: int,
-    op: int,
-    shape: Sequence[int] | None = None,
-    pieces: Sequence[int] | None = None,
+    size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None, **at: Any
 ) -> Tensor:
-    place = _place(size, shape, pieces)
-    return uniform(place, Key(at_seed, at_step, op), dtype, device or torch.device("cpu"))
+    return uniform(*_place_and_key(size, **at), dtype, device or torch.device("cpu"))
 
 
 def _normal(
-    size: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-    *,
-    at_seed: int,
-    at_step: int,
-    op: int,
-    shape: Sequence[int] | None = None,
-    pieces: Sequence[int] | None = None,
+    size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None, **at: Any
 ) -> Tensor:
-    place = _place(size, shape, pieces)
-    return normal(place, Key(at_seed, at_step, op), dtype, device or torch.device("cpu"))
+    return normal(*_place_and_key(size, **at), dtype, device or torch.device("cpu"))
 
 
 def _integers(
@@ -119,16 +94,10 @@ def _integers(
     high: int,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    *,
-    at_seed: int,
-    at_step: int,
-    op: int,
-    shape: Sequence[int] | None = None,
-    pieces: Sequence[int] | None = None,
+    **at: Any,
 ) -> Tensor:
-    place = _place(size, shape, pieces)
-    key = Key(at_seed, at_step, op)
-    return integers(place, key, low, high, dtype, device or torch.device("cpu"))
+    where = _place_and_key(size, **at)
+    return integers(*where, low, high, dtype, device or torch.device("cpu"))
 
 
 def _sized(size: Sequence[int], *rest: Any, device: torch.device | None = None, **_: Any) -> Tensor:
@@ -156,18 +125,8 @@ _define_factory("random_integers", "int low, int high, ", _integers)
 # -- dropout -------------------------------------------------------------------------------------
 
 
-def _dropout(
-    x: Tensor,
-    p: float,
-    *,
-    at_seed: int,
-    at_step: int,
-    op: int,
-    shape: Sequence[int] | None = None,
-    pieces: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
-    place = _place(x.shape, shape, pieces)
-    kept = keep(place, Key(at_seed, at_step, op), p, x.device)
+def _dropout(x: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
+    kept = keep(*_place_and_key(x.shape, **at), p, x.device)
     return _masked(x, kept, p), kept
 
 
@@ -185,13 +144,9 @@ def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
 define(f"dropout(Tensor x, float p, {_KEY}, {_WHERE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
 
 
-def _dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
-    return _masked(grad, kept, p)
-
-
 define(
     "dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor",
-    _dropout_backward,
+    _masked,
     lambda grad, kept, p: torch.empty(grad.shape, dtype=grad.dtype, device=grad.device),
 )
 
@@ -214,9 +169,4 @@ def _dropout_grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 
 torch.library.register_autograd(
     "dt::dropout", _dropout_grad, setup_context=_dropout_setup, lib=LIBRARY
-)
-
-RANDOM_OPS = frozenset(
-    f"dt.{name}.default"
-    for name in ("random_uniform", "random_normal", "random_integers", "dropout")
 )

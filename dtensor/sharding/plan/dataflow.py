@@ -113,6 +113,19 @@ class Dataflow:
                 found.setdefault(name, []).append((op, index))
         return {name: tuple(uses) for name, uses in found.items()}
 
+    @cached_property
+    def batch_values(self) -> frozenset[str]:
+        """Every value that depends on an argument of the program."""
+        return self.depending("argument", "tangent")
+
+    def depending(self, *kinds: InputKind) -> frozenset[str]:
+        """Every value that depends on an input of one of these kinds, those inputs included."""
+        found = {item.name for item in self.inputs if item.kind in kinds}
+        for op in self.ops:
+            if not found.isdisjoint(op.operands):
+                found.update(name for name in op.results if name is not None)
+        return frozenset(found)
+
     def pruned(self, outputs: tuple[Output, ...]) -> Dataflow:
         """The program with these outputs alone, without what only others needed."""
         needed = {output.value for output in outputs}

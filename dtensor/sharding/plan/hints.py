@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.choose.contractions import batch_values, contractions_of
+from dtensor.sharding.plan.choose.contractions import contractions_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan, rules_of, trained
 from dtensor.sharding.plan.record import Hint
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.spec.placements import Placement, Shard
+from dtensor.sharding.spec.placements import Shard
 
 _WORTH = 0.99  # of the stated plan's seconds; a smaller gain is not worth a line
 
@@ -32,9 +32,8 @@ _WORTH = 0.99  # of the stated plan's seconds; a smaller gain is not worth a lin
 def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
     """The hints for ``planned``, which was made of ``request``, in the order of its pins."""
     flow = trained(request)
-    rules, batch = rules_of(flow), batch_values(flow)
-    groups: dict[tuple[str, str], dict[str, Shard]] = {}
-    opposite: dict[tuple[str, str], dict[str, int]] = {}
+    rules, batch = rules_of(flow), flow.batch_values
+    groups: dict[tuple[str, str], dict[str, tuple[Shard, int]]] = {}  # stated, the opposite's dim
     for value, placements in request.pins.items():
         found = contractions_of(flow, rules, value, batch) if value in request.pinned_by else ()
         for axis, placement in placements.items():
@@ -45,15 +44,10 @@ def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
             if dim not in (one.output_dim, one.contracted_dim):
                 continue
             key = (request.pinned_by[value], axis)
-            groups.setdefault(key, {})[value] = placement
             turned = one.contracted_dim if dim == one.output_dim else one.output_dim
-            opposite.setdefault(key, {})[value] = turned
-    made: list[Hint] = []
-    for (by, axis), pinned in groups.items():
-        hint = _compare(request, planned, by, axis, pinned, opposite[by, axis])
-        if hint is not None:
-            made.append(hint)
-    return tuple(made)
+            groups.setdefault(key, {})[value] = (placement, turned)
+    found = (_compare(request, planned, by, axis, pins) for (by, axis), pins in groups.items())
+    return tuple(hint for hint in found if hint is not None)
 
 
 def _compare(
@@ -61,13 +55,16 @@ def _compare(
     planned: Plan,
     by: str,
     axis: str,
-    pinned: Mapping[str, Shard],
-    opposite: Mapping[str, int],
+    pinned: Mapping[str, tuple[Shard, int]],
 ) -> Hint | None:
-    first = next(iter(pinned))
-    for unit in dict.fromkeys((1, pinned[first].unit)):
-        turned = {value: Shard(dim, 1, unit) for value, dim in opposite.items()}
-        other = _planned(replace(request, pins=_turned(request.pins, axis, turned)))
+    first, (stated, _) = next(iter(pinned.items()))
+    for unit in dict.fromkeys((1, stated.unit)):
+        turned = {value: Shard(dim, 1, unit) for value, (_, dim) in pinned.items()}
+        pins = {
+            value: {**placements, axis: turned[value]} if value in turned else placements
+            for value, placements in request.pins.items()
+        }
+        other = _planned(replace(request, pins=pins))
         if other is None:
             continue
         seconds, cheaper = _seconds(planned), _seconds(other)
@@ -76,7 +73,7 @@ def _compare(
         return Hint(
             by=by,
             axis=axis,
-            stated=pinned[first],
+            stated=stated,
             opposite=turned[first],
             seconds=seconds,
             opposite_seconds=cheaper,
@@ -84,15 +81,6 @@ def _compare(
             opposite_bytes_sent=_sent(other),
         )
     return None
-
-
-def _turned(
-    pins: Mapping[str, Mapping[str, Placement]], axis: str, turned: Mapping[str, Shard]
-) -> dict[str, Mapping[str, Placement]]:
-    return {
-        value: {**placements, axis: turned[value]} if value in turned else placements
-        for value, placements in pins.items()
-    }
 
 
 def _planned(request: Request) -> Plan | None:

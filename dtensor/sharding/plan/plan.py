@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from dtensor.sharding.plan.cost.collectives import PlannedCollective, all_collectives
 from dtensor.sharding.plan.cost.memory import Memory, memory_of
-from dtensor.sharding.plan.cost.seconds import Cost, cost_of
+from dtensor.sharding.plan.cost.seconds import Cost, PlannedCollective, all_collectives, cost_of
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.text.explain import explain
 from dtensor.sharding.plan.text.render import render

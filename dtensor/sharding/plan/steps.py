@@ -13,7 +13,7 @@ What a step communicates and costs is in cost/.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, assert_never
 
@@ -199,23 +199,41 @@ def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
             return []
 
 
-def operands_of(step: Step) -> tuple[str, ...]:
+def reads_of(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
+    """(stage, value, the spec that it is read under) of each operand."""
     match step:
-        case Compute() | Bucket() | TieSum():
-            return step.operands
-        case Convert() | Transfer() | Accumulate():
-            return (step.operand,)
+        case Compute():
+            for name, spec in zip(step.operands, step.operand_specs, strict=True):
+                yield step.stage, name, spec
+        case Convert():
+            yield step.stage, step.operand, step.move.src
+        case Transfer():
+            yield step.stage, step.operand, step.spec
+        case Accumulate():
+            yield step.stage, step.operand, step.src
+        case Bucket():
+            for name, move in zip(step.operands, step.moves, strict=True):
+                yield step.stage, name, move.dst if step.in_place else move.src
+        case TieSum():
+            for stage, name in zip(step.stages, step.operands, strict=True):
+                yield stage, name, step.spec
         case Norm():
-            return tuple(value for _, value, _ in step.operands)
+            for (stage, name, _), spec in zip(step.operands, step.specs, strict=True):
+                yield stage, name, spec
         case Update():
-            return (step.gradient,)
+            yield step.stage, step.gradient, step.spec
+        case _:
+            assert_never(step)
+
+
+def operands_of(step: Step) -> tuple[str, ...]:
+    """The values that a step reads."""
+    return tuple(name for _, name, _ in reads_of(step))
 
 
 def reading(step: Step, names: Mapping[str, str]) -> Step:
     """The step with its operands renamed."""
     match step:
-        case Bucket() if step.in_place:
-            return step
         case Compute() | Bucket() | TieSum():
             return replace(step, operands=tuple(names.get(v, v) for v in step.operands))
         case Convert() | Transfer() | Accumulate():
@@ -227,6 +245,22 @@ def reading(step: Step, names: Mapping[str, str]) -> Step:
             return replace(step, gradient=names.get(step.gradient, step.gradient))
         case _:
             assert_never(step)
+
+
+def renamed(
+    step: Compute | Convert, operands: Mapping[str, str], results: Mapping[str, str]
+) -> Compute | Convert:
+    """The step with other operands and results; a result that has no other name is not made."""
+    match step:
+        case Compute():
+            return replace(
+                step,
+                operands=tuple(operands.get(v, v) for v in step.operands),
+                results=tuple(results.get(v or "") for v in step.results),
+            )
+        case Convert():
+            operand = operands.get(step.operand, step.operand)
+            return replace(step, operand=operand, result=results[step.result])
 
 
 def stages_of(step: Step) -> tuple[int, ...]:

@@ -47,11 +47,7 @@ def stored_spec(spec: TensorSpec, axis: str) -> TensorSpec | None:
     best: tuple[int, bool, int] | None = None
     chosen: TensorSpec | None = None
     for dim, size in enumerate(spec.shape):
-        majors = [
-            (p, spec.mesh.axis_size(other))
-            for other, p in spec.sharding.items()
-            if isinstance(p, Shard) and p.dim == dim
-        ]
+        majors = spec.cuts(dim)
         split = spec.with_placements(**{axis: refine(Shard(dim), majors, size)})
         key = (split.max_local_nbytes, bool(majors), dim)
         if split.max_local_nbytes < spec.max_local_nbytes and (best is None or key < best):

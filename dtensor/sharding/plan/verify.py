@@ -32,6 +32,7 @@ from dtensor.sharding.plan.steps import (
     TieSum,
     Transfer,
     Update,
+    reads_of,
     results_of,
 )
 from dtensor.sharding.redistribute.moves import Move, move_kind
@@ -100,7 +101,7 @@ class _SoFar:
 
 
 def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
-    for stage, name, spec in _reads(step):
+    for stage, name, spec in reads_of(step):
         if fault := seen.missing(name, stage):
             yield fault
         elif (have := seen.specs[name]) is not spec and not _read_as(step, have, spec):
@@ -126,33 +127,6 @@ def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
                 yield "a stage is counted twice"
         case Transfer() | Norm() | Update():
             pass
-        case _:
-            assert_never(step)
-
-
-def _reads(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
-    """(stage, value, the spec that it is read under)."""
-    match step:
-        case Compute():
-            for name, spec in zip(step.operands, step.operand_specs, strict=True):
-                yield step.stage, name, spec
-        case Convert():
-            yield step.stage, step.operand, step.move.src
-        case Transfer():
-            yield step.stage, step.operand, step.spec
-        case Accumulate():
-            yield step.stage, step.operand, step.src
-        case Bucket():
-            for name, move in zip(step.operands, step.moves, strict=True):
-                yield step.stage, name, move.dst if step.in_place else move.src
-        case TieSum():
-            for stage, name in zip(step.stages, step.operands, strict=True):
-                yield stage, name, step.spec
-        case Norm():
-            for (stage, name, _), spec in zip(step.operands, step.specs, strict=True):
-                yield stage, name, spec
-        case Update():
-            yield step.stage, step.gradient, step.spec
         case _:
             assert_never(step)
 

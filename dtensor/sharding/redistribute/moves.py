@@ -32,7 +32,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -72,7 +72,7 @@ _TIE = 1e-13
 @dataclass(frozen=True, slots=True)
 class Move:
     """One step of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; what a reduction
-    adds up may come out in a wider dtype (plan/passes/precision.py)."""
+    adds up may come out in a wider dtype (plan/precision.py)."""
 
     kind: MoveKind
     axis: str
@@ -87,7 +87,11 @@ class Move:
     @property
     def bytes_sent(self) -> int:
         """Bytes that the rank which sends most sends."""
-        return _bytes_sent(self)
+        if self.kind in FREE_KINDS:
+            return 0
+        if _alike_on_all_ranks(self):
+            return _bytes_sent_at(self, dict.fromkeys(self.src.mesh.axes, 0))
+        return max(_bytes_sent_at(self, at) for at in _ranks_that_differ(self))
 
     def seconds(self, topology: Topology) -> float:
         num = self.src.mesh.axis_size(self.axis)
@@ -164,19 +168,12 @@ def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> floa
     total = 0.0
     for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
         num = src.mesh.axis_size(axis)
-        match before, after:
-            case Replicate(), _:
-                kind = None
-            case Partial(), Partial():
-                kind = None if before == after else "all_reduce"
-            case Partial(), Replicate():
-                kind = "all_reduce"
-            case Partial(), Shard():
-                kind = "reduce_scatter"
-            case Shard(), _:
-                kind = None if same(before, after, src.shape, num) else "all_gather"
-        if kind is not None:
-            total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
+        if before == REPLICATE or same(before, after, src.shape, num):
+            continue
+        kind = "all_gather" if isinstance(before, Shard) else "all_reduce"
+        if isinstance(before, Partial) and isinstance(after, Shard):
+            kind = "reduce_scatter"
+        total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
     return total
 
 
@@ -228,19 +225,10 @@ def _further(
     for dim, size in enumerate(here.shape):
         if size == 0:
             continue
-        cuts = [_cuts(spec, dim, axis) for spec in (here, *ends)]
+        cuts = [spec.cuts(dim, but=axis) for spec in (here, *ends)]
         for majors in (*cuts, cuts[1] + cuts[2]):
             found[counted(Shard(dim, pieces(majors, size)), size)] = None
     return tuple(found)
-
-
-def _cuts(spec: TensorSpec, dim: int, axis: str) -> list[tuple[Shard, int]]:
-    """What the axes other than ``axis`` do to a dim."""
-    return [
-        (p, spec.mesh.axis_size(other))
-        for other, p in spec.sharding.items()
-        if isinstance(p, Shard) and p.dim == dim and other != axis
-    ]
 
 
 def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:
@@ -264,15 +252,6 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
     return Move(kind, axis, here, here.with_placements(**{axis: option}))
 
 
-def _bytes_sent(move: Move) -> int:
-    origin = dict.fromkeys(move.src.mesh.axes, 0)
-    if move.kind in FREE_KINDS:
-        return 0
-    if _alike_on_all_ranks(move):
-        return _bytes_sent_at(move, origin)
-    return max(_bytes_sent_at(move, at) for at in _ranks_that_differ(move))
-
-
 def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
     """Bytes that the rank at these coordinates sends."""
     num = move.src.mesh.axis_size(move.axis)
@@ -280,10 +259,10 @@ def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
     local = math.prod(length(i) for i in held) * move.src.dtype.itemsize
     match move.kind:
         case "all_gather":
-            return local * (num - 1)
-        case "all_reduce":
+            return ring_bytes("all_gather", local, num)
+        case "all_reduce":  # what is added up may be gathered in a wider dtype
             made = local // move.src.dtype.itemsize * move.dst.dtype.itemsize
-            return -(-(local + made) * (num - 1) // num)
+            return ring_bytes("reduce_scatter", local + made, num)
         case "reduce_scatter" | "all_to_all":
             kept = move.src.dtype.itemsize
             for dim, intervals in enumerate(held):

@@ -2,6 +2,7 @@
 
     topology = Topology(latency=5e-6, bandwidth={"tp": 400e9, "dp": 50e9})
     topology.collective_seconds("all_reduce", "tp", num=4, bytes_sent=2**20)
+    ring_bytes("all_reduce", 2**20, 4)      # of the sum of four values of 1 MiB: 1.5 MiB
 
 A collective over n ranks that sends b bytes per rank takes steps * latency + b / bandwidth, with
 the steps of a ring: n-1, for an all-reduce 2(n-1) (Thakur, Rabenseifner, Gropp 2005). A local op
@@ -87,6 +88,19 @@ def check_topology(value: object) -> None:
     """PlanningError for what is neither a topology nor None."""
     fix = "dt.Topology(bandwidth=50e9), or leave it out"
     check_kind("topology", value, Topology | None, "a Topology", fix)
+
+
+def ring_bytes(kind: str, nbytes: int, num: int) -> int:
+    """Bytes that each of ``num`` ranks sends in a ring, each of which gives ``nbytes``."""
+    match kind:
+        case "all_reduce":
+            return -(-2 * nbytes * (num - 1) // num)
+        case "all_gather":
+            return nbytes * (num - 1)
+        case "reduce_scatter" | "all_to_all":
+            return -(-nbytes * (num - 1) // num)
+        case _:
+            return nbytes
 
 
 class _Frozen(dict[str, float]):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dtensor.numerics import ReduceOp
@@ -39,19 +40,9 @@ def pattern(
 
     ``flops`` names the factors whose product, doubled, is the number of operations.
     """
-
-    def build(call: OpCall) -> Rule:
-        return make(
-            call,
-            text,
-            linear=linear,
-            addends=addends,
-            reduce=reduce,
-            localize=localize,
-            flops=flops,
-        )
-
-    return build
+    return lambda call: make(
+        call, text, linear=linear, addends=addends, reduce=reduce, localize=localize, flops=flops
+    )
 
 
 def make(
@@ -129,10 +120,33 @@ def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
     return (tuple(group),)
 
 
+def full_names(text: str) -> list[str]:
+    """``neg lerp.Scalar dt.dropout``: aten.neg.default, aten.lerp.Scalar, dt.dropout.default."""
+    found: list[str] = []
+    for op in text.split():
+        own = op.startswith("dt.")
+        found.append((op if own else f"aten.{op}") + (".default" if own or "." not in op else ""))
+    return found
+
+
 def names(count: int, whole: Iterable[int] = ()) -> list[str]:
     """``d0 d1! d2`` as a list: a factor for each dim, those of ``whole`` not to be split."""
     kept = set(whole)
     return [f"d{i}!" if i in kept else f"d{i}" for i in range(count)]
+
+
+def whole_dims(prefix: str, rank: int) -> str:
+    """``x0! x1!``: the dims of a tensor of which none is to be split."""
+    return " ".join(f"{prefix}{i}!" for i in range(rank))
+
+
+def broadcast(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int]) -> str:
+    """``1 d1``: the last of the factors, for a tensor of these sizes; 1 where it is broadcast."""
+    start = len(factors) - len(sizes)
+    return " ".join(
+        "1" if size == 1 and other != 1 else factor
+        for factor, size, other in zip(factors[start:], sizes, wide[start:], strict=True)
+    )
 
 
 def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
@@ -142,12 +156,14 @@ def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
 
 def resolve_dims(value: Any, rank: int) -> tuple[int, ...]:
     """A ``dim`` argument (None or an empty list: all) as non-negative dims, ascending."""
-    if value is None:
-        return tuple(range(rank))
-    dims: list[int] = [value] if isinstance(value, int) else list(value)
-    if not dims:
-        return tuple(range(rank))
-    return tuple(sorted(dim % rank if rank else 0 for dim in dims)) if rank else ()
+    dims: list[int] = [value] if isinstance(value, int) else list(value or ())
+    return tuple(sorted(dim % rank for dim in dims)) if dims and rank else tuple(range(rank))
+
+
+def num_pairs(call: OpCall, first: int) -> int:
+    """The number of elements of an operand and the next one, broadcast against each other."""
+    a, b = call.operands[first : first + 2]
+    return math.prod(np.broadcast_shapes(a.shape, b.shape))
 
 
 def flat(intervals: Intervals) -> list[int]:
@@ -158,6 +174,11 @@ def flat(intervals: Intervals) -> list[int]:
 def share(intervals: Intervals, start: int, stop: int) -> int:
     """How many of the held indices lie in ``start:stop``."""
     return length(intersect(intervals, ((start, stop),))) if stop > start else 0
+
+
+def sized(position: int) -> Localizer:
+    """Makes the sizes at this argument those of the rank's result."""
+    return lambda call, local: call.with_arg(position, list(local.result_shape()))
 
 
 def retarget(call: OpCall, target: Callable[..., Any], *args: Any, **kwargs: Any) -> OpCall:

@@ -36,22 +36,19 @@ def parse_rule(
     reduce: ReduceOp = "sum",
     localize: Localizer | None = None,
     sizes: Mapping[str, int] | None = None,
-    flops: int | None = None,
 ) -> Rule:
     """The rule that ``pattern`` denotes for tensors of these shapes.
 
     ``...`` stands for as many leading dims as a tensor has beyond those named, aligned from the
     right between tensors; there a dim of size 1 against a larger one is broadcast and gets no
-    factor. ``sizes`` states factors that shapes alone do not determine. ``flops=None`` counts 0.
+    factor. ``sizes`` states factors that shapes alone do not determine.
     Errors (a malformed pattern, sizes that disagree) are the rule author's: PlanningError.
     """
-    left, arrow, right = pattern.partition("->")
-    if not arrow:
-        raise PlanningError(f"the rule {pattern!r} has no '->'")
-    terms = [_tokens(text) for text in (*left.split(","), *right.split(","))]
+    left, right = pattern_terms(pattern)
+    if not operands and left == [[]]:  # with an operand, "" is a scalar
+        left = []
+    terms = [*left, *right]
     metas: list[Meta | None] = [*operands, *results]
-    if not operands and not left.strip():  # with an operand, "" is a scalar
-        terms = terms[1:]
     if len(terms) != len(metas):
         raise PlanningError(
             f"the rule {pattern!r} is for {len(terms)} tensors, the call has {len(metas)}"
@@ -68,20 +65,14 @@ def parse_rule(
     whole: set[str] = set()
     all_dims: list[Dims] = []
     for tokens, meta in zip(terms, metas, strict=True):
-        if meta is None:
-            all_dims.append(())
-            continue
-        all_dims.append(_dims(tokens, meta, ellipsis, known, whole))
-    _solve(
-        [
-            item
-            for dims, meta in zip(all_dims, metas, strict=True)
-            if meta is not None
-            for item in zip(dims, meta.shape, strict=True)
-        ],
-        known,
-        pattern,
-    )
+        all_dims.append(() if meta is None else _dims(tokens, meta, ellipsis, known, whole))
+    sized = [
+        item
+        for dims, meta in zip(all_dims, metas, strict=True)
+        if meta is not None
+        for item in zip(dims, meta.shape, strict=True)
+    ]
+    _solve(sized, known, pattern)
     rule = Rule(
         operands=tuple(all_dims[: len(operands)]),
         results=tuple(all_dims[len(operands) :]),
@@ -92,7 +83,6 @@ def parse_rule(
         whole=frozenset(whole),
         reduce=reduce,
         localize=localize,
-        flops=flops or 0,
     )
     for dims, meta in zip(all_dims, metas, strict=True):
         if meta is not None and tuple(rule.dim_size(d) for d in dims) != meta.shape:

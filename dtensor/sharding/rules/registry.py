@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import cast
 
+import numpy as np
 from torch._ops import OpOverload
 
 from dtensor.errors import PlanningError
@@ -117,15 +118,11 @@ def _broadcasts(call: OpCall) -> bool:
     """Whether the shapes are those of an op that works element by element."""
     if not call.operands or not call.results:
         return False
-    shape: list[int] = []
-    for meta in call.operands:
-        longest = max(len(shape), len(meta.shape))
-        mine = [1] * (longest - len(meta.shape)) + list(meta.shape)
-        shape = [1] * (longest - len(shape)) + shape
-        if any(a != b and 1 not in (a, b) for a, b in zip(shape, mine, strict=True)):
-            return False
-        shape = [b if a == 1 else a for a, b in zip(shape, mine, strict=True)]
-    return all(meta is not None and meta.shape == tuple(shape) for meta in call.results)
+    try:
+        shape = np.broadcast_shapes(*(meta.shape for meta in call.operands))
+    except ValueError:
+        return False
+    return all(meta is not None and meta.shape == shape for meta in call.results)
 
 
 def _undivided(call: OpCall) -> str:

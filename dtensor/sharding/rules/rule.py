@@ -149,18 +149,13 @@ class Rule:
         """
         if any(f in self.whole for f in assignment):
             return None
-        placed: list[Placement] = []
-        for dims in self.operands:
+        tensors: list[Placement] = []
+        for dims in (*self.operands, *self.results):
             found = self._place(dims, assignment, num)
             if found is None:
                 return None
-            placed.append(found)
-        results: list[Placement] = []
-        for dims in self.results:
-            found = self._place(dims, assignment, num)
-            if found is None:
-                return None
-            results.append(found)
+            tensors.append(found)
+        placed, results = tensors[: len(self.operands)], tensors[len(self.operands) :]
         if all(p == REPLICATE for p in placed):
             if all(p == REPLICATE for p in results):
                 return None

@@ -132,17 +132,18 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
             if lo < hi:
                 result[i].append((start + lo, start + hi))
         start += block
-    return tuple(_join(item) for item in result)
+    return tuple(joined(item) for item in result)
 
 
-def _join(intervals: list[tuple[int, int]]) -> Intervals:
-    joined: list[tuple[int, int]] = []
+def joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
+    """Ascending intervals, adjacent ones as one."""
+    found: list[tuple[int, int]] = []
     for lo, hi in intervals:
-        if joined and joined[-1][1] == lo:
-            joined[-1] = (joined[-1][0], hi)
+        if found and found[-1][1] == lo:
+            found[-1] = (found[-1][0], hi)
         else:
-            joined.append((lo, hi))
-    return tuple(joined)
+            found.append((lo, hi))
+    return tuple(found)
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
@@ -215,8 +216,7 @@ def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placemen
         return REPLICATE
     if isinstance(placement, Shard):
         placement = counted(placement, shape[placement.dim])
-    if isinstance(placement, Shard) and placement.unit > 1:
         plain = Shard(placement.dim, placement.blocks)
-        if same(plain, placement, shape, num):
+        if placement.unit > 1 and same(plain, placement, shape, num):
             return plain
     return placement

@@ -20,7 +20,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dtensor.numerics import fold
-from dtensor.sharding.spec.placements import REPLICATE, Intervals, Partial, intersect, length
+from dtensor.sharding.spec.placements import (
+    REPLICATE,
+    Intervals,
+    Partial,
+    intersect,
+    joined,
+    length,
+)
 from dtensor.sharding.spec.spec import TensorSpec
 
 Where = tuple[Intervals, ...]
@@ -89,14 +96,10 @@ def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
         found: list[tuple[int, int]] = []
         offset = 0
         for lo, hi in own:
-            for a, b in intersect(((lo, hi),), want):
-                start = offset + a - lo
-                if found and found[-1][1] == start:
-                    found[-1] = (found[-1][0], start + b - a)
-                else:
-                    found.append((start, start + b - a))
+            both = intersect(((lo, hi),), want)
+            found += [(a - lo + offset, b - lo + offset) for a, b in both]
             offset += hi - lo
-        result.append(tuple(found))
+        result.append(joined(found))
     return tuple(result)
 
 

@@ -1,6 +1,6 @@
 """Sample calls of views that copy, partial writes, diagonals, windows, strides and creation.
 
-Rules of dtensor.sharding.rules.tables.views, pieces, diagonals, create.
+Rules of dtensor.sharding.rules.tables.views, slice_and_cat, diagonals, create.
 """
 
 from __future__ import annotations

@@ -32,15 +32,8 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
             raise PlanningError(
                 f"{where}: {axis!r} is not an axis of {mesh}\n  {op.source}: {op.source_text}"
             )
-    return (
-        make_spec(meta.shape, meta.dtype, mesh, stated).sharding
-        if not stated
-        else {
-            axis: placement
-            for axis, placement in make_spec(meta.shape, meta.dtype, mesh, stated).sharding.items()
-            if axis in stated
-        }
-    )
+    placed = make_spec(meta.shape, meta.dtype, mesh, stated).sharding
+    return {axis: p for axis, p in placed.items() if axis in stated or not stated}
 
 
 def _words(text: str, num_dims: int, where: str) -> dict[str, Placement]:

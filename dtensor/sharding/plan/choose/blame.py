@@ -9,15 +9,14 @@ the last microbatch has run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.choose.solve import At, Node
+from dtensor.sharding.plan.choose.solve import At, Node, Price
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
 
-Price = Callable[[str, Placement, Placement], float]  # seconds, infinity where impossible
 Possible = Mapping[str, set[Placement]]
 
 

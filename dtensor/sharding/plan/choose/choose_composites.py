@@ -28,8 +28,6 @@ from dtensor.sharding.plan.cost.seconds import cost_of
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of, unused
-from dtensor.sharding.redistribute.moves import FREE_KINDS
-from dtensor.sharding.spec.placements import Shard
 
 _ROUNDS = 4  # forward, then its backward, then what they feed
 Kind = tuple[str, object, object]
@@ -80,12 +78,12 @@ def _gathered(plan: PlanRecord) -> Iterator[Kind]:
         name: step for step in plan.steps for name, _ in results_of(step) if name
     }
     for step in plan.steps:
-        match step:
-            case Compute(op=op) if op.expand is not None:
-                if any(_is_gathered(name, makers) for name in step.operands):
-                    yield _kind(op)
-            case _:
-                pass
+        if (
+            isinstance(step, Compute)
+            and step.op.expand is not None
+            and any(_is_gathered(name, makers) for name in step.operands)
+        ):
+            yield _kind(step.op)
 
 
 def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
@@ -93,12 +91,8 @@ def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
     step = makers.get(name)
     match step:
         case Convert(move=move):
-            lost = any(
-                isinstance(move.src.placement(axis), Shard)
-                and move.dst.placement(axis) != move.src.placement(axis)
-                for axis in move.src.mesh.axes
-            )
-            return (lost and move.kind not in FREE_KINDS) or _is_gathered(step.operand, makers)
+            lost = move.kind in ("all_gather", "all_to_all")
+            return lost or _is_gathered(step.operand, makers)
         case Compute() if step.is_view:
             return _is_gathered(step.operands[0], makers)
         case _:

@@ -59,15 +59,6 @@ def contractions_of(
     return tuple(found)
 
 
-def batch_values(flow: Dataflow) -> frozenset[str]:
-    """Every value that depends on an argument of the program."""
-    found = {item.name for item in flow.inputs if item.kind in ("argument", "tangent")}
-    for op in flow.ops:
-        if any(name in found for name in op.operands):
-            found.update(name for name in op.results if name is not None)
-    return frozenset(found)
-
-
 def _contraction(
     value: str, op: Op, index: int, rule: Rule, came_from: tuple[int | None, ...]
 ) -> Contraction | None:

@@ -33,9 +33,6 @@ class AxisChoice:
     inputs: Mapping[str, Placement]
     opened: tuple[Opened, ...]
 
-    def result(self, op: Op, index: int) -> Placement:
-        return self.strategies[op.name].results[index]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -106,7 +103,7 @@ def question_of(request: Request, inner: Mesh, rules: Rules) -> Question:
         free=request.search == "free",
         bucketed=request.training is not None,
         split_results=request.split_results,
-        mixed=_mixed(flow),
+        mixed=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
     )
 
 
@@ -178,22 +175,3 @@ def _check_batch(request: Request, inner: Mesh) -> None:
                 f"  microbatches={request.num_microbatches}{over}: {parts} parts\n"
                 f"fix: microbatches={best}, or a batch that is a multiple of {parts}"
             )
-
-
-def _mixed(flow: Dataflow) -> frozenset[str]:
-    """The values that depend both on the batch and on parameters."""
-    depends: dict[str, frozenset[str]] = {}
-    for item in flow.inputs:
-        depends[item.name] = {
-            "argument": frozenset({"batch"}),
-            "parameter": frozenset({"state"}),
-            "buffer": frozenset({"state"}),
-            "tangent": frozenset({"state", "batch"}),
-            "constant": frozenset[str](),
-        }[item.kind]
-    for op in flow.ops:
-        here = frozenset[str]().union(*(depends[name] for name in op.operands))
-        for name in op.results:
-            if name is not None:
-                depends[name] = here
-    return frozenset(v for v, d in depends.items() if len(d) == 2)

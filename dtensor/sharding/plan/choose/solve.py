@@ -18,7 +18,6 @@ are solved once. Tests compare with an enumeration of all choices (tests/shardin
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +61,6 @@ class Infeasible(Exception):
 @dataclass(frozen=True, slots=True)
 class Solution:
     chosen: Mapping[str, int]  # node name to the index of its option
-    seconds: float
     num_variables: int
 
 
@@ -117,7 +115,7 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
         weights = [float(found[index[key, k]]) for k in range(len(members[0].options))]
         best = int(np.argmax(weights))
         chosen.update({member.name: best for member in members})
-    return Solution(chosen, evaluate(nodes, chosen, price), num_choices)
+    return Solution(chosen, num_choices)
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -211,16 +209,13 @@ def _connect(
     if set(native) == set(needed) and len(native) == 1:
         return
     converted: dict[tuple[Placement, Placement], int] = {}
-    sources = dict.fromkeys((*native, REPLICATE))
-    for p, q in itertools.product(sources, dict.fromkeys((*needed, REPLICATE))):
-        if p == q:
-            continue
+    for p, q in _pairs(item.written, item.read):
         seconds = price(item.value, p, q)
         if math.isinf(seconds):
             continue
         converted[p, q] = len(costs)
         costs.append(seconds * _NANOSECONDS * count)
-    for (p, q), column in converted.items():
+    for (p, _), column in converted.items():
         row = {column: 1.0}
         for source, weight in native.get(p, {}).items():
             row[source] = row.get(source, 0.0) - weight
@@ -229,7 +224,6 @@ def _connect(
                 if target == REPLICATE and other != REPLICATE:
                     row[via] = row.get(via, 0.0) - 1.0
         rows.add(row, -math.inf, 0.0)
-        assert q != p
     for reader in item.read:
         for q in dict.fromkeys(p for _, _, p in reader):
             row: dict[int, float] = {}
@@ -269,37 +263,3 @@ class _Rows:
         shape = (len(self.lower), num_columns)
         matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
         return LinearConstraint(matrix, np.array(self.lower), np.array(self.upper))  # pyright: ignore[reportArgumentType]
-
-
-# -- the price of a given choice, and the exhaustive search ----------------------------------------
-
-
-def evaluate(nodes: Sequence[Node], chosen: Mapping[str, int], price: Price) -> float:
-    """Seconds of a choice: its options and the conversions that connect them."""
-    total = 0.0
-    native: dict[str, Placement] = {}
-    needed: dict[str, dict[Placement, None]] = {}
-    for node in nodes:
-        option = node.options[chosen[node.name]]
-        total += option.seconds
-        native.update(dict(option.writes))
-        for value, placement in option.reads:
-            needed.setdefault(value, {})[placement] = None
-    for value, placements in needed.items():
-        total += conversion_seconds(value, native[value], tuple(placements), price)
-    return total
-
-
-def conversion_seconds(
-    value: str, native: Placement, needed: Sequence[Placement], price: Price
-) -> float:
-    """The least price to have ``value`` at all the ``needed`` placements."""
-    rest = [p for p in needed if p != native]
-    direct = sum(price(value, native, p) for p in rest)
-    if native == REPLICATE or not rest:
-        return direct
-    whole = price(value, native, REPLICATE)
-    via = whole + sum(
-        min(price(value, native, p), price(value, REPLICATE, p)) for p in rest if p != REPLICATE
-    )
-    return min(direct, via)

@@ -1,18 +1,23 @@
-"""How long the steps of a plan take: predicted seconds and FLOP of one rank.
+"""What the steps of a plan communicate, and how long they take: seconds and FLOP of one rank.
 
     stage_seconds(plan, 0)    # (compute, communication), of one step
     cost_of(plan)             # Cost(compute_seconds=..., communication_seconds=..., ...)
+    plan.collectives[0]       # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
 
-Rooflines of local ops, the alpha-beta price of each message, of the rank at coordinate 0 of every
-axis, which holds the largest shard of each value. Not here: overlap, contention.
+Rooflines of local ops, the alpha-beta price of each message (redistribute/topology.py), of the rank
+at coordinate 0 of every axis, which holds the largest shard of each value. A step that stands for
+several messages (a norm over several axes, a tie of several stages) has one entry for each stage
+and axis. Not here: overlap, contention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
-from dtensor.sharding.plan.cost.collectives import collectives_of, step_times
+import torch
+
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -21,12 +26,15 @@ from dtensor.sharding.plan.steps import (
     Convert,
     Norm,
     Step,
+    StepPhase,
     TieSum,
     Transfer,
     Update,
+    in_microbatch,
     stages_of,
 )
 from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.redistribute.topology import ring_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float
             return (seconds, 0.0) if move.kind in FREE_KINDS else (0.0, seconds)
         case Accumulate():
             moved = step.src.max_local_nbytes + 2 * step.dst.max_local_nbytes
-            return _streamed(plan, moved), 0.0
+            return topology.compute_seconds(flops=0, bytes_moved=moved), 0.0
         case Update():
             kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
             moved = 3 * step.spec.max_local_nbytes + kept
@@ -115,10 +123,6 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float
             assert_never(step)
 
 
-def _streamed(plan: PlanRecord, num_bytes: int) -> float:
-    return plan.topology.compute_seconds(flops=0, bytes_moved=num_bytes)
-
-
 def _reductions(plan: PlanRecord, step: Bucket | TieSum | Norm, stage: int) -> float:
     """Seconds of the step's collectives on one rank of the stage."""
     total = 0.0
@@ -129,3 +133,81 @@ def _reductions(plan: PlanRecord, step: Bucket | TieSum | Norm, stage: int) -> f
                 item.kind, item.axis, num=num, bytes_sent=item.bytes_sent
             )
     return total
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCollective:
+    """One line of `Plan.collectives`. ``bytes_sent``: per rank and time; it runs ``times``."""
+
+    name: str
+    kind: str
+    axis: str
+    dtype: str
+    bytes_sent: int
+    times: int
+    phase: StepPhase
+    stage: int
+    source: str
+
+    @property
+    def key(self) -> str:
+        """``all_reduce@tp``."""
+        return f"{self.kind}@{self.axis}"
+
+
+def step_times(plan: PlanRecord, step: Step) -> int:
+    """How often the step runs in one training step."""
+    return 1 if step.once or not in_microbatch(step) else plan.num_microbatches
+
+
+def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
+    """Every step that communicates, in program order."""
+    return tuple(found for step in plan.steps for found in collectives_of(plan, step))
+
+
+def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:
+    """What one step communicates; of a Norm, or a tie, on each of its stages."""
+    return tuple(_messages(plan, step))
+
+
+def _messages(plan: PlanRecord, step: Step) -> Iterator[PlannedCollective]:
+    def message(
+        name: str, kind: str, axis: str, dtype: torch.dtype, bytes_sent: int, stage: int
+    ) -> PlannedCollective:
+        return PlannedCollective(
+            name=name,
+            kind=kind,
+            axis=axis,
+            dtype=str(dtype).removeprefix("torch."),
+            bytes_sent=bytes_sent,
+            times=step_times(plan, step),
+            phase=step.phase,
+            stage=stage,
+            source=step.source if isinstance(step, Convert | Transfer) else "",
+        )
+
+    across = plan.stage_axis or ""
+    match step:
+        case Convert(move=move) if move.kind not in FREE_KINDS:
+            sent = move.bytes_sent
+            yield message(step.result, move.kind, move.axis, move.src.dtype, sent, step.stage)
+        case Transfer(spec=spec):
+            sent = spec.max_local_nbytes
+            yield message(step.result, "transfer", across, spec.dtype, sent, step.stage)
+        case Bucket():
+            sent, dtype = sum(move.bytes_sent for move in step.moves), step.moves[0].src.dtype
+            yield message(step.name, step.kind, step.axis, dtype, sent, step.stage)
+        case TieSum(spec=spec):
+            sent = ring_bytes("all_reduce", spec.max_local_nbytes, len(step.stages))
+            for name, stage in zip(step.results, step.stages, strict=True):
+                yield message(name, "all_reduce", across, spec.dtype, sent, stage)
+        case Norm():
+            for axis, num in plan.mesh.shape.items():
+                for stage in range(plan.num_stages) if num > 1 else ():
+                    sent = ring_bytes("all_reduce", torch.float32.itemsize, num)
+                    yield message(step.result, "all_reduce", axis, torch.float32, sent, stage)
+        case Compute() | Convert() | Accumulate() | Update():
+            return

@@ -16,7 +16,6 @@ axis takes the ordinary way at the end. At 1 and 2 the updated slices are gather
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -24,7 +23,7 @@ from typing import TypeVar
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.question import AxisChoice
 from dtensor.sharding.plan.dataflow import Output, OutputKind
-from dtensor.sharding.plan.emit.values import Copy, Emitter
+from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.precision import accumulated, widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.request import Request
@@ -59,20 +58,12 @@ def emit(
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
-        inputs.append(
-            PlannedInput(
-                item.name,
-                item.label,
-                item.kind,
-                spec,
-                item.stages,
-                *_stored(request, item.kind, spec),
-            )
-        )
+        stored = _stored(request, item.kind, spec)
+        inputs.append(PlannedInput(item.name, item.label, item.kind, spec, item.stages, *stored))
         for stage in item.stages:
             emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
-        emitter.op(op)
+        emitter.compute(op, op.results, op.stage, op.phase)
     outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
     return PlanRecord(
         name=request.name,
@@ -138,14 +129,15 @@ class Outputs:
 
     def _wanted(self, output: Output, spec: TensorSpec) -> TensorSpec:
         placements: Mapping[str, Placement]
+        request = self.emitter.request
         if output.kind == "result":
-            placements = self.emitter.request.results.get(int(output.of), {})
-            if self.emitter.request.split_results:
-                split = {a: p for a, p in spec.sharding.items() if isinstance(p, Shard)}
-                placements = {**split, **placements}
-            if self.emitter.request.pending_results:
-                pending = {a: p for a, p in spec.sharding.items() if isinstance(p, Partial)}
-                placements = {**pending, **placements}
+            left = {
+                axis: p
+                for axis, p in spec.sharding.items()
+                if (request.split_results and isinstance(p, Shard))
+                or (request.pending_results and isinstance(p, Partial))
+            }
+            placements = {**left, **request.results.get(int(output.of), {})}
         else:
             item = self.inputs[str(output.of)]
             placements = (item.state if output.kind == "gradient" else item.spec).sharding
@@ -155,41 +147,32 @@ class Outputs:
     def _start(self, output: Output) -> _Pending:
         """Sum over microbatches; what remains to be done is a path of moves."""
         e = self.emitter
-        scattered = self.scattered.get((output.value, output.stage, str(output.of)))
-        native = e.copies[output.value][0] if scattered is None else scattered
-        on_stage = [c for c in e.copies[output.value] if c.stage == output.stage]
-        on_stage = on_stage if scattered is None else [scattered]
-        copy = on_stage[0] if on_stage else native
-        phase: StepPhase = "forward" if output.kind == "result" else "backward"
-        if not on_stage:
-            copy = e.transfer(copy, output.value, output.stage, phase, "", "an output")
+        by = Reader(output.stage, _phase(output), "", "an output")
+        copy = self.scattered.get((output.value, output.stage, str(output.of)))
+        if copy is None:
+            on_stage = e.on(output.value, output.stage)
+            copy = on_stage[0] if on_stage else None
+        if copy is None:
+            copy = e.transfer(e.copies[output.value][0], output.value, by)
         of = str(output.of) if output.kind != "result" else f"result {output.of}"
         name, spec = copy.name, copy.spec
         if MICROBATCH_AXIS in e.mesh.axes:
             if spec.placement(MICROBATCH_AXIS) == REPLICATE:
                 pending = spec.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
                 move = Move("zero_fill", MICROBATCH_AXIS, spec, pending)
-                copy = e.move(copy, output.value, move, output.stage, phase, "", "an output")
+                copy = e.move(copy, output.value, move, by)
                 name, spec = copy.name, copy.spec
             dst = accumulated(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))
             result = e.fresh(f"{name}_total")
+            stage = output.stage
             e.steps.append(
-                Accumulate(
-                    result=result, operand=name, src=spec, dst=dst, stage=output.stage, of=of
-                )
+                Accumulate(result=result, operand=name, src=spec, dst=dst, stage=stage, of=of)
             )
             name, spec = result, dst
         wanted = self._wanted(output, spec)
-        exact = next(
-            (
-                c
-                for c in e.copies[output.value]
-                if c.stage == output.stage and name == copy.name and alike(c.spec, wanted)
-            ),
-            None,
-        )
-        if exact is not None:
-            return _Pending(output, exact.name, (), exact.spec, of)
+        for exact in e.on(output.value, output.stage) if name == copy.name else ():
+            if alike(exact.spec, wanted):
+                return _Pending(output, exact.name, (), exact.spec, of)
         # all-reduces of gradients share buckets, so they are not taken apart
         whole = output.kind == "gradient" and self._trains()
         same = alike(spec, wanted)
@@ -218,9 +201,7 @@ class Outputs:
         return self.emitter.request.training is not None
 
     def _single(self, item: _Pending, move: Move) -> None:
-        phase: StepPhase = "optimizer"
-        if MICROBATCH_AXIS not in self.emitter.mesh.axes and not self._trains():
-            phase = "forward" if item.output.kind == "result" else "backward"
+        last = MICROBATCH_AXIS in self.emitter.mesh.axes or self._trains()
         producer = self.emitter.request.flow.producers.get(item.output.value)
         result = self.emitter.fresh(f"{item.name}_{move.suffix}")
         self.emitter.steps.append(
@@ -228,7 +209,7 @@ class Outputs:
                 result=result,
                 operand=item.name,
                 move=move,
-                phase=phase,
+                phase="optimizer" if last else _phase(item.output),
                 stage=item.output.stage,
                 once=False,
                 source=producer.source if producer else "",
@@ -299,7 +280,7 @@ class Outputs:
             )
         for output in grads:
             for stage, value in output.values:
-                elements = math.prod(output.spec.local_shape(dict.fromkeys(self._axes(), 0)))
+                elements = output.spec.max_local_nbytes // output.spec.dtype.itemsize
                 dtype = self.inputs[str(output.of)].spec.dtype
                 master = training.master_weights and is_narrow(dtype)
                 itemsize = 4 if master else dtype.itemsize
@@ -317,8 +298,9 @@ class Outputs:
 
         regather(self.emitter, self.inputs, grads)
 
-    def _axes(self) -> tuple[str, ...]:
-        return self.emitter.mesh.axes
+
+def _phase(output: Output) -> StepPhase:
+    return "forward" if output.kind == "result" else "backward"
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -350,7 +332,7 @@ def scatter_early(
         item = inputs.get(str(output.of))
         if output.kind != "gradient" or item is None or item.stored is None:
             continue
-        copy = next((c for c in e.copies[output.value] if c.stage == output.stage), None)
+        copy = next(iter(e.on(output.value, output.stage)), None)
         if copy is None or copy.name not in made or not _pends(copy, axis):
             continue
         shard = item.stored.placement(axis)
@@ -377,7 +359,7 @@ def scatter_early(
             )
             after.setdefault(max(made[c.name] for _, c, _, _ in bucket), []).append(step)
             for name, (value, copy, move, label) in zip(results, bucket, strict=True):
-                found[value, copy.stage, label] = e.scattered(copy, name, move.dst)
+                found[value, copy.stage, label] = replace(copy, name=name, spec=move.dst)
     e.steps[:] = [
         step for at, made_at in enumerate(e.steps) for step in (made_at, *after.get(at, ()))
     ]

@@ -1,6 +1,6 @@
 """Bringing values where a plan's steps need them: on their stage, at their placement.
 
-    copy = emitter.need("h", spec, stage=1, phase="forward", source="mlp.py:14", why="mm needs it")
+    copy = emitter.need("h", spec, Reader(1, "forward", "mlp.py:14", "mm needs it"))
 
 A value may stand at several places: as its op makes it, converted, sent to another stage. Before an
 op reads it, it is brought to the spec that the op's strategies ask for: from the copy at hand from
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtensor.sharding.plan.choose.question import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
@@ -36,6 +36,16 @@ class Copy:
     phase: StepPhase
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who a step is laid down for: where and when it runs, the user's line, the reason."""
+
+    stage: int
+    phase: StepPhase
+    source: str
+    why: str
+
+
 @dataclass(slots=True)
 class Emitter:
     """Steps so far, and the copies of each value that they have made."""
@@ -47,7 +57,6 @@ class Emitter:
     steps: list[Step] = field(default_factory=list[Step])
     copies: dict[str, list[Copy]] = field(default_factory=dict[str, list[Copy]])
     names: set[str] = field(default_factory=set[str])
-    _last: dict[str, Copy] = field(default_factory=dict[str, Copy])
 
     def fresh(self, name: str) -> str:
         return unused(name, self.names)
@@ -59,25 +68,19 @@ class Emitter:
 
     # -- one op ---------------------------------------------------------------------------------
 
-    def op(self, op: Op) -> None:
-        """The op on its own stage."""
-        self.compute(op, op.results, op.stage, op.phase)
-
     def compute(self, op: Op, made: tuple[str | None, ...], stage: int, phase: StepPhase) -> None:
         """The op at ``stage``, its results called ``made``."""
         strategies = {c.axis: c.strategies[op.name] for c in self.chosen}
-        names: list[str] = []
-        specs: list[TensorSpec] = []
+        by = Reader(stage, phase, op.source, f"{op.name} needs it")
+        operands: list[Copy] = []
         for index, value in enumerate(op.operands):
             wanted = self.spec(value, {a: s.operands[index] for a, s in strategies.items()})
-            copy = self.need(value, wanted, stage, phase, op.source, f"{op.name} needs it")
-            names.append(copy.name)
-            specs.append(copy.spec)
+            operands.append(self.need(value, wanted, by))
         results = tuple(
             None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
             for i, v in enumerate(op.results)
         )
-        once = all(self.copy_named(n).once for n in names) and all(
+        once = all(copy.once for copy in operands) and all(
             s is None or _whole_in_time(s) for s in results
         )
         work = 1
@@ -87,8 +90,8 @@ class Emitter:
             Compute(
                 op=op,
                 rule=self.rules[op.name],
-                operands=tuple(names),
-                operand_specs=tuple(specs),
+                operands=tuple(copy.name for copy in operands),
+                operand_specs=tuple(copy.spec for copy in operands),
                 results=made,
                 result_specs=results,
                 phase=phase,
@@ -104,60 +107,39 @@ class Emitter:
 
     def add(self, value: str, copy: Copy) -> Copy:
         self.copies.setdefault(value, []).append(copy)
-        self._last[copy.name] = copy
         return copy
-
-    def scattered(self, copy: Copy, name: str, spec: TensorSpec) -> Copy:
-        """What a reduction in the backward left of a gradient, which no op reads."""
-        made = Copy(name, spec, copy.stage, copy.once, copy.phase)
-        self._last[name] = made
-        return made
-
-    def copy_named(self, name: str) -> Copy:
-        return self._last[name]
 
     # -- bringing a value where it is needed --------------------------------------------------
 
-    def need(
-        self, value: str, wanted: TensorSpec, stage: int, phase: StepPhase, source: str, why: str
-    ) -> Copy:
-        here = [c for c in self.copies[value] if c.stage == stage]
-        if not here:
-            producer = self.request.flow.producers.get(value)
-            if producer is not None and rearranges(producer, self.rules[producer.name]):
-                # what crosses is the value itself, once; its views are taken where they are used
-                self.compute(producer, (self.fresh(f"{value}_at{stage}"),), stage, phase)
-                here = [c for c in self.copies[value] if c.stage == stage]
-                return self._convert(here, value, wanted, stage, phase, source, why)
-            # sent when it is made: a forward value that only a later stage's backward reads
-            # must leave in the forward, for here the backward comes last
-            first = self.copies[value][0]
-            there = [
-                c for c in self.copies[value] if c.stage == first.stage and c.phase == first.phase
-            ]
-            copy, rest = self._cheapest(there, wanted)
-            smallest = _smallest(copy.spec, rest)
-            for move in rest[:smallest]:
-                copy = self.move(copy, value, move, first.stage, first.phase, source, why)
-            copy = self.transfer(copy, value, stage, first.phase, source, why)
-            for move in rest[smallest:]:
-                copy = self.move(copy, value, move, stage, phase, source, why)
-            return copy
-        return self._convert(here, value, wanted, stage, phase, source, why)
+    def need(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
+        """The value at the spec that its reader wants, on the reader's stage."""
+        producer = self.request.flow.producers.get(value)
+        here = self.on(value, by.stage)
+        if not here and producer is not None and rearranges(producer, self.rules[producer.name]):
+            # what crosses is the value itself, once; its views are taken where they are used
+            made = (self.fresh(f"{value}_at{by.stage}"),)
+            self.compute(producer, made, by.stage, by.phase)
+            here = self.on(value, by.stage)
+        if here:
+            copy, path = self._cheapest(here, wanted)
+            return self._moved(copy, value, path, by)
+        # sent when it is made: a forward value that only a later stage's backward reads
+        # must leave in the forward, for here the backward comes last
+        first = self.copies[value][0]
+        there = [c for c in self.on(value, first.stage) if c.phase == first.phase]
+        copy, path = self._cheapest(there, wanted)
+        smallest = _smallest(copy.spec, path)
+        sender = replace(by, stage=first.stage, phase=first.phase)
+        copy = self._moved(copy, value, path[:smallest], sender)
+        copy = self.transfer(copy, value, replace(by, phase=first.phase))
+        return self._moved(copy, value, path[smallest:], by)
 
-    def _convert(
-        self,
-        copies: Sequence[Copy],
-        value: str,
-        wanted: TensorSpec,
-        stage: int,
-        phase: StepPhase,
-        source: str,
-        why: str,
-    ) -> Copy:
-        copy, path = self._cheapest(copies, wanted)
+    def on(self, value: str, stage: int) -> list[Copy]:
+        return [copy for copy in self.copies[value] if copy.stage == stage]
+
+    def _moved(self, copy: Copy, value: str, path: Sequence[Move], by: Reader) -> Copy:
         for move in path:
-            copy = self.move(copy, value, move, stage, phase, source, why)
+            copy = self.move(copy, value, move, by)
         return copy
 
     def _cheapest(self, copies: Sequence[Copy], wanted: TensorSpec) -> tuple[Copy, Sequence[Move]]:
@@ -169,57 +151,44 @@ class Emitter:
         best = min(copies, key=lambda c: seconds(c.spec, wanted, topology))
         return best, moves(best.spec, wanted, topology)
 
-    def move(
-        self,
-        copy: Copy,
-        value: str,
-        move: Move,
-        stage: int,
-        phase: StepPhase,
-        source: str,
-        why: str,
-    ) -> Copy:
+    def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
         once = copy.once and _whole_in_time(move.dst)
         base = value if copy.name == value or copy.name.startswith(f"{value}_") else copy.name
         result = self.fresh(f"{base}_{move.suffix}")
+        # the user's line behind a move: what left a sum pending, else what needs the value
+        producer = self.request.flow.producers.get(value)
+        reduces = move.kind in ("all_reduce", "reduce_scatter")
         self.steps.append(
             Convert(
                 result=result,
                 operand=copy.name,
                 move=move,
-                phase=phase,
-                stage=stage,
+                phase=by.phase,
+                stage=by.stage,
                 once=once and self.request.num_microbatches > 1,
-                source=self._cause(value, move, source),
-                why=why,
+                source=producer.source if reduces and producer is not None else by.source,
+                why=by.why,
             )
         )
-        return self.add(value, Copy(result, move.dst, stage, once, phase))
+        return self.add(value, Copy(result, move.dst, by.stage, once, by.phase))
 
-    def _cause(self, value: str, move: Move, reader: str) -> str:
-        """The user's line behind a move: what left a sum pending, else what needs the value."""
-        producer = self.request.flow.producers.get(value)
-        pending = move.kind in ("all_reduce", "reduce_scatter")
-        return producer.source if pending and producer is not None else reader
-
-    def transfer(
-        self, copy: Copy, value: str, stage: int, phase: StepPhase, source: str, why: str
-    ) -> Copy:
-        result = self.fresh(f"{copy.name}_at{stage}")
+    def transfer(self, copy: Copy, value: str, by: Reader) -> Copy:
+        """From the copy's stage to the reader's."""
+        result = self.fresh(f"{copy.name}_at{by.stage}")
         self.steps.append(
             Transfer(
                 result=result,
                 operand=copy.name,
                 spec=copy.spec,
                 stage=copy.stage,
-                to_stage=stage,
-                phase=phase,
+                to_stage=by.stage,
+                phase=by.phase,
                 once=copy.once and self.request.num_microbatches > 1,
-                source=source,
-                why=why,
+                source=by.source,
+                why=by.why,
             )
         )
-        return self.add(value, Copy(result, copy.spec, stage, copy.once, phase))
+        return self.add(value, Copy(result, copy.spec, by.stage, copy.once, by.phase))
 
 
 def rearranges(op: Op, rule: Rule) -> bool:

@@ -16,22 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import Literal
 
 from dtensor.sharding.plan.choose.split_through_op import through
-from dtensor.sharding.plan.record import PlannedInput, PlanRecord
+from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.steps import (
-    Accumulate,
     Bucket,
     Compute,
     Convert,
-    Norm,
     Step,
     StepPhase,
-    TieSum,
-    Transfer,
-    Update,
+    operands_of,
     reading,
+    reads_of,
+    renamed,
+    results_of,
     unused,
 )
 from dtensor.sharding.plan.storage import layer_of
@@ -41,6 +40,7 @@ from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 When = Literal["once", "forward", "backward", "optimizer"]
+At = tuple[int, When]  # a stage, and when a step of it runs
 
 
 def gather_stored(plan: PlanRecord) -> PlanRecord:
@@ -57,7 +57,6 @@ def gather_stored(plan: PlanRecord) -> PlanRecord:
 class _Group:
     """What is gathered as one message; ``members``: the values, each a parameter or its cast."""
 
-    layer: str
     members: list[str] = field(default_factory=list[str])
     started: bool = False
     used: bool = False
@@ -67,15 +66,10 @@ class _Group:
 class _Gathering:
     plan: PlanRecord
     split: Mapping[str, PlannedInput]
-    makers: dict[str, Compute | Convert] = field(
-        default_factory=dict[str, Compute | Convert]
-    )  # the free steps, by result
-    groups: dict[tuple[int, When], list[_Group]] = field(
-        default_factory=dict[tuple[int, When], list[_Group]]
-    )
-    copies: dict[tuple[str, int, When], str] = field(
-        default_factory=dict[tuple[str, int, When], str]
-    )
+    # the free steps by result, groups by layer in order of use, names by value
+    makers: dict[str, Compute | Convert] = field(default_factory=dict[str, Compute | Convert])
+    groups: dict[At, dict[str, _Group]] = field(default_factory=dict[At, dict[str, _Group]])
+    copies: dict[tuple[str, At], str] = field(default_factory=dict[tuple[str, At], str])
     steps: list[Step] = field(default_factory=list[Step])
     names: set[str] = field(default_factory=set[str])
 
@@ -84,41 +78,34 @@ class _Gathering:
         made = set(self.plan.value_specs()) - self.makers.keys()
         self.names = made | {s.name for s in kept if isinstance(s, Bucket)}
         for step in kept:
-            for stage, value in _reads(step):
+            for stage, value, _ in reads_of(step):
                 self._expect(value, stage, _when(step))
-        wanted = [(o, s, v) for o in self.plan.outputs for s, v in o.values if self._depends(v)]
-        for output, stage, value in wanted:
-            self._expect(value, stage, "forward" if output.kind == "result" else "optimizer")
+        for output in self.plan.outputs:
+            for stage, value in output.values:
+                self._expect(value, stage, _when_used(output))
         for step in kept:
-            when = _when(step)
-            found = {v: self.read(v, at, when) for at, v in _reads(step) if self._depends(v)}
+            reads = [(at, value) for at, value, _ in reads_of(step) if self._depends(value)]
+            found = {value: self.read(value, at, _when(step)) for at, value in reads}
             self.steps.append(reading(step, found) if found else step)
-        outputs = tuple(
-            replace(
-                o,
-                values=tuple(
-                    (s, self.read(v, s, "forward" if o.kind == "result" else "optimizer"))
-                    for s, v in o.values
-                ),
-            )
+        outputs = [
+            replace(o, values=tuple((s, self.read(v, s, _when_used(o))) for s, v in o.values))
             for o in self.plan.outputs
-        )
-        return replace(self.plan, steps=tuple(self.steps), outputs=outputs)
+        ]
+        return replace(self.plan, steps=tuple(self.steps), outputs=tuple(outputs))
 
     def _is_free(self, step: Step) -> bool:
         """Whether the step costs nothing and depends on one stored parameter alone."""
         match step:
             case Compute() if step.is_view or _narrows(step):
-                free = bool(step.operands) and all(self._depends(v) for v in step.operands)
-                free = free and len(step.operands) == 1
-            case Convert() if step.move.kind in FREE_KINDS:
-                free = self._depends(step.operand)
+                free = len(step.operands) == 1
+            case Convert():
+                free = step.move.kind in FREE_KINDS
             case _:
                 return False
-        if free:
-            names = step.results if isinstance(step, Compute) else (step.result,)
-            self.makers.update((name, step) for name in names if name is not None)
-        return free
+        if not free or not self._depends(operands_of(step)[0]):
+            return False
+        self.makers.update((name, step) for name, _ in results_of(step))
+        return True
 
     def _depends(self, value: str) -> bool:
         return value in self.split or value in self.makers
@@ -139,21 +126,15 @@ class _Gathering:
         if not self._depends(value):
             return
         parameter, member = self._base(value)
-        groups = self.groups.setdefault((stage, when), [])
         layer = f"{layer_of(self.split[parameter].label)} {self._dtype(member)}"
-        group = next((g for g in groups if g.layer == layer), None)
-        if group is None:
-            group = _Group(layer)
-            groups.append(group)
+        group = self.groups.setdefault((stage, when), {}).setdefault(layer, _Group())
         if member not in group.members:
             group.members.append(member)
 
     def _dtype(self, member: str) -> str:
         if member in self.split:
             return str(self.split[member].spec.dtype)
-        result = self._cast(member).op.call.results[0]
-        assert result is not None
-        return str(result.dtype)
+        return str(self._cast(member).op.call.result.dtype)
 
     def _cast(self, member: str) -> Compute:
         maker = self.makers[member]
@@ -166,7 +147,7 @@ class _Gathering:
         """The name under which a value can be read there; made where it is not."""
         if not self._depends(value):
             return value
-        key = (value, stage, when)
+        key: tuple[str, At] = (value, (stage, when))
         if value == self._base(value)[1]:
             self._gather(value, stage, when)
         elif key not in self.copies:
@@ -174,38 +155,19 @@ class _Gathering:
         return self.copies[key]
 
     def _repeat(self, maker: Compute | Convert, stage: int, when: When) -> None:
-        phase, once = _phase(when), when == "once"
-        match maker:
-            case Compute():
-                operand = self.read(maker.operands[0], stage, when)
-                results = tuple(r and self._named(r, stage, when) for r in maker.results)
-                self.steps.append(
-                    replace(
-                        maker,
-                        operands=(operand,),
-                        results=results,
-                        phase=phase,
-                        stage=stage,
-                        once=once,
-                    )
-                )
-            case Convert():
-                operand = self.read(maker.operand, stage, when)
-                result = self._named(maker.result, stage, when)
-                self.steps.append(
-                    replace(
-                        maker, operand=operand, result=result, phase=phase, stage=stage, once=once
-                    )
-                )
+        operands = {name: self.read(name, stage, when) for name in operands_of(maker)}
+        results = {name: self._named(name, stage, when) for name, _ in results_of(maker)}
+        made = renamed(maker, operands, results)
+        self.steps.append(replace(made, phase=_phase(when), stage=stage, once=when == "once"))
 
     def _named(self, value: str, stage: int, when: When) -> str:
         name = unused(value, self.names)
-        self.copies[value, stage, when] = name
+        self.copies[value, (stage, when)] = name
         return name
 
     def _gather(self, member: str, stage: int, when: When) -> None:
         """At the first use of a group, start the group after it; and itself, if it is the first."""
-        groups = self.groups[stage, when]
+        groups = list(self.groups[stage, when].values())
         at = next(i for i, group in enumerate(groups) if member in group.members)
         if groups[at].used:
             return
@@ -248,7 +210,7 @@ class _Gathering:
             operands.append(operand)
             found.append(Move("all_gather", axis, held, used))
             results.append(unused(f"{member}_gathered", self.names))
-            self.copies[member, stage, when] = results[-1]
+            self.copies[member, (stage, when)] = results[-1]
         self.steps.append(
             Bucket(
                 name=unused(f"parameters_{axis}", self.names),
@@ -285,24 +247,9 @@ def _when(step: Step) -> When:
     return "once" if step.once else step.phase
 
 
+def _when_used(output: PlannedOutput) -> When:
+    return "forward" if output.kind == "result" else "optimizer"
+
+
 def _phase(when: When) -> StepPhase:
     return "forward" if when == "once" else when
-
-
-def _reads(step: Step) -> list[tuple[int, str]]:
-    """(stage, value) for what the step reads; inputs that a step writes are no reads."""
-    match step:
-        case Bucket() if step.in_place:
-            return []
-        case Compute() | Bucket():
-            return [(step.stage, value) for value in step.operands]
-        case Convert() | Transfer() | Accumulate():
-            return [(step.stage, step.operand)]
-        case TieSum():
-            return list(zip(step.stages, step.operands, strict=True))
-        case Norm():
-            return [(stage, value) for stage, value, _ in step.operands]
-        case Update():
-            return [(step.stage, step.gradient)]
-        case _:
-            assert_never(step)

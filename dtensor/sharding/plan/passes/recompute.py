@@ -20,7 +20,7 @@ same op on the same operands, its random numbers too (they are counted, not draw
 runs again on behalf of a result that leaves its region, so new contents of buffers are made once.
 What is computed once a step, not once a microbatch, is kept. It runs before `gather_stored`. Not
 here: which module a glob means (api/parallel.py), what the regions print
-(plan/text/regions.py).
+(plan/text/render.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import assert_never
 
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.record import PlanRecord, Region
@@ -39,6 +38,7 @@ from dtensor.sharding.plan.steps import (
     Step,
     operands_of,
     reading,
+    renamed,
     results_of,
     unused,
     viewed_operand,
@@ -47,6 +47,7 @@ from dtensor.sharding.redistribute.moves import FREE_KINDS
 
 Key = tuple[str, int]  # a region's name, its stage
 Repeatable = Compute | Convert
+Maker = tuple[int, Repeatable]  # where a step of the forward stands that may run again, the step
 
 
 def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
@@ -87,9 +88,7 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
 class _Recompute:
     plan: PlanRecord
     names: Mapping[str, str]
-    makers: dict[str, tuple[int, Repeatable]] = field(
-        default_factory=dict[str, tuple[int, Repeatable]]
-    )  # by result: where a step of the forward stands that may run again
+    makers: dict[str, Maker] = field(default_factory=dict[str, Maker])  # by result
     homes: dict[str, Key | None] = field(default_factory=dict[str, Key | None])
     kept: dict[str, bool] = field(default_factory=dict[str, bool])
     needed: set[str] = field(default_factory=set[str])
@@ -203,20 +202,9 @@ class _Recompute:
         own = [name for name, _ in results_of(step) if name in self.needed]
         home = self.homes[own[0]]
         assert home is not None
-        given = {name: self.again.get(name, name) for name in operands_of(step)}
         for name in own:
             self.again[name] = unused(f"{name}_again", self.taken)
-        made: Repeatable
-        match step:
-            case Compute():
-                operands = tuple(given[name] for name in step.operands)
-                results = tuple(self.again.get(name or "") for name in step.results)
-                made = replace(step, operands=operands, results=results, phase="backward")
-            case Convert():
-                operand, result = given[step.operand], self.again[step.result]
-                made = replace(step, operand=operand, result=result, phase="backward")
-            case _:
-                assert_never(step)
+        made = replace(renamed(step, self.again, self.again), phase="backward")
         self.repeats.setdefault(home, []).append(made)
         self.steps.append(made)
 

@@ -118,12 +118,12 @@ def partition(
     if memory_bytes is not None and chain.bytes_held:
         memory = _memory(chain, num_parts, in_flight)
         within = allowed & np.stack([table <= memory_bytes for table in memory])
-        if _least(cost, within)[0][num_parts, num] >= _FAR:
+        if _least([cost] * num_parts, within)[num_parts, num] >= _FAR:
             fits = False
-            least = int(_least_of(memory, allowed)[num_parts, num])
+            least = int(_least(memory, allowed)[num_parts, num])
             within = allowed & np.stack([table <= least for table in memory])
         allowed = within
-    best, _ = _least(cost, allowed)
+    best = _least([cost] * num_parts, allowed)
     if best[num_parts, num] >= _FAR:
         return None
     bounds = _tidy(chain, cost, sent, allowed, int(best[num_parts, num]))
@@ -189,20 +189,19 @@ def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Tabl
 # -- the search ------------------------------------------------------------------------------------
 
 
-def _least(cost: Table, allowed: NDArray[np.bool_]) -> tuple[Table, Table]:
-    """[k, j]: the least that the dearest of k parts of the first j units costs; and of the last k
-    parts of the units from j on."""
+def _least_from(cost: Table, allowed: NDArray[np.bool_]) -> Table:
+    """[k, j]: the least that the dearest of the last k parts of the units from j on costs."""
     num_parts, num = len(allowed), len(cost)
-    ends = _least_of([cost] * num_parts, allowed)
     starts = np.full((num_parts + 1, num + 1), _FAR)
     starts[0, num] = 0
     for k in range(1, num_parts + 1):
         parts = np.where(allowed[num_parts - k], cost, _FAR)
         starts[k, :num] = np.maximum(parts, starts[k - 1][None, :]).min(axis=1)
-    return ends, starts
+    return starts
 
 
-def _least_of(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
+def _least(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
+    """[k, j]: the least that the dearest of k parts of the first j units costs."""
     num_parts, num = len(allowed), allowed.shape[1]
     ends = np.full((num_parts + 1, num + 1), _FAR)
     ends[0, 0] = 0
@@ -244,7 +243,7 @@ def _searched(
 ) -> tuple[int, ...]:
     """Branch and bound: the tables say what the parts so far, and those to come, cost at least."""
     num_parts, num = len(allowed), len(cost)
-    _, starts = _least(cost, allowed)
+    starts = _least_from(cost, allowed)
     best, least = known, max(chain.costs(known))
     nodes = 0
     waiting: list[tuple[tuple[int, ...], int]] = [((0,), 0)]

@@ -25,8 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dtensor.sharding.plan.cost.collectives import step_times
-from dtensor.sharding.plan.cost.seconds import step_seconds
+from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.record import PlanRecord
@@ -171,11 +170,11 @@ class _Pricing:
                     read.setdefault(root, set()).add(op.stage)
         for name, found in read.items():
             size, times = sizes.get(name, 0), often.get(name, 1)
-            seconds = self._transfer(size) * times
-            self.sent.append(Sent(round(seconds * SECOND), units[name], tuple(sorted(found))))
-
-    def _transfer(self, size: int) -> float:
-        return self.whole.topology.collective_seconds("transfer", self.axis, num=2, bytes_sent=size)
+            seconds = self.whole.topology.collective_seconds(
+                "transfer", self.axis, num=2, bytes_sent=size
+            )
+            cost = round(seconds * times * SECOND)
+            self.sent.append(Sent(cost, units[name], tuple(sorted(found))))
 
     def _root(self, name: str) -> str:
         while (op := self.parts.producers.get(name)) is not None:

@@ -16,7 +16,7 @@ import difflib
 from collections.abc import Sequence
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.cost.collectives import step_times
+from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.record import Opened, PlannedInput, PlanRecord
 from dtensor.sharding.plan.steps import (

@@ -32,9 +32,14 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.plan.cost.collectives import all_collectives, collectives_of
 from dtensor.sharding.plan.cost.memory import memory_of
-from dtensor.sharding.plan.cost.seconds import cost_of, stage_flops, stage_seconds
+from dtensor.sharding.plan.cost.seconds import (
+    all_collectives,
+    collectives_of,
+    cost_of,
+    stage_flops,
+    stage_seconds,
+)
 from dtensor.sharding.plan.record import Hint, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -46,6 +51,8 @@ from dtensor.sharding.plan.steps import (
     TieSum,
     Transfer,
     Update,
+    results_of,
+    stages_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.words import (
@@ -128,36 +135,29 @@ def _section(step: Step) -> str:
 
 def _line(plan: PlanRecord, step: Step, stage: int) -> _Line | None:
     """The step as the stage sees it, None where it does not; updates are printed together."""
+    if stage not in stages_of(step) and not isinstance(step, Norm):
+        return None
     match step:
         case Compute():
-            return _compute(step) if step.stage == stage else None
+            return _compute(step)
         case Convert(move=move):
-            if step.stage != stage:
-                return None
             text = f"{move.kind}({step.operand}, {move.axis})"
             sent = "" if move.kind in FREE_KINDS else _sent(plan, step, stage)
             mark = "" if move.kind in FREE_KINDS else "*"
             return _Line(mark, step.result, text, str(move.dst), sent, step.source)
         case Transfer():
             where = f"{step.operand}, {plan.stage_axis} {step.stage} -> {step.to_stage}"
-            if step.stage == stage:
-                sent = _sent(plan, step, stage)
-                text = f"transfer({where})"
-                return _Line("*", step.result, text, str(step.spec), sent, step.source)
-            if step.to_stage == stage:
-                text = f"receive({where})"
-                return _Line("", step.result, text, str(step.spec), "", step.source)
-            return None
+            sends = step.stage == stage
+            text = f"{'transfer' if sends else 'receive'}({where})"
+            sent = _sent(plan, step, stage)
+            mark = "*" if sends else ""
+            return _Line(mark, step.result, text, str(step.spec), sent, step.source)
         case Accumulate():
-            if step.stage != stage:
-                return None
             text = f"accumulate({step.operand}, {MICROBATCH_AXIS})"
             return _Line("", step.result, text, str(step.dst), "", step.of)
         case Bucket():
-            return _bucket(plan, step) if step.stage == stage and not step.in_place else None
+            return None if step.in_place else _bucket(plan, step)
         case TieSum():
-            if stage not in step.stages:
-                return None
             at = step.stages.index(stage)
             stages = ", ".join(map(str, step.stages))
             text = f"all_reduce({step.operands[at]}, {plan.stage_axis} stages {stages})"
@@ -175,7 +175,7 @@ def _line(plan: PlanRecord, step: Step, stage: int) -> _Line | None:
 
 
 def _compute(step: Compute) -> _Line:
-    results = [(n, s) for n, s in zip(step.results, step.result_specs, strict=True) if n and s]
+    results = results_of(step)
     return _Line(
         "",
         ", ".join(name for name, _ in results),
@@ -307,15 +307,8 @@ def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
         if stage in item.stages:
             yield item.name, item.spec
     for step in plan.steps:
-        match step:
-            case Compute() if step.stage == stage:
-                for name, spec in zip(step.results, step.result_specs, strict=True):
-                    if name is not None and spec is not None:
-                        yield name, spec
-            case Convert() if step.stage == stage:
-                yield step.result, step.move.dst
-            case _:
-                pass
+        if isinstance(step, Compute | Convert) and step.stage == stage:
+            yield from results_of(step)
 
 
 def _axes(plan: PlanRecord) -> list[str]:
@@ -425,20 +418,17 @@ def _entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str
     count = f"{len(members)} regions{each}" if several else "1 region"
     name = ", ".join(collapse([region.name for region in members]))
     of_first = f" (of {first.name})" if several else ""
-    ops = f"{first.num_ops} op{'s' * (first.num_ops != 1)}"
+    ops = _count(first.num_ops, "op")
     head = f"{name:<{_REGION_NAME - 2}}  {where}{count}"
     if not first.repeated:
         return wrapped(f"{head}: the backward reads nothing that runs again", "  ", WIDTH)
     lines = wrapped(head, "  ", WIDTH)
     saved = ", ".join(first.saved) or "nothing but parameters and the batch"
-    lines += wrapped(
-        f"{size_text(nbytes)}: {saved}{of_first}", f"    {'saves':<{_REGION_NAME - 2}}", WIDTH
-    )
+    start = f"    {'saves':<{_REGION_NAME - 2}}"
+    lines += wrapped(f"{size_text(nbytes)}: {saved}{of_first}", start, WIDTH)
     if first.communicated:
-        kept = ", ".join(first.communicated)
-        lines += wrapped(
-            f"not communicated again: {kept}{of_first}", " " * (_REGION_NAME + 2), WIDTH
-        )
+        kept = f"not communicated again: {', '.join(first.communicated)}"
+        lines += wrapped(f"{kept}{of_first}", " " * len(start), WIDTH)
     lines.append(f"    {'repeats':<{_REGION_NAME - 2}}{ops}, {flop_text(first.flops)}")
     return lines
 
@@ -449,17 +439,15 @@ def _totals(plan: PlanRecord) -> list[str]:
 
 def _memory(plan: PlanRecord) -> list[str]:
     memory = memory_of(plan)
-    rows = [["memory per rank", *_stage_names(plan, plan.num_stages > 1)]]
-    rows += [
+    rows = [
+        ["memory per rank", *_stage_names(plan)],
         ["  parameters", *(size_text(m.parameters) for m in memory)],
         ["  gradients", *(size_text(m.gradients) for m in memory)],
         ["  optimizer state", *(size_text(m.optimizer) for m in memory)],
     ]
     if any(m.masters for m in memory):
         rows.append(["  float32 masters", *(size_text(m.masters) for m in memory)])
-    rows += [
-        ["  activations", *(size_text(m.activations) for m in memory)],
-    ]
+    rows.append(["  activations", *(size_text(m.activations) for m in memory)])
     if plan.plain is not None:
         plain = [size_text(m.activations) for m in memory_of(plan.plain)]
         rows.append(["    without recompute", *plain])
@@ -496,15 +484,11 @@ def _communication(plan: PlanRecord) -> list[str]:
 
 def _time(plan: PlanRecord) -> list[str]:
     cost = cost_of(plan)
-    flops = [flop_text(stage_flops(plan, stage)) for stage in range(plan.num_stages)]
-    names = _stage_names(plan, plan.num_stages > 1)
-    shown = ", ".join(f"{name} {f}".strip() for name, f in zip(names or [""], flops, strict=True))
+    flops = [stage_flops(plan, stage) for stage in range(plan.num_stages)]
+    shown = _by_stage(plan, flops)
     if plan.plain is not None:
-        more = [stage_flops(plan, s) - stage_flops(plan.plain, s) for s in range(plan.num_stages)]
-        texts = (
-            f"{name} {flop_text(f)}".strip() for name, f in zip(names or [""], more, strict=True)
-        )
-        shown += f"; recomputed {', '.join(texts)} of it"
+        more = [flops[stage] - stage_flops(plan.plain, stage) for stage in range(plan.num_stages)]
+        shown += f"; recomputed {_by_stage(plan, more)} of it"
     parts = [
         f"compute {seconds_text(cost.compute_seconds)}",
         f"communication {seconds_text(cost.communication_seconds)}",
@@ -519,7 +503,14 @@ def _time(plan: PlanRecord) -> list[str]:
     ]
 
 
-def _stage_names(plan: PlanRecord, several: bool) -> list[str]:
+def _by_stage(plan: PlanRecord, flops: Sequence[int]) -> str:
+    names = _stage_names(plan) or [""]
+    return ", ".join(f"{n} {flop_text(f)}".strip() for n, f in zip(names, flops, strict=True))
+
+
+def _stage_names(plan: PlanRecord) -> list[str]:
+    """None where there is one stage."""
+    several = plan.num_stages > 1
     return [f"stage {stage}" for stage in range(plan.num_stages)] if several else []
 
 

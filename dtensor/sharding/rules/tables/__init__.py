@@ -5,24 +5,17 @@ from __future__ import annotations
 from dtensor.sharding.rules.build import with_dtypes
 from dtensor.sharding.rules.registry import register
 from dtensor.sharding.rules.tables import (
-    activations,
-    batchnorm,
-    checked,
     conv,
     create,
     diagonals,
-    fft,
     indexing,
     linalg,
     losses,
     matmul,
-    nnmisc,
     norm,
     pointwise,
     pool,
-    random,
     reduce,
-    scattering,
     slice_and_cat,
     sorting,
     special,
@@ -30,27 +23,21 @@ from dtensor.sharding.rules.tables import (
     views,
 )
 from dtensor.sharding.rules.tables.dtypes import DTYPES
+from dtensor.sharding.rules.tables.whole import Whole
 
 # One module per family, each with its RULES.
 TABLES = (
-    activations,
-    batchnorm,
-    checked,
     conv,
     create,
     diagonals,
-    fft,
     indexing,
     linalg,
     losses,
     matmul,
-    nnmisc,
     norm,
     pointwise,
     pool,
-    random,
     reduce,
-    scattering,
     slice_and_cat,
     sorting,
     special,
@@ -61,3 +48,9 @@ TABLES = (
 for _table in TABLES:
     for _name, _builder in _table.RULES.items():
         register(_name, with_dtypes(DTYPES[_name], _builder) if _name in DTYPES else _builder)
+
+
+def reasons() -> dict[str, str]:
+    """The reason of each op that is whole on every rank on purpose, by its name."""
+    rows = ((name, builder) for table in TABLES for name, builder in table.RULES.items())
+    return {name: row.reason for name, row in rows if isinstance(row, Whole)}

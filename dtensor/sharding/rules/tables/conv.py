@@ -14,12 +14,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtensor.sharding.local import layers
+from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import make, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import positional
+from dtensor.sharding.rules.tables.localizers import positional
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,14 @@ def _convolution(call: OpCall) -> Rule:
         localize=_local_groups,
         sizes={"g": args[8]},
     )
-    result = call.results[0]
-    assert result is not None
-    return replace(found, flops=_flops(x, weight, result.shape, args[6]))
+    return replace(found, flops=_flops(x, weight, call.result.shape, args[6]))
 
 
 def _local_groups(call: OpCall, local: Local) -> OpCall:
     args = positional(call)
     x, weight, y = local.operand_shape(0), local.operand_shape(1), local.result_shape()
     if not math.prod(x) * math.prod(weight):
-        return retarget(call, layers.empty_convolution, args[0], args[2], list(y))
+        return retarget(call, values.empty_convolution, args[0], args[2], list(y))
     args[8] = _groups(x, weight, y, args[6])
     return retarget(call, call.target, *args)
 
@@ -123,7 +121,7 @@ def _local_backward(call: OpCall, local: Local) -> OpCall:
     y, x, weight = (local.operand_shape(i) for i in range(3))
     if not math.prod(y) * math.prod(x) * math.prod(weight):
         shapes = [None if m is None else local.result_shape(i) for i, m in enumerate(call.results)]
-        return retarget(call, layers.empty_convolution_backward, args[0], shapes)
+        return retarget(call, values.empty_convolution_backward, args[0], shapes)
     if args[3] is not None:
         args[3] = [y[1]]
     args[9] = _groups(x, weight, y, args[7])

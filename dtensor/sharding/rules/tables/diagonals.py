@@ -16,24 +16,31 @@ from collections.abc import Sequence
 
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, pattern, resolve_dims, retarget
+from dtensor.sharding.rules.build import (
+    Groups,
+    make,
+    names,
+    pattern,
+    resolve_dims,
+    retarget,
+    sized,
+    whole_dims,
+)
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 
 _LINEAR: Groups = ((0,),)
 
 
-def _local_sizes(call: OpCall, local: Local) -> OpCall:
-    return call.with_arg(1, list(local.result_shape()))
-
-
 # -- diagonals --------------------------------------------------------------------------------
 
 
-def _diagonal_texts(call: OpCall, rank: int, at: int) -> tuple[str, str]:
+def _diagonal_texts(
+    call: OpCall, rank: int, at: int, default: tuple[int, int] = (0, 1)
+) -> tuple[str, str]:
     """A tensor of this rank, and its diagonal; ``at``: where the op takes offset, dim1, dim2."""
-    one: int = call.arg(at + 1, "dim1", 0) % rank
-    two: int = call.arg(at + 2, "dim2", 1) % rank
+    one: int = call.arg(at + 1, "dim1", default[0]) % rank
+    two: int = call.arg(at + 2, "dim2", default[1]) % rank
     dims = names(rank, (one, two))
     kept = [f for d, f in enumerate(dims) if d not in (one, two)]
     return " ".join(dims), " ".join([*kept, "k!"])
@@ -46,7 +53,7 @@ def _diagonal(call: OpCall) -> Rule:
 
 def _diagonal_backward(call: OpCall) -> Rule:
     x, diagonal = _diagonal_texts(call, len(call.args[1]), 2)
-    return make(call, f"{diagonal} -> {x}", linear=_LINEAR, localize=_local_sizes)
+    return make(call, f"{diagonal} -> {x}", linear=_LINEAR, localize=sized(1))
 
 
 def _diagonal_scatter(call: OpCall) -> Rule:
@@ -55,12 +62,8 @@ def _diagonal_scatter(call: OpCall) -> Rule:
 
 
 def _diag_embed(call: OpCall) -> Rule:
-    rank = len(call.operands[0].shape) + 1
-    one: int = call.arg(2, "dim1", -2) % rank
-    two: int = call.arg(3, "dim2", -1) % rank
-    dims = names(rank, (one, two))
-    kept = [f for d, f in enumerate(dims) if d not in (one, two)]
-    return make(call, f"{' '.join([*kept, 'k!'])} -> {' '.join(dims)}", linear=_LINEAR)
+    x, diagonal = _diagonal_texts(call, len(call.operands[0].shape) + 1, 1, (-2, -1))
+    return make(call, f"{diagonal} -> {x}", linear=_LINEAR)
 
 
 # -- windows, rolls ------------------------------------------------------------------------------
@@ -81,7 +84,7 @@ def _unfold(call: OpCall) -> Rule:
 
 def _unfold_backward(call: OpCall) -> Rule:
     x, windows = _window_texts(len(call.args[1]), call.args[2])
-    return make(call, f"{windows} -> {x}", linear=_LINEAR, localize=_local_sizes)
+    return make(call, f"{windows} -> {x}", linear=_LINEAR, localize=sized(1))
 
 
 def _roll(call: OpCall) -> Rule:
@@ -96,10 +99,7 @@ def _roll(call: OpCall) -> Rule:
 
 def _strided(call: OpCall) -> Rule:
     _check_strides(call, 1)
-    result = call.results[0]
-    assert result is not None
-    x = " ".join(f"x{d}!" for d in range(len(call.operands[0].shape)))
-    out = " ".join(f"y{d}!" for d in range(len(result.shape)))
+    x, out = whole_dims("x", len(call.operands[0].shape)), whole_dims("y", len(call.result.shape))
     return make(call, f"{x} -> {out}", linear=_LINEAR, localize=_local_strided)
 
 
@@ -110,8 +110,7 @@ def _local_strided(call: OpCall, local: Local) -> OpCall:
 
 def _strided_scatter(call: OpCall) -> Rule:
     _check_strides(call, 2)
-    x = " ".join(f"x{d}!" for d in range(len(call.operands[0].shape)))
-    src = " ".join(f"y{d}!" for d in range(len(call.operands[1].shape)))
+    x, src = (whole_dims(f, len(m.shape)) for f, m in zip("xy", call.operands, strict=True))
     return make(call, f"{x}, {src} -> {x}", linear=((0, 1),), localize=_local_strided_scatter)
 
 
@@ -122,16 +121,14 @@ def _local_strided_scatter(call: OpCall, local: Local) -> OpCall:
 
 def _resize(call: OpCall) -> Rule:
     """The first elements in memory; more than there are would have no value."""
-    result = call.results[0]
-    assert result is not None
-    if math.prod(result.shape) > math.prod(call.operands[0].shape):
+    shape = call.result.shape
+    if math.prod(shape) > math.prod(call.operands[0].shape):
         raise no_rule(call, "the elements beyond the tensor's own have no value")
-    x = " ".join(f"x{d}!" for d in range(len(call.operands[0].shape)))
-    out = " ".join(f"y{d}!" for d in range(len(result.shape)))
+    x, out = whole_dims("x", len(call.operands[0].shape)), whole_dims("y", len(shape))
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        strides = [math.prod(result.shape[d + 1 :]) for d in range(len(result.shape))]
-        return retarget(call, values.strided, call.args[0], result.shape, strides, 0)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        return retarget(call, values.strided, call.args[0], shape, strides, 0)
 
     return make(call, f"{x} -> {out}", linear=_LINEAR, localize=localize)
 

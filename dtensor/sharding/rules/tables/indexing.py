@@ -1,15 +1,18 @@
-"""Rules of reading and writing at indices: index, index_add, take and their kin.
+"""Rules of reading and writing at indices: index, index_add, take, gather, scatter and their kin.
 
     index         x[:, i]              "d0 w, i0 i1 -> d0 i0 i1"      w split: the results add up
     index_add     x at i, plus y       "d0 w, i, d0 i -> d0 w"        i split: x must be pending
     index         x[i, j]              "d0! d1!, i0, i0 -> i0"
     take          flat                 "w0! w1!, ... -> ..."
+    gather        (x, 1, i)            "d0 w, d0 i -> d0 i"           w split: the results add up
+    scatter_add   (x, 1, i, y)         "d0 w, d0 i, d0 i -> d0 w"     i split: x must be pending
 
 One dim that is indexed may be split: localised, a rank reads zeros for the rows that are elsewhere,
 and drops what is written to them. Several such dims are whole. Places that are read split freely;
 places that are *added to* split with the tensor that they are added to as a pending sum
 (`addends`); places that are overwritten are whole, for which of two values stands is a matter of
-order. Gather and scatter are in scattering.py.
+order. Of gather and scatter, which have an index for each element, dims in which all tensors agree
+split together, others are whole.
 """
 
 from __future__ import annotations
@@ -17,20 +20,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from dtensor.sharding.local import indexing
 from dtensor.sharding.local.indexing import Write
 from dtensor.sharding.ops.call import Local, Localizer, OpCall, Operand
-from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget
+from dtensor.sharding.rules.build import (
+    Groups,
+    broadcast,
+    make,
+    names,
+    replaced,
+    retarget,
+    whole_dims,
+)
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.whole import whole
+from dtensor.sharding.rules.tables.whole import Whole
 
 _LINEAR: Groups = ((0,),)
 
 
-def cut(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
+def _cut(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
     """Makes the op local where x, operand 0, is split along ``at``, which operand 1 indexes."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
@@ -67,20 +79,9 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
     for meta in metas:
         if meta.dtype in (torch.bool, torch.uint8):
             raise no_rule(call, "how many places a mask names depends on its values")
-    rank = max(len(m.shape) for m in metas)
-    padded = [(1,) * (rank - len(m.shape)) + m.shape for m in metas]
-    wide = [next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True)]
-    places = [f"i{d}" for d in range(rank)]
-    terms: list[str] = []
-    for meta in metas:
-        own = places[rank - len(meta.shape) :]
-        sizes = wide[rank - len(meta.shape) :]
-        terms.append(
-            " ".join(
-                "1" if size == 1 and w != 1 else f
-                for f, size, w in zip(own, meta.shape, sizes, strict=True)
-            )
-        )
+    wide = np.broadcast_shapes(*(meta.shape for meta in metas))
+    places = [f"i{d}" for d in range(len(wide))]
+    terms = [broadcast(places, meta.shape, wide) for meta in metas]
     dims = names(len(shape))
     kept = [f for d, f in enumerate(dims) if d not in at]
     together = at == list(range(at[0], at[0] + len(at)))
@@ -97,7 +98,7 @@ def _index(call: OpCall) -> Rule:
     x, terms, result = _index_terms(call)
     localize: Localizer | None = None
     if len(terms) == 1 and call.operands[0].dtype != torch.bool:
-        x, localize = x.replace("!", ""), cut(_only(call), "index")
+        x, localize = x.replace("!", ""), _cut(_only(call), "index")
     text = f"{', '.join([x, *terms])} -> {' '.join(result)}"
     return make(call, text, linear=_LINEAR, localize=localize)
 
@@ -119,7 +120,7 @@ def _index_put(call: OpCall) -> Rule:
     localize: Localizer | None = None
     if len(terms) == 1:
         kind: Write = "index_put_add" if call.arg(3, "accumulate", False) else "index_put"
-        x, localize = x.replace("!", ""), cut(_only(call), kind)
+        x, localize = x.replace("!", ""), _cut(_only(call), kind)
     text = f"{', '.join([x, *terms, values])} -> {x}"
     return make(call, text, linear=((0, last),), addends=(0,), localize=localize)
 
@@ -178,7 +179,7 @@ def _along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
 
 def _cut_along(call: OpCall, kind: Write | Literal["index"]) -> Localizer | None:
     rank = len(call.operands[0].shape)
-    return cut(call.args[1] % rank, kind) if rank and call.operands[1].shape else None
+    return _cut(call.args[1] % rank, kind) if rank and call.operands[1].shape else None
 
 
 def _index_select(call: OpCall) -> Rule:
@@ -224,22 +225,98 @@ def _index_fill(call: OpCall) -> Rule:
 # -- flat places -----------------------------------------------------------------------------
 
 
-def whole_dims(prefix: str, shape: tuple[int, ...]) -> str:
-    return " ".join(f"{prefix}d{i}!" for i in range(len(shape)))
-
-
 def _take(call: OpCall) -> Rule:
-    return make(call, f"{whole_dims('w', call.operands[0].shape)}, ... -> ...", linear=_LINEAR)
+    return make(
+        call, f"{whole_dims('wd', len(call.operands[0].shape))}, ... -> ...", linear=_LINEAR
+    )
 
 
 def _put(call: OpCall) -> Rule:
     x, index, source = (meta.shape for meta in call.operands)
     adds = bool(call.arg(3, "accumulate", False)) and call.operands[0].dtype != torch.bool
-    kept = whole_dims("w", x)
+    kept = whole_dims("wd", len(x))
     if index != source or not adds:
-        text = f"{kept}, {whole_dims('i', index)}, {whole_dims('s', source)} -> {kept}"
+        text = f"{kept}, {whole_dims('id', len(index))}, {whole_dims('sd', len(source))} -> {kept}"
         return make(call, text, linear=((0, 2),))
     return make(call, f"{kept}, ..., ... -> {kept}", linear=((0, 2),), addends=(0,))
+
+
+# -- an index for each element -------------------------------------------------------------------
+
+
+def _gather(call: OpCall) -> Rule:
+    """The index splits freely along the dim, and elsewhere with x."""
+    x, index = call.operands[0].shape, call.operands[1].shape
+    if not x or len(x) != len(index):
+        left = ", ".join(whole_dims(f"t{n}d", len(shape)) for n, shape in enumerate((x, index)))
+        return make(call, f"{left} -> {whole_dims('t1d', len(index))}", linear=_LINEAR)
+    at = call.args[1] % len(x)
+    row = "w!" if call.operands[0].dtype == torch.bool else "w"
+    source: list[str] = []
+    places: list[str] = []
+    for d, (size, count) in enumerate(zip(x, index, strict=True)):
+        alike = size == count and d != at
+        source.append(row if d == at else f"d{d}" if alike else f"x{d}!")
+        places.append(f"i{d}" if d == at else f"d{d}" if alike else f"i{d}!")
+    text = f"{' '.join(source)}, {' '.join(places)} -> {' '.join(places)}"
+    return make(call, text, linear=_LINEAR, localize=_cut(at, "gather"))
+
+
+def _scatter(
+    call: OpCall,
+    places: str,
+    linear: Groups,
+    *,
+    addends: tuple[int, ...] = (),
+    kind: Write | None = None,
+) -> Rule:
+    """Dims in which x, index and source agree split together, and x's rows where ``kind`` says
+    how they are written where they are split."""
+    shapes = [meta.shape for meta in call.operands]
+    if not all(len(s) == len(shapes[0]) for s in shapes) or not shapes[0]:
+        left = ", ".join(whole_dims(f"t{n}d", len(shape)) for n, shape in enumerate(shapes))
+        return make(call, f"{left} -> {whole_dims('t0d', len(shapes[0]))}", linear=linear)
+    at = call.args[1] % len(shapes[0])
+    terms: list[str] = []
+    for n, shape in enumerate(shapes):
+        dims = [
+            f"d{d}" if all(s[d] == shape[d] for s in shapes) else f"t{n}d{d}!"
+            for d in range(len(shape))
+        ]
+        if n == 0:
+            dims[at] = "w!" if kind is None else "w"
+        else:
+            dims[at] = places if shapes[-1][at] == shapes[1][at] else f"t{n}!"
+        terms.append(" ".join(dims))
+    text = f"{', '.join(terms)} -> {terms[0]}"
+    localize = None if kind is None else _cut(at, kind)
+    return make(call, text, linear=linear, addends=addends, localize=localize)
+
+
+def _scatter_add(call: OpCall) -> Rule:
+    places = "i!" if call.operands[0].dtype == torch.bool else "i"
+    return _scatter(call, places, ((0, 2),), addends=(0,), kind="scatter_add")
+
+
+def _scatter_src(call: OpCall) -> Rule:
+    return _scatter(call, "i!", ((0, 2),), kind="scatter")
+
+
+def _scatter_value(call: OpCall) -> Rule:
+    return _scatter(call, "i!", ((0,),) if call.args[3] == 0 else (), kind="scatter")
+
+
+def _scatter_multiply(call: OpCall) -> Rule:
+    if dict(call.kwargs).get("reduce") == "add" and call.name == "aten.scatter.reduce":
+        return _scatter_add(call)
+    return _scatter(call, "i!", ())
+
+
+def _scatter_reduce(call: OpCall) -> Rule:
+    reduce = call.arg(4, "reduce")
+    if reduce == "sum" and bool(call.arg(5, "include_self", True)):
+        return _scatter_add(call)
+    return _scatter(call, "i!", ((0, 2),) if reduce in ("sum", "mean") else ())
 
 
 _ORDER = "the n-th place of the mask takes the n-th value: all of both are needed"
@@ -259,7 +336,14 @@ RULES: dict[str, Builder] = {
     "aten.index_fill.int_Tensor": _index_fill,
     "aten.take.default": _take,
     "aten.put.default": _put,
-    "aten.repeat_interleave.Tensor": whole("where a row goes depends on all counts before it"),
-    "aten.masked_scatter.default": whole(_ORDER, linear=((0, 2),)),
-    "aten.masked_scatter_backward.default": whole(_ORDER, linear=((0,),)),
+    "aten.repeat_interleave.Tensor": Whole("where a row goes depends on all counts before it"),
+    "aten.masked_scatter.default": Whole(_ORDER, linear=((0, 2),)),
+    "aten.masked_scatter_backward.default": Whole(_ORDER, linear=((0,),)),
+    "aten.gather.default": _gather,
+    "aten.scatter_add.default": _scatter_add,
+    "aten.scatter.src": _scatter_src,
+    "aten.scatter.value": _scatter_value,
+    "aten.scatter.reduce": _scatter_multiply,
+    "aten.scatter.value_reduce": _scatter_multiply,
+    "aten.scatter_reduce.two": _scatter_reduce,
 }

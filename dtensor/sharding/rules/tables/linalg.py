@@ -1,7 +1,9 @@
-"""Rules of linear algebra: matrices are whole, what they are batched over is free.
+"""Rules of linear algebra and of Fourier transforms: what they mix is whole, the rest is free.
 
     cores("2 -> 2 1 2")        "... m! n! -> ... a! b!, ... c!, ... d! e!"     svd
     solve_triangular           "... n! n!, ... n! k -> ... n! k"               linear in {b}
+    linalg_checked             "... d0 d1, ... -> ... d0 d1"                   linear in {x}
+    _fft_r2c(x, [1])           "d0 d1! -> d0 n1!"                              linear in {a}
 
 A factorization mixes all of its matrix. The table says how many trailing dims of each operand and
 result are the matrix's; columns of a right-hand side are solved for one by one, so they split.
@@ -14,11 +16,23 @@ from __future__ import annotations
 
 import math
 
-from dtensor.sharding.ops.call import Meta, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, pattern
+import torch
+
+import dtensor.sharding.ops.attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - the op
+from dtensor.sharding.ops.call import Local, Meta, OpCall
+from dtensor.sharding.rules.build import (
+    Groups,
+    broadcast,
+    make,
+    names,
+    pattern,
+    resolve_dims,
+    retarget,
+    whole_dims,
+)
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import contiguous
+from dtensor.sharding.rules.tables.localizers import contiguous
 
 
 def cores(text: str, *, linear: Groups = ()) -> Builder:
@@ -49,8 +63,8 @@ def _core(prefix: str, meta: Meta | None, count: int, batch: int | None = None) 
     rank = len(meta.shape)
     if batch is not None and rank != batch + count:  # not asked for: an empty tensor
         assert math.prod(meta.shape) == 0 or rank == 0, "a result of another rank"
-        return " ".join(f"{prefix}d{i}!" for i in range(rank))
-    return " ".join(["...", *(f"{prefix}d{i}!" for i in range(count))])
+        return whole_dims(f"{prefix}d", rank)
+    return f"... {whole_dims(f'{prefix}d', count)}"
 
 
 def _left(call: OpCall) -> bool:
@@ -90,20 +104,37 @@ def _pinv(call: OpCall) -> Rule:
 
 def _cross(call: OpCall) -> Rule:
     """The dim of the three components is whole; the others broadcast."""
-    result = call.results[0]
-    assert result is not None
-    rank = len(result.shape)
+    wide = call.result.shape
+    rank = len(wide)
     if any(len(meta.shape) != rank for meta in call.operands):
         raise no_rule(call, "its tensors differ in their number of dims")
     dims = names(rank, (call.arg(2, "dim", -1) % rank,))
-    terms = [
-        " ".join(
-            "1" if size == 1 and wide != 1 else f
-            for f, size, wide in zip(dims, meta.shape, result.shape, strict=True)
-        )
-        for meta in call.operands
-    ]
+    terms = [broadcast(dims, meta.shape, wide) for meta in call.operands]
     return make(call, f"{', '.join(terms)} -> {' '.join(dims)}", linear=((0,), (1,)))
+
+
+def _checked(call: OpCall) -> Rule:
+    """Each rank checks the matrices of which it holds a part."""
+    x, info = call.operands[:2]
+    inner = " ".join(names(len(x.shape) - len(info.shape)))
+    return make(call, f"... {inner}, ... -> ... {inner}", linear=((0,),))
+
+
+def _transform(call: OpCall) -> Rule:
+    rank = len(call.operands[0].shape)
+    whole = resolve_dims(call.args[1], rank) if call.args[1] else ()
+    before = names(rank, whole)
+    after = [f"n{d}!" if d in whole else f for d, f in enumerate(before)]
+    text = f"{' '.join(before)} -> {' '.join(after)}"
+    return make(call, text, linear=((0,),), localize=_nothing)
+
+
+def _nothing(call: OpCall, local: Local) -> OpCall:
+    """The libraries refuse to transform no rows at all."""
+    if math.prod(local.operand_shape(0)) or math.prod(call.result.shape) == 0:
+        return call
+    sizes, dtype = list(local.result_shape()), call.result.dtype
+    return retarget(call, torch.ops.aten.new_zeros.default, call.args[0], sizes, dtype=dtype)
 
 
 RULES: dict[str, Builder] = {
@@ -137,4 +168,8 @@ RULES: dict[str, Builder] = {
     "aten.linalg_qr.default": cores("2 -> 2 2"),
     "aten.lu_unpack.default": cores("2 1 -> 2 2 2"),
     "aten.ormqr.default": _multiply_q,
+    "aten._fft_r2c.default": _transform,
+    "aten._fft_c2c.default": _transform,
+    "aten._fft_c2r.default": _transform,
+    "dt.linalg_checked.default": _checked,
 }

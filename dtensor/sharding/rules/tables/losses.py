@@ -11,27 +11,18 @@ torch itself writes with other ops (l1, kl_div, triplet and others).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-from dtensor.sharding.local import layers
+from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, retarget
+from dtensor.sharding.rules.build import Groups, make, num_pairs, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import contiguous, is_split, positional, unless_empty
+from dtensor.sharding.rules.tables.localizers import contiguous, is_split, positional, unless_empty
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 _BACKWARD: Groups = ((0,),)
-
-
-def _count(call: OpCall, start: int) -> int:
-    """The number of elements of two operands broadcast against each other."""
-    shapes = [meta.shape for meta in call.operands[start : start + 2]]
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return math.prod(b if a == 1 else a for a, b in zip(*padded, strict=True))
 
 
 def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
@@ -47,31 +38,18 @@ def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Loc
     return localize
 
 
-def _elementwise(reduction_at: int) -> Builder:
-    """Of tensors that broadcast against each other."""
+def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
+    """Of tensors that broadcast against each other; of a backward the gradient comes first."""
+    over = values.loss_backward_over if backward else values.loss_over
 
     def build(call: OpCall) -> Rule:
-        left = ", ".join("..." for _ in call.operands)
         reduction = positional(call)[reduction_at]
-        if reduction == _NONE:
-            return make(call, f"{left} -> ...")
-        localize = _divided(reduction_at, _count(call, 0), layers.loss_over)
-        return make(call, f"{left} -> ", localize=localize if reduction == _MEAN else None)
-
-    return build
-
-
-def _elementwise_backward(reduction_at: int) -> Builder:
-    """The gradient's own gradient comes first."""
-
-    def build(call: OpCall) -> Rule:
-        rest = ", ".join("..." for _ in call.operands[1:])
-        reduction = positional(call)[reduction_at]
-        if reduction == _NONE:
-            return make(call, f"..., {rest} -> ...", linear=_BACKWARD)
-        localize = _divided(reduction_at, _count(call, 1), layers.loss_backward_over)
-        text = f", {rest} -> ..."
-        return make(call, text, linear=_BACKWARD, localize=localize if reduction == _MEAN else None)
+        loss = "..." if reduction == _NONE else ""
+        rest = ", ".join("..." for _ in call.operands[int(backward) :])
+        text = f"{loss}, {rest} -> ..." if backward else f"{rest} -> {loss}"
+        localize = _divided(reduction_at, num_pairs(call, int(backward)), over)
+        linear = _BACKWARD if backward else ()
+        return make(call, text, linear=linear, localize=localize if reduction == _MEAN else None)
 
     return build
 
@@ -101,7 +79,7 @@ def _row_loss(reduction_at: int, more: str = "") -> Builder:
         if reduction == _NONE:
             return make(call, f"{', '.join(left)} -> {', '.join([n, *right])}")
         count = call.operands[0].shape[0] if n else 1
-        over = layers.first_over if more else layers.loss_over
+        over = values.first_over if more else values.loss_over
         localize = _divided(reduction_at, count, over) if reduction == _MEAN else None
         text = f"{', '.join(left)} -> {', '.join(['', *right])}"
         return make(call, text, localize=unless_empty(localize))
@@ -121,7 +99,7 @@ def _row_loss_backward(reduction_at: int) -> Builder:
         left += [x if rank == len(m.shape) and rank > 1 else "c!" for m in call.operands[3:]]
         reduction = positional(call)[reduction_at]
         count = call.operands[1].shape[0] if n else 1
-        over = _divided(reduction_at, count, layers.loss_backward_over)
+        over = _divided(reduction_at, count, values.loss_backward_over)
         localize = unless_empty(over if reduction == _MEAN else None)
         return make(call, f"{', '.join(left)} -> {x}", linear=_BACKWARD, localize=localize)
 
@@ -161,13 +139,13 @@ def _nll_backward(call: OpCall) -> Rule:
 
 RULES: dict[str, Builder] = {
     "aten.smooth_l1_loss.default": _elementwise(2),
-    "aten.smooth_l1_loss_backward.default": _elementwise_backward(3),
+    "aten.smooth_l1_loss_backward.default": _elementwise(3, backward=True),
     "aten.huber_loss.default": _elementwise(2),
-    "aten.huber_loss_backward.default": _elementwise_backward(3),
+    "aten.huber_loss_backward.default": _elementwise(3, backward=True),
     "aten.soft_margin_loss.default": _elementwise(2),
-    "aten.soft_margin_loss_backward.default": _elementwise_backward(3),
+    "aten.soft_margin_loss_backward.default": _elementwise(3, backward=True),
     "aten.binary_cross_entropy.default": _elementwise(3),
-    "aten.binary_cross_entropy_backward.default": _elementwise_backward(4),
+    "aten.binary_cross_entropy_backward.default": _elementwise(4, backward=True),
     "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
     "aten.multi_margin_loss.default": _row_loss(5),
     "aten.multi_margin_loss_backward.default": _row_loss_backward(6),

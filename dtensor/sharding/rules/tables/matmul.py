@@ -1,8 +1,13 @@
-"""Rules of products: matrix multiplication and attention.
+"""Rules of products and distances: matrix multiplication, attention, bilinear forms, cdist.
 
     mm          "m k, k n -> m n"           linear in {a}, {b}; k split: the results are summed
     addmm       "n, m k, k n -> m n"        k split: x must be pending too, to be added once
     attention   "b (g r) t e, b g s e, b g s f -> b (g r) t f, b (g r) t"
+    flash attention (CPU)   "b h t e!, b h s! e!, b h s! e!, 1 h t s! -> b h t e!, b h t"
+    _trilinear              "a o1 i, o i j, a o1 j -> a o"       linear in {a}, {b}, {c}
+    _cdist_forward          "... p m!, ... r m! -> ... p r"
+
+Causal attention has its queries whole, as their position counts; else they split freely.
 
 Invariants: `flops` is 2 for each multiply and add of the global call; causal attention counts as
 full. A contraction is the one thing here that makes a pending sum.
@@ -10,12 +15,26 @@ full. A contraction is the one thing here that makes a pending sum.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules.build import Groups, make, of_kind, operand_index, pattern
+from dtensor.sharding.local import values
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
+from dtensor.sharding.rules.build import (
+    Groups,
+    broadcast,
+    make,
+    of_kind,
+    operand_index,
+    pattern,
+    retarget,
+)
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
+from dtensor.sharding.rules.tables.whole import Whole
 
 _PRODUCT: Groups = ((0,), (1,))
 
@@ -24,15 +43,10 @@ def _added(product: str, result: str, flops: str) -> Builder:
     """``beta * x + alpha * a b``: x, broadcast to the result, is pending where k is split."""
 
     def build(call: OpCall) -> Rule:
-        meta = call.results[0]
-        assert meta is not None
         shape = call.operands[0].shape
         if result == "m" and shape != call.operands[1].shape[:1]:
             raise no_rule(call, "its first tensor is broadcast: torch then errs on empty shards")
-        factors = result.split()
-        start = len(factors) - len(shape)
-        wide = zip(factors[start:], shape, meta.shape[start:], strict=True)
-        addend = " ".join("1" if size == 1 and n != 1 else f for f, size, n in wide)
+        addend = broadcast(result.split(), shape, call.result.shape)
         return make(
             call,
             f"{addend}, {product} -> {result}",
@@ -79,8 +93,107 @@ def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
 
 def _attention_flops(rule: Rule) -> int:
     size = rule.size
-    pairs = size["b"] * size["g"] * size["r"] * size["t"] * size["s"]
-    return 2 * (size["e"] + size["f"]) * pairs
+    pairs = math.prod(size.get(factor, 1) for factor in ("b", "h", "g", "r", "t", "s"))
+    return 2 * (size["e"] + size.get("f", size["e"])) * pairs
+
+
+# -- the CPU's kernel, which takes a mask ----------------------------------------------------------
+
+
+def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str, str]:
+    """Dims of the queries, of keys and values, of the statistics, and of the mask."""
+    args = positional(call)
+    if args[dropout_at]:
+        raise no_rule(call, "it draws random numbers: dropout_p is not 0")
+    t = "t!" if args[dropout_at + 1] else "t"
+    if call.operands[q + 1].shape[1] != call.operands[q].shape[1]:
+        raise no_rule(call, "its keys have another number of heads than its queries")
+    mask = ""
+    where = operand_index(call, len(call.args), "attn_mask")
+    if where is not None:
+        shape = call.operands[where].shape
+        named = ["b", "h", t, "s!"][4 - len(shape) :]
+        mask = ", " + " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
+    return f"b h {t} e!", "b h s! e!", f"b h {t}", mask
+
+
+def _masked(call: OpCall) -> Rule:
+    q, k, lse, mask = _masked_terms(call, 0, dropout_at=3)
+    run = unless_empty(_run_masked(values.flash_attention, dropout_at=3))
+    found = make(call, f"{q}, {k}, {k}{mask} -> {q}, {lse}", localize=run)
+    return replace(found, flops=_attention_flops(found))
+
+
+def _masked_backward(call: OpCall) -> Rule:
+    q, k, lse, mask = _masked_terms(call, 1, dropout_at=6)
+    text = f"{q}, {q}, {k}, {k}, {q}, {lse}{mask} -> {q}, {k}, {k}"
+    run = unless_empty(_run_masked(values.flash_attention_backward, dropout_at=6))
+    found = make(call, text, linear=((0,),), localize=run)
+    return replace(found, flops=_attention_flops(found) * 5 // 2)
+
+
+def _run_masked(function: Callable[..., Any], dropout_at: int) -> Localizer:
+    """The tensors stand before dropout_p, is_causal after it."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        args, named = positional(call), dict(call.kwargs)
+        rest = (args[dropout_at + 1], named.get("attn_mask"), named.get("scale"))
+        return retarget(call, function, *args[:dropout_at], *rest)
+
+    return localize
+
+
+# -- other products, distances -------------------------------------------------------------------
+
+
+def _trilinear(call: OpCall) -> Rule:
+    """The product of three tensors, each without the dims of its expand list, summed over some."""
+    expands = [set(dims) for dims in call.args[3:6]]
+    rank = len(call.operands[0].shape) + len(expands[0])
+    summed = set(call.args[6])
+    shapes: list[dict[int, int]] = []
+    for meta, absent in zip(call.operands, expands, strict=True):
+        present = [d for d in range(rank) if d not in absent]
+        shapes.append(dict(zip(present, meta.shape, strict=True)))
+    sizes = {f"d{d}": next((s[d] for s in shapes if s.get(d, 1) != 1), 1) for d in range(rank)}
+
+    def term(shape: dict[int, int]) -> str:
+        return " ".join(f"d{d}" if n == sizes[f"d{d}"] else "1" for d, n in shape.items())
+
+    right = " ".join(f"d{d}" for d in range(rank) if d not in summed)
+    text = f"{', '.join(map(term, shapes))} -> {right}"
+    flops = " ".join(sizes)
+    return make(call, text, linear=((0,), (1,), (2,)), flops=flops, sizes=sizes)
+
+
+def _cdist(call: OpCall) -> Rule:
+    """A sum over the columns where no root is taken of it, the greatest difference for inf."""
+    p: float = call.args[2]
+    m = "m" if p in (0, 1, math.inf) else "m!"
+    text = f"... p {m}, ... r {m} -> ... p r"
+    return make(call, text, reduce="max" if p == math.inf else "sum", localize=unless_empty())
+
+
+def _grouped_mm(call: OpCall) -> Rule:
+    a, b = (len(meta.shape) for meta in call.operands[:2])
+    if len(call.operands) > 3:
+        raise no_rule(call, "it has a bias")
+    offsets = ", g!" if len(call.operands) > 2 else ""
+    match a, b:
+        case 2, 3:
+            text = f"m! k, g! k n{offsets} -> m! n"
+        case 3, 2:
+            text = f"g! m k, k n!{offsets} -> m n!"
+        case 2, 2:
+            text = f"m k!, k! n{offsets} -> g! m n"
+        case _:
+            text = f"g m k, g k n{offsets} -> g m n"
+    return make(call, text, linear=((0,), (1,)), flops="m k n", localize=_local_grouped_mm)
+
+
+def _local_grouped_mm(call: OpCall, local: Local) -> OpCall:
+    args = positional(call)
+    return retarget(call, values.grouped_mm, *args[:3])
 
 
 RULES: dict[str, Builder] = {
@@ -97,4 +210,18 @@ RULES: dict[str, Builder] = {
     "aten.linear.default": _linear,
     "dt.attention.default": of_kind("attention", _attention),
     "dt.attention_backward.default": of_kind("attention", _attention_backward),
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _masked,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
+    "aten._trilinear.default": _trilinear,
+    "aten._grouped_mm.default": _grouped_mm,
+    "aten._cdist_forward.default": _cdist,
+    "aten._cdist_backward.default": pattern(
+        "... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),), localize=unless_empty()
+    ),
+    "aten._pdist_forward.default": Whole(
+        "its results are pairs of rows, in one triangular order", localize=contiguous()
+    ),
+    "aten._pdist_backward.default": pattern(
+        "q!, n! m, q! -> n! m", linear=((0,),), localize=unless_empty(contiguous())
+    ),
 }

@@ -1,18 +1,30 @@
-"""Rules of normalisation: the normalised dims are whole, the others split freely.
+"""Rules of normalisation: what statistics are taken over is whole, the other dims split freely.
 
-    layer_norm              "... k0!, k0!, k0! -> ... k0!, ... 1, ... 1"
-    layer_norm backward     split rows leave the gradients of weight and bias pending
+    layer_norm                "... k0!, k0!, k0! -> ... k0!, ... 1, ... 1"
+    layer_norm backward       split rows leave the gradients of weight and bias pending
+    batch norm, training      "n! c x0!, c, c, c, c -> n! c x0!, c, c, c, c"
+    batch norm, evaluating    "n c x0, c, c, c, c -> n c x0, 0, 0"
+    bn_squares                "n c x0, c -> c"                summed over the batch
+    bn_sums                   "n c x0, n c x0, c -> s! c"     likewise
+    group norm                "n (g k!) x0!, (g k!), (g k!) -> n (g k!) x0!, n g, n g"
 
+Invariants: the batch is whole where statistics are taken over it: never are a rank's own rows
+normalised by their own mean in silence. Group norm's sizes and groups are the rank's.
 Not here: a norm over a split dim; written with pow, mean and rsqrt it has one by itself.
 """
 
 from __future__ import annotations
 
-from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules.build import make, operand_index
+import math
+
+import dtensor.sharding.ops.batch_norm  # noqa: F401  # pyright: ignore[reportUnusedImport] - the ops
+from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.rules.build import make, operand_index, retarget, whole_dims
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import contiguous
+from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
+
+# -- over trailing dims --------------------------------------------------------------------------
 
 
 def _factors(call: OpCall, position: int) -> tuple[str, str, str]:
@@ -20,7 +32,7 @@ def _factors(call: OpCall, position: int) -> tuple[str, str, str]:
     count = len(call.arg(position, "normalized_shape"))
     rank = len(call.operands[0].shape)
     rows = " ".join(f"d{i}" for i in range(rank - count))
-    return rows, " ".join(f"k{i}!" for i in range(count)), " ".join("1" for _ in range(count))
+    return rows, whole_dims("k", count), " ".join("1" for _ in range(count))
 
 
 def _optional(call: OpCall, *arguments: tuple[int, str]) -> int:
@@ -56,9 +68,116 @@ def _rms_norm_backward(call: OpCall) -> Rule:
     return make(call, f"{', '.join(terms)} -> {x}, {dims}", linear=((0,),))
 
 
+# -- over channels -------------------------------------------------------------------------------
+
+
+def _image(rank: int, training: bool) -> str:
+    """``n c x0``; what statistics are taken over is whole."""
+    mark = "!" if training else ""
+    points = [f"x{d}{mark}" for d in range(rank - 2)]
+    return " ".join([f"n{mark}", *(["c"] if rank > 1 else []), *points])
+
+
+def _per_channel(shape: tuple[int, ...], name: str) -> str:
+    """A vector over channels, or one of size 0 where nothing is saved."""
+    return "c" if math.prod(shape) else f"{name}!"
+
+
+def _batch_norm(training_at: int | None, training: bool = True) -> Builder:
+    """``training_at``: which argument says so."""
+
+    def build(call: OpCall) -> Rule:
+        trains = training if training_at is None else bool(call.args[training_at])
+        x = _image(len(call.operands[0].shape), trains)
+        left = [x, *("c" for _ in call.operands[1:])]
+        right = [x]
+        # Evaluating, what it returns of running statistics is what it was given.
+        kept = "" if trains else " ".join(f"~{f}" for f in x.split() if f != "c")
+        for i, meta in enumerate(call.results[1:]):
+            saved = "" if meta is None else _per_channel(meta.shape, f"z{i}")
+            right.append(f"{saved} {kept}")
+        text = f"{', '.join(left)} -> {', '.join(right)}"
+        return make(call, text, localize=unless_empty() if trains else None)
+
+    return build
+
+
+def _batch_norm_backward(training_at: int) -> Builder:
+    def build(call: OpCall) -> Rule:
+        x = _image(len(call.operands[0].shape), bool(call.args[training_at]))
+        left = [x, x]
+        for i, meta in enumerate(call.operands[2:]):
+            left.append(_per_channel(meta.shape, f"z{i}"))
+        text = f"{', '.join(left)} -> {x}, c, c"
+        return make(call, text, linear=((0,),), localize=unless_empty())
+
+    return build
+
+
+def _in_parts(result: str | None, linear: tuple[tuple[int, ...], ...] = ()) -> Builder:
+    """An op of the written-out form: images, then vectors over channels; see ops/batch_norm.py."""
+
+    def build(call: OpCall) -> Rule:
+        x = _image(len(call.operands[0].shape), training=False)
+        left = ", ".join(x if len(m.shape) > 1 else "c" for m in call.operands)
+        return make(call, f"{left} -> {x if result is None else result}", linear=linear)
+
+    return build
+
+
+def _group_terms(rank: int) -> tuple[str, str]:
+    return f"n (g k!) {whole_dims('x', rank - 2)}", "(g k!)"
+
+
+def _group_norm(call: OpCall) -> Rule:
+    args = positional(call)
+    x, channels = _group_terms(len(call.operands[0].shape))
+    left = [x, *(channels for _ in call.operands[1:])]
+    text = f"{', '.join(left)} -> {x}, n g, n g"
+    return make(
+        call, text, localize=unless_empty(contiguous(_local_group_norm)), sizes={"g": args[6]}
+    )
+
+
+def _local_group_norm(call: OpCall, local: Local) -> OpCall:
+    args = positional(call)
+    args[3:5] = local.operand_shape(0)[:2]
+    args[6] = local.result_shape(1)[1]
+    return retarget(call, call.target, *args)
+
+
+def _group_norm_backward(call: OpCall) -> Rule:
+    args = positional(call)
+    x, channels = _group_terms(len(call.operands[0].shape))
+    left = [x, x, "n g", "n g", *(channels for _ in call.operands[4:])]
+    text = f"{', '.join(left)} -> {x}, {channels}, {channels}"
+    localize = unless_empty(contiguous(_local_group_norm_backward))
+    return make(call, text, linear=((0,),), localize=localize, sizes={"g": args[8]})
+
+
+def _local_group_norm_backward(call: OpCall, local: Local) -> OpCall:
+    args = positional(call)
+    args[5:7] = local.operand_shape(0)[:2]
+    args[8] = local.operand_shape(2)[1]
+    return retarget(call, call.target, *args)
+
+
 RULES: dict[str, Builder] = {
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten._fused_rms_norm.default": _rms_norm,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,
+    "aten._native_batch_norm_legit_functional.default": _batch_norm(5),
+    "aten._native_batch_norm_legit.no_stats": _batch_norm(3),
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm(None, training=False),
+    "aten._batch_norm_with_update_functional.default": _batch_norm(None),
+    "aten._batch_norm_no_update.default": _batch_norm(None, training=False),
+    "aten.native_batch_norm_backward.default": _batch_norm_backward(7),
+    "aten.batch_norm_backward.default": _batch_norm_backward(7),
+    "dt.bn_squares.default": _in_parts("c"),
+    "dt.bn_sums.default": _in_parts("s! c", linear=((0,),)),
+    "dt.bn_apply.default": _in_parts(None),
+    "dt.bn_backward.default": _in_parts(None),
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
 }

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules.build import Groups, joint, make, of_kind
+from dtensor.sharding.rules.build import Groups, full_names, joint, make, of_kind
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 
@@ -26,7 +26,8 @@ def pointwise(linearity: Linearity) -> Builder:
 
     def build(call: OpCall) -> Rule:
         left = ", ".join("..." for _ in call.operands)
-        return make(call, f"{left} -> ...", linear=linearity(call))
+        right = ", ".join("..." for _ in call.results)
+        return make(call, f"{left} -> {right}", linear=linearity(call))
 
     return build
 
@@ -40,31 +41,17 @@ def each(call: OpCall) -> Groups:
     return tuple((i,) for i in range(len(call.operands)))
 
 
-def first(call: OpCall) -> Groups:
-    """In the first argument: copies, quotients, backwards (of which it is the gradient)."""
-    return joint(call, (0, "self"))
+def jointly(*arguments: tuple[int, str]) -> Linearity:
+    """In these arguments together; a non-zero literal makes it affine, which is not it."""
+    return lambda call: joint(call, *arguments)
 
 
-def first_two(call: OpCall) -> Groups:
-    """Jointly in the first two arguments; a non-zero literal makes it affine, which is not it."""
-    return joint(call, (0, "self"), (1, "other"))
-
-
-def branches(call: OpCall) -> Groups:
-    return joint(call, (1, "self"), (2, "other"))
-
-
-def filled(call: OpCall) -> Groups:
-    return joint(call, (0, "self"), (2, "value"))
-
-
-def source(call: OpCall) -> Groups:
-    return joint(call, (1, "src"))
-
-
-def addend_and_quotient(call: OpCall) -> Groups:
-    """addcdiv: self + value * a / b."""
-    return joint(call, (0, "self"), (1, "tensor1"))
+first = jointly((0, "self"))  # copies, quotients, backwards (of which it is the gradient)
+first_two = jointly((0, "self"), (1, "other"))
+branches = jointly((1, "self"), (2, "other"))
+filled = jointly((0, "self"), (2, "value"))
+source = jointly((1, "src"))
+addend_and_quotient = jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + value * a / b
 
 
 def addend_and_either(call: OpCall) -> Groups:
@@ -84,41 +71,29 @@ _LINEARITY: dict[Linearity, str] = {
         add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar""",
     each: "mul.Tensor mul.Scalar",
     first: """
-        div.Tensor div.Scalar neg.default clone.default detach.default alias.default
-        lift_fresh.default lift_fresh_copy.default positive.default
-        contiguous.default zeros_like.default gelu_backward.default silu_backward.default
-        threshold_backward.default tanh_backward.default sigmoid_backward.default
-        leaky_relu_backward.default hardtanh_backward.default elu_backward.default
-        softplus_backward.default""",
+        div.Tensor div.Scalar neg clone detach alias lift_fresh lift_fresh_copy positive
+        contiguous zeros_like gelu_backward silu_backward threshold_backward tanh_backward
+        sigmoid_backward leaky_relu_backward hardtanh_backward elu_backward softplus_backward""",
     branches: "where.self where.ScalarSelf where.ScalarOther where.Scalar",
     filled: "masked_fill.Scalar masked_fill.Tensor",
-    source: "copy.default",
-    addend_and_quotient: "addcdiv.default",
-    addend_and_either: "addcmul.default",
+    source: "copy",
+    addend_and_quotient: "addcdiv",
+    addend_and_either: "addcmul",
     nowhere: """
-        pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar sqrt.default rsqrt.default
-        exp.default exp2.default expm1.default log.default log2.default log10.default
-        log1p.default sin.default cos.default tan.default tanh.default sigmoid.default
-        relu.default gelu.default silu.default leaky_relu.default hardtanh.default elu.default
-        softplus.default abs.default sign.default sgn.default reciprocal.default square.default
-        erf.default floor.default ceil.default round.default trunc.default isnan.default
-        isinf.default nan_to_num.default atan2.default
-        clamp.default clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default
-        clamp_max.Tensor maximum.default minimum.default
-        div.Tensor_mode div.Scalar_mode floor_divide.default floor_divide.Scalar
-        remainder.Tensor remainder.Scalar fmod.Tensor fmod.Scalar
-        eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar
-        gt.Tensor gt.Scalar ge.Tensor ge.Scalar
-        logical_and.default logical_or.default logical_xor.default logical_not.default
-        bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar
-        bitwise_xor.Tensor bitwise_xor.Scalar bitwise_not.default
-        ones_like.default full_like.default empty_like.default""",
+        pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar sqrt rsqrt exp exp2 expm1 log log2 log10
+        log1p sin cos tan tanh sigmoid relu gelu silu leaky_relu hardtanh elu softplus abs sign
+        sgn reciprocal square erf floor ceil round trunc isnan isinf nan_to_num atan2 clamp
+        clamp.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor maximum minimum
+        div.Tensor_mode div.Scalar_mode floor_divide floor_divide.Scalar remainder.Tensor
+        remainder.Scalar fmod.Tensor fmod.Scalar eq.Tensor eq.Scalar ne.Tensor ne.Scalar
+        lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar
+        logical_and logical_or logical_xor logical_not bitwise_and.Tensor bitwise_and.Scalar
+        bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar bitwise_not
+        ones_like full_like empty_like""",
 }
 
 RULES: dict[str, Builder] = {
-    f"aten.{name}": pointwise(linearity)
-    for linearity, ops in _LINEARITY.items()
-    for name in ops.split()
+    name: pointwise(linearity) for linearity, ops in _LINEARITY.items() for name in full_names(ops)
 }
 RULES["aten._to_copy.default"] = _cast
 RULES["dt.annotate.default"] = RULES["dt.annotate_backward.default"] = of_kind(

@@ -3,6 +3,7 @@
     max_pool2d_with_indices       "... x0! x1! -> ... y0! y1!, ... y0! y1!"
     grid_sampler_2d               "n c x0! x1!, n u v 2 -> n c u v"
     pixel_shuffle                 "... (c r! s!) h w -> ... c (h r!) (w s!)"
+    planes(2, "x -> y, y")        the first of these: how most rows are written
 
 Batch and channels split freely; the planes are whole, as a window reaches over any cut. Indices
 of a maximum count within its plane, so that they are the same on every rank.
@@ -10,13 +11,44 @@ of a maximum count within its plane, so that they are the same on every rank.
 
 from __future__ import annotations
 
-from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import Groups, make, retarget
+import re
+
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
+from dtensor.sharding.rules.build import Groups, full_names, make, pattern, retarget, whole_dims
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import contiguous, planes, positional, unless_empty
+from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
 
 _LINEAR: Groups = ((0,),)
+
+
+def planes(
+    rank: int, form: str, *, linear: Groups = (), localize: Localizer | None = None
+) -> Builder:
+    """``form`` names the tensors by their planes: those of one letter have planes of one size."""
+    text = re.sub("[xy]", lambda plane: f"... {whole_dims(plane[0], rank)}", form)
+    return pattern(text, linear=linear, localize=unless_empty(localize))
+
+
+def _linear(text: str) -> Builder:
+    return pattern(text, linear=_LINEAR, localize=unless_empty())
+
+
+def _sampler(rank: int, backward: bool = False) -> Builder:
+    x, y = whole_dims("x", rank), " ".join(f"y{i}" for i in range(rank))
+    if backward:
+        return _linear(f"n c {y}, n c {x}, n {y} w! -> n c {x}, n {y} w!")
+    return _linear(f"n c {x}, n {y} w! -> n c {y}")
+
+
+def _pixels(text: str) -> Builder:
+    """``r`` and ``s``: by which factor a plane grows or shrinks."""
+
+    def build(call: OpCall) -> Rule:
+        sizes = {"r": call.args[1], "s": call.args[1]}
+        return make(call, text, linear=_LINEAR, localize=unless_empty(), sizes=sizes)
+
+    return build
 
 
 def _local_input_size(call: OpCall, local: Local) -> OpCall:
@@ -24,52 +56,6 @@ def _local_input_size(call: OpCall, local: Local) -> OpCall:
     args = positional(call)
     args[2] = list(local.result_shape())
     return retarget(call, call.target, *args)
-
-
-def _sampler(rank: int) -> Builder:
-    x = " ".join(f"x{i}!" for i in range(rank))
-    y = " ".join(f"y{i}" for i in range(rank))
-
-    def build(call: OpCall) -> Rule:
-        text = f"n c {x}, n {y} w! -> n c {y}"
-        return make(call, text, linear=_LINEAR, localize=unless_empty())
-
-    return build
-
-
-def _sampler_backward(rank: int) -> Builder:
-    x = " ".join(f"x{i}!" for i in range(rank))
-    y = " ".join(f"y{i}" for i in range(rank))
-
-    def build(call: OpCall) -> Rule:
-        text = f"n c {y}, n c {x}, n {y} w! -> n c {x}, n {y} w!"
-        return make(call, text, linear=_LINEAR, localize=unless_empty())
-
-    return build
-
-
-def _im2col(call: OpCall) -> Rule:
-    text = "... c x0! x1! -> ... (c k!) l!"
-    return make(call, text, linear=_LINEAR, localize=unless_empty())
-
-
-def _col2im(call: OpCall) -> Rule:
-    text = "... (c k!) l! -> ... c x0! x1!"
-    return make(call, text, linear=_LINEAR, localize=unless_empty())
-
-
-def _pixel_shuffle(call: OpCall) -> Rule:
-    factor: int = call.args[1]
-    text = "... (c r! s!) h w -> ... c (h r!) (w s!)"
-    sizes = {"r": factor, "s": factor}
-    return make(call, text, linear=_LINEAR, localize=unless_empty(), sizes=sizes)
-
-
-def _pixel_unshuffle(call: OpCall) -> Rule:
-    factor: int = call.args[1]
-    text = "... c (h r!) (w s!) -> ... (c r! s!) h w"
-    sizes = {"r": factor, "s": factor}
-    return make(call, text, linear=_LINEAR, localize=unless_empty(), sizes=sizes)
 
 
 def _channel_shuffle(call: OpCall) -> Rule:
@@ -82,12 +68,12 @@ def _channel_shuffle(call: OpCall) -> Rule:
 RULES: dict[str, Builder] = {
     "aten.grid_sampler_2d.default": _sampler(2),
     "aten.grid_sampler_3d.default": _sampler(3),
-    "aten.grid_sampler_2d_backward.default": _sampler_backward(2),
-    "aten.grid_sampler_3d_backward.default": _sampler_backward(3),
-    "aten.im2col.default": _im2col,
-    "aten.col2im.default": _col2im,
-    "aten.pixel_shuffle.default": _pixel_shuffle,
-    "aten.pixel_unshuffle.default": _pixel_unshuffle,
+    "aten.grid_sampler_2d_backward.default": _sampler(2, backward=True),
+    "aten.grid_sampler_3d_backward.default": _sampler(3, backward=True),
+    "aten.im2col.default": _linear("... c x0! x1! -> ... (c k!) l!"),
+    "aten.col2im.default": _linear("... (c k!) l! -> ... c x0! x1!"),
+    "aten.pixel_shuffle.default": _pixels("... (c r! s!) h w -> ... c (h r!) (w s!)"),
+    "aten.pixel_unshuffle.default": _pixels("... c (h r!) (w s!) -> ... (c r! s!) h w"),
     "aten.channel_shuffle.default": _channel_shuffle,
 }
 
@@ -128,21 +114,17 @@ _MAXIMA_BACKWARD = {
 _PLACED_AT_INDICES = {2: "max_unpool2d", 3: "max_unpool3d"}
 
 
-def _add(ops: dict[int, str], builder: dict[int, Builder]) -> None:
+def _add(
+    ops: dict[int, str], form: str, linear: Groups = _LINEAR, localize: Localizer | None = None
+) -> None:
     for rank, names in ops.items():
-        RULES.update({f"aten.{name}.default": builder[rank] for name in names.split()})
+        builder = planes(rank, form, linear=linear, localize=localize)
+        RULES.update(dict.fromkeys(full_names(names), builder))
 
 
-_RANKS = (1, 2, 3)
-_add(_LINEAR_OPS, {r: planes(r, "x -> y", linear=_LINEAR) for r in _RANKS})
-_add(_GRAD_AND_INPUT, {r: planes(r, "y, x -> x", linear=_LINEAR) for r in _RANKS})
-_add(
-    _GRAD_AND_SIZE,
-    {r: planes(r, "y -> x", linear=_LINEAR, localize=_local_input_size) for r in _RANKS},
-)
-_add(_MAXIMA, {r: planes(r, "x -> y, y") for r in _RANKS})
-_add(
-    _MAXIMA_BACKWARD,
-    {r: planes(r, "y, x, y -> x", linear=_LINEAR, localize=contiguous()) for r in _RANKS},
-)
-_add(_PLACED_AT_INDICES, {r: planes(r, "y, y -> x", linear=_LINEAR) for r in _RANKS})
+_add(_LINEAR_OPS, "x -> y")
+_add(_GRAD_AND_INPUT, "y, x -> x")
+_add(_GRAD_AND_SIZE, "y -> x", localize=_local_input_size)
+_add(_MAXIMA, "x -> y, y", linear=())
+_add(_MAXIMA_BACKWARD, "y, x, y -> x", localize=contiguous())
+_add(_PLACED_AT_INDICES, "y, y -> x")

@@ -17,7 +17,7 @@ import torch
 from dtensor.numerics import ReduceOp
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, resolve_dims, retarget
+from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.pointwise import nowhere
@@ -70,25 +70,20 @@ def _identity(reduce: ReduceOp) -> Localizer:
         shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
         if not any(here == 0 < size for here, size in shapes):
             return call
-        result = call.results[0]
-        assert result is not None
-        value = _lowest(result.dtype) if reduce == "max" else _highest(result.dtype)
-        args = (call.args[0], local.result_shape(), value, result.dtype)
+        dtype = call.result.dtype
+        args = (call.args[0], local.result_shape(), _identity_of(reduce, dtype), dtype)
         return retarget(call, values.filled, *args)
 
     return localize
 
 
-def _lowest(dtype: torch.dtype) -> float | bool:
+def _identity_of(reduce: ReduceOp, dtype: torch.dtype) -> float | bool:
+    """What changes no maximum, or no minimum."""
     if dtype == torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def _highest(dtype: torch.dtype) -> float | bool:
-    if dtype == torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+        return reduce == "min"
+    if dtype.is_floating_point:
+        return -math.inf if reduce == "max" else math.inf
+    return torch.iinfo(dtype).min if reduce == "max" else torch.iinfo(dtype).max
 
 
 def _vector_norm(call: OpCall) -> Rule:
@@ -187,7 +182,7 @@ def _mse_loss(call: OpCall) -> Rule:
 
 
 def _mse_localizer(call: OpCall, local: Local) -> OpCall:
-    return retarget(call, values.mse_loss_over, *call.args[:2], _count(call, 0))
+    return retarget(call, values.mse_loss_over, *call.args[:2], num_pairs(call, 0))
 
 
 def _mse_loss_backward(call: OpCall) -> Rule:
@@ -199,15 +194,7 @@ def _mse_loss_backward(call: OpCall) -> Rule:
 
 
 def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
-    return retarget(call, values.mse_loss_backward_over, *call.args[:3], _count(call, 1))
-
-
-def _count(call: OpCall, start: int) -> int:
-    """The number of elements of two operands broadcast against each other."""
-    shapes = [meta.shape for meta in call.operands[start : start + 2]]
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return math.prod(b if a == 1 else a for a, b in zip(*padded, strict=True))
+    return retarget(call, values.mse_loss_backward_over, *call.args[:3], num_pairs(call, 1))
 
 
 _BACKWARD: Groups = ((0,),)

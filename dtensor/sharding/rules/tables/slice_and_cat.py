@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget, share
+from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget, share, sized
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.placements import Intervals
 
 aten = torch.ops.aten
 _LINEAR: Groups = ((0,),)
@@ -48,18 +49,24 @@ def _slice_arguments(call: OpCall, offset: int, shape: tuple[int, ...]) -> tuple
     return dim, lo, hi, call.arg(4 + offset, "step", 1)
 
 
-def _slice_texts(shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int) -> tuple[str, str]:
-    """The whole tensor's dims and the slice's."""
+def _slice_texts(
+    shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int
+) -> tuple[str, str, dict[str, int]]:
+    """The whole tensor's dims, the slice's, and the sizes of the parts before, in and after it."""
     dims = names(len(shape))
+    sizes = {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
     if step != 1:
-        return replaced(dims, dim, "w!"), replaced(dims, dim, "v!")
-    parts = [("a", lo), ("s", hi - lo), ("c", shape[dim] - hi)]
+        return replaced(dims, dim, "w!"), replaced(dims, dim, "v!"), sizes
     piece = "s" if hi > lo else "y!"
-    return replaced(dims, dim, _sum_text(parts)), replaced(dims, dim, piece)
+    return replaced(dims, dim, _sum_text([*sizes.items()])), replaced(dims, dim, piece), sizes
 
 
-def _slice_sizes(shape: tuple[int, ...], dim: int, lo: int, hi: int) -> dict[str, int]:
-    return {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
+def _local_bounds(held: Intervals, lo: int, hi: int, step: int) -> tuple[int, int]:
+    """``lo:hi`` counted within what the rank holds of the dim; with a step it holds all of it."""
+    if step != 1:
+        return lo, hi
+    start = share(held, 0, lo)
+    return start, start + share(held, lo, hi)
 
 
 def _slice(call: OpCall) -> Rule:
@@ -69,13 +76,10 @@ def _slice(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
         if step != 1:
             return call
-        held = local.operand_intervals(0, dim)
-        start = share(held, 0, lo)
-        args = (call.args[0], dim, start, start + share(held, lo, hi))
-        return retarget(call, aten.slice.Tensor, *args)
+        bounds = _local_bounds(local.operand_intervals(0, dim), lo, hi, step)
+        return retarget(call, aten.slice.Tensor, call.args[0], dim, *bounds)
 
-    whole, piece = _slice_texts(shape, dim, lo, hi, step)
-    sizes = _slice_sizes(shape, dim, lo, hi)
+    whole, piece, sizes = _slice_texts(shape, dim, lo, hi, step)
     return make(call, f"{whole} -> {piece}", linear=_LINEAR, localize=localize, sizes=sizes)
 
 
@@ -84,16 +88,11 @@ def _slice_backward(call: OpCall) -> Rule:
     dim, lo, hi, step = _slice_arguments(call, 1, shape)
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        start, stop = lo, hi
-        if step == 1:
-            held = local.result_intervals(0, dim)
-            start = share(held, 0, lo)
-            stop = start + share(held, lo, hi)
-        args = (call.args[0], list(local.result_shape()), dim, start, stop, step)
+        bounds = _local_bounds(local.result_intervals(0, dim), lo, hi, step)
+        args = (call.args[0], list(local.result_shape()), dim, *bounds, step)
         return retarget(call, aten.slice_backward.default, *args)
 
-    whole, piece = _slice_texts(shape, dim, lo, hi, step)
-    sizes = _slice_sizes(shape, dim, lo, hi)
+    whole, piece, sizes = _slice_texts(shape, dim, lo, hi, step)
     return make(call, f"{piece} -> {whole}", linear=_LINEAR, localize=localize, sizes=sizes)
 
 
@@ -112,15 +111,10 @@ def _slice_scatter(call: OpCall) -> Rule:
     dim, lo, hi, step = _slice_arguments(call, 1, shape)
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        start, stop = lo, hi
-        if step == 1:
-            held = local.operand_intervals(0, dim)
-            start = share(held, 0, lo)
-            stop = start + share(held, lo, hi)
-        return retarget(call, aten.slice_scatter.default, *call.args[:2], dim, start, stop, step)
+        bounds = _local_bounds(local.operand_intervals(0, dim), lo, hi, step)
+        return retarget(call, aten.slice_scatter.default, *call.args[:2], dim, *bounds, step)
 
-    whole, piece = _slice_texts(shape, dim, lo, hi, step)
-    sizes = _slice_sizes(shape, dim, lo, hi)
+    whole, piece, sizes = _slice_texts(shape, dim, lo, hi, step)
     text = f"{whole}, {piece} -> {whole}"
     return make(call, text, linear=((0, 1),), localize=localize, sizes=sizes)
 
@@ -142,11 +136,7 @@ def _select_backward(call: OpCall) -> Rule:
     dims = names(len(call.args[1]))
     dim: int = call.args[2] % len(dims)
     text = f"{replaced(dims, dim)} -> {replaced(dims, dim, 'w!')}"
-    return make(call, text, linear=_LINEAR, localize=_local_sizes)
-
-
-def _local_sizes(call: OpCall, local: Local) -> OpCall:
-    return call.with_arg(1, list(local.result_shape()))
+    return make(call, text, linear=_LINEAR, localize=sized(1))
 
 
 # -- apart and together -------------------------------------------------------------------------
@@ -174,9 +164,7 @@ def _unbind(call: OpCall) -> Rule:
 
 
 def _cat(call: OpCall) -> Rule:
-    result = call.results[0]
-    assert result is not None
-    rank = len(result.shape)
+    rank = len(call.result.shape)
     dims = names(rank)
     dim: int = call.arg(1, "dim", 0) % rank
     # torch lets a one-dimensional empty tensor stand among tensors of any number of dims.

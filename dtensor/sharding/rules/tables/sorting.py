@@ -16,7 +16,7 @@ from dtensor.sharding.rules.build import make, operand_index
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.reduce import along, reduction
-from dtensor.sharding.rules.tables.whole import whole
+from dtensor.sharding.rules.tables.whole import Whole
 
 
 def _bucketize(call: OpCall) -> Rule:
@@ -67,11 +67,11 @@ RULES: dict[str, Builder] = {
     "aten.searchsorted.Tensor": _searchsorted,
     "aten.searchsorted.Scalar": _searchsorted,
     "aten.histc.default": _histc,
-    "aten.histogram.bin_ct": whole(_EDGES),
-    "aten.histogram.bins_tensor": whole(_EDGES),
-    "aten._histogramdd_bin_edges.default": whole(_EDGES),
-    "aten._histogramdd_from_bin_cts.default": whole(_EDGES),
-    "aten._histogramdd_from_bin_tensors.default": whole(_EDGES),
-    "aten.hash_tensor.default": whole(_HASH),
-    "aten.nonzero_static.default": whole("which places are not zero depends on all values"),
+    "aten.histogram.bin_ct": Whole(_EDGES),
+    "aten.histogram.bins_tensor": Whole(_EDGES),
+    "aten._histogramdd_bin_edges.default": Whole(_EDGES),
+    "aten._histogramdd_from_bin_cts.default": Whole(_EDGES),
+    "aten._histogramdd_from_bin_tensors.default": Whole(_EDGES),
+    "aten.hash_tensor.default": Whole(_HASH),
+    "aten.nonzero_static.default": Whole("which places are not zero depends on all values"),
 }

@@ -1,9 +1,10 @@
-"""Rules of the long tail of elementwise ops: special functions, number theory, complex numbers.
+"""Rules of the long tail of elementwise ops: activations, special functions, complex numbers.
 
     lgamma            "... -> ..."            hypot        "..., ... -> ..."
     lerp(a, b, w)     "..., ..., ... -> ..."  linear in {a, b}
     view_as_real      "... -> ... c!"         linear in {a}: the parts of a complex sum are sums
     isin(x, y)        "..., y! -> ..."        every element against all of y
+    glu               "a (q! h) b -> a h b"   its halves split together
 
 The table differs from that of pointwise.py only in how often its ops are met. Invariants: as there.
 Complex conjugates are made, not noted lazily: what ranks send one another has no conjugate bit.
@@ -11,59 +12,67 @@ Complex conjugates are made, not noted lazily: what ranks send one another has n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import Groups, joint, make, pattern, retarget
+from dtensor.sharding.rules.build import (
+    Groups,
+    full_names,
+    make,
+    names,
+    pattern,
+    retarget,
+    whole_dims,
+)
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.planes import contiguous
-from dtensor.sharding.rules.tables.pointwise import Linearity, first, first_two, nowhere, pointwise
+from dtensor.sharding.rules.tables.localizers import contiguous
+from dtensor.sharding.rules.tables.pointwise import (
+    Linearity,
+    first,
+    first_two,
+    jointly,
+    nowhere,
+    pointwise,
+)
 
 aten = torch.ops.aten
+_LINEAR: Groups = ((0,),)
 
-
-def second(call: OpCall) -> Groups:
-    """fill(x, value): the value of x does not matter."""
-    return joint(call, (0, "self"), (1, "value"))
-
+# fill(x, value): the value of x does not matter
+second = jointly((0, "self"), (1, "value"))
 
 _LINEARITY: dict[Linearity, str] = {
     first: """
-        alias_copy.default detach_copy.default deg2rad.default rad2deg.default
-        resolve_conj.default resolve_neg.default ldexp.Tensor zero.default
-        _conj_physical.default conj_physical.default polar.default xlogy.Scalar_Other
-        special_xlog1py.other_scalar bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar
-        __lshift__.Tensor __lshift__.Scalar""",
-    first_two: "lerp.Tensor lerp.Scalar complex.default",
+        hardswish_backward hardsigmoid_backward mish_backward softshrink_backward
+        hardshrink_backward log_sigmoid_backward native_dropout_backward _prelu_kernel_backward
+        alias_copy detach_copy deg2rad rad2deg resolve_conj resolve_neg ldexp.Tensor zero
+        _conj_physical conj_physical polar xlogy.Scalar_Other special_xlog1py.other_scalar
+        bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar __lshift__.Tensor
+        __lshift__.Scalar""",
+    first_two: "lerp.Tensor lerp.Scalar complex",
     second: "fill.Tensor",
     nowhere: """
-        acos.default acosh.default asin.default asinh.default atan.default atanh.default
-        cosh.default sinh.default sinc.default angle.default erfc.default erfinv.default
-        digamma.default lgamma.default mvlgamma.default polygamma.default i0.default
-        logit.default frac.default round.decimals signbit.default isfinite.default
-        isposinf.default isneginf.default
-        fill.Scalar
-        copysign.Tensor copysign.Scalar fmax.default fmin.default gcd.default lcm.default
-        heaviside.default hypot.default igamma.default igammac.default nextafter.default
-        logaddexp.default logaddexp2.default frexp.Tensor
-        xlogy.Tensor xlogy.Scalar_Self
+        celu selu hardswish hardsigmoid mish softshrink hardshrink threshold _prelu_kernel
+        log_sigmoid_forward acos acosh asin asinh atan atanh cosh sinh sinc angle erfc erfinv
+        digamma lgamma mvlgamma polygamma i0 logit frac round.decimals signbit isfinite isposinf
+        isneginf fill.Scalar copysign.Tensor copysign.Scalar fmax fmin gcd lcm heaviside hypot
+        igamma igammac nextafter logaddexp logaddexp2 frexp.Tensor xlogy.Tensor xlogy.Scalar_Self
         bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Tensor
         bitwise_right_shift.Tensor_Scalar bitwise_right_shift.Scalar_Tensor
         bitwise_and.Scalar_Tensor bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor
-        __rshift__.Tensor __rshift__.Scalar
-        remainder.Scalar_Tensor float_power.Tensor_Tensor float_power.Tensor_Scalar
-        isin.Tensor_Scalar
-        special_airy_ai.default special_bessel_j0.default special_bessel_j1.default
-        special_bessel_y0.default special_bessel_y1.default special_entr.default
-        special_erfcx.default special_i0e.default special_i1.default special_i1e.default
-        special_log_ndtr.default special_ndtri.default
-        special_modified_bessel_i0.default special_modified_bessel_i1.default
-        special_modified_bessel_k0.default special_modified_bessel_k1.default
-        special_scaled_modified_bessel_k0.default special_scaled_modified_bessel_k1.default
-        special_spherical_bessel_j0.default
-        special_xlog1py.default special_xlog1py.self_scalar
-        special_zeta.default special_zeta.self_scalar special_zeta.other_scalar""",
+        __rshift__.Tensor __rshift__.Scalar remainder.Scalar_Tensor float_power.Tensor_Tensor
+        float_power.Tensor_Scalar isin.Tensor_Scalar special_airy_ai special_bessel_j0
+        special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx
+        special_i0e special_i1 special_i1e special_log_ndtr special_ndtri
+        special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+        special_modified_bessel_k1 special_scaled_modified_bessel_k0
+        special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_xlog1py
+        special_xlog1py.self_scalar special_zeta special_zeta.self_scalar
+        special_zeta.other_scalar""",
 }
 
 _POLYNOMIALS = """
@@ -73,58 +82,69 @@ _POLYNOMIALS = """
     laguerre_polynomial_l legendre_polynomial_p"""
 
 
-def _pointwise_results(call: OpCall) -> Rule:
-    """Elementwise with several results: frexp."""
-    return make(call, f"... -> {', '.join('...' for _ in call.results)}")
+def _made_by(target: Callable[..., Any]) -> Builder:
+    """For what torch only notes: the op that makes it."""
 
-
-def _conj(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
-        return retarget(call, aten._conj_physical.default, call.args[0])
+        return retarget(call, target, call.args[0])
 
-    return make(call, "... -> ...", linear=((0,),), localize=localize)
+    return pattern("... -> ...", linear=_LINEAR, localize=localize)
 
 
-def _negative(call: OpCall) -> Rule:
-    def localize(call: OpCall, local: Local) -> OpCall:
-        return retarget(call, aten.neg.default, call.args[0])
+def _halves(shape: tuple[int, ...], dim: int) -> tuple[str, str]:
+    """The dims of what is gated, and of one half."""
+    whole, half = names(len(shape)), names(len(shape))
+    at = dim % len(shape)
+    whole[at], half[at] = "(q! h)", "h"
+    return " ".join(whole), " ".join(half)
 
-    return make(call, "... -> ...", linear=((0,),), localize=localize)
+
+def _glu(call: OpCall) -> Rule:
+    whole, half = _halves(call.operands[0].shape, call.arg(1, "dim", -1))
+    return make(call, f"{whole} -> {half}", sizes={"q": 2})
+
+
+def _glu_backward(call: OpCall) -> Rule:
+    whole, half = _halves(call.operands[1].shape, call.args[2])
+    return make(call, f"{half}, {whole} -> {whole}", linear=_LINEAR, sizes={"q": 2})
 
 
 def _isin(call: OpCall) -> Rule:
-    tests = " ".join(f"t{i}!" for i in range(len(call.operands[1].shape)))
+    tests = whole_dims("t", len(call.operands[1].shape))
     return make(call, f"..., {tests} -> ...", localize=contiguous())
 
 
 def _isin_scalar(call: OpCall) -> Rule:
-    tests = " ".join(f"t{i}!" for i in range(len(call.operands[0].shape)))
+    tests = whole_dims("t", len(call.operands[0].shape))
     return make(call, f"{tests} -> ", localize=contiguous())
 
 
 # the view needs its last dim to lie together
-_COMPLEX = pattern("... c! -> ...", linear=((0,),), localize=contiguous())
+_COMPLEX = pattern("... c! -> ...", linear=_LINEAR, localize=contiguous())
+_REAL = pattern("... -> ... c!", linear=_LINEAR)
+_CONJ, _NEGATIVE = _made_by(aten._conj_physical.default), _made_by(aten.neg.default)
 
 RULES: dict[str, Builder] = {
     **{
-        f"aten.{name}": pointwise(linearity)
+        name: pointwise(linearity)
         for linearity, ops in _LINEARITY.items()
-        for name in ops.split()
+        for name in full_names(ops)
     },
     **{
         f"aten.special_{name}.{overload}": pointwise(nowhere)
         for name in _POLYNOMIALS.split()
         for overload in ("default", "x_scalar", "n_scalar")
     },
-    "aten.frexp.Tensor": _pointwise_results,
-    "aten._conj.default": _conj,
-    "aten._conj_copy.default": _conj,
-    "aten._neg_view.default": _negative,
-    "aten._neg_view_copy.default": _negative,
-    "aten.view_as_real.default": pattern("... -> ... c!", linear=((0,),)),
-    "aten.view_as_real_copy.default": pattern("... -> ... c!", linear=((0,),)),
+    "aten._conj.default": _CONJ,
+    "aten._conj_copy.default": _CONJ,
+    "aten._neg_view.default": _NEGATIVE,
+    "aten._neg_view_copy.default": _NEGATIVE,
+    "aten.view_as_real.default": _REAL,
+    "aten.view_as_real_copy.default": _REAL,
     "aten.view_as_complex.default": _COMPLEX,
     "aten.view_as_complex_copy.default": _COMPLEX,
+    "aten.glu.default": _glu,
+    "aten.glu_backward.default": _glu_backward,
     "aten.isin.Tensor_Tensor": _isin,
     "aten.isin.Scalar_Tensor": _isin_scalar,
 }

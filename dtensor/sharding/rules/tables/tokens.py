@@ -1,6 +1,7 @@
-"""Rules of token embedding and of cross entropy: what splits a vocabulary.
+"""Rules of token embedding, of bags of tokens and of cross entropy: what splits a vocabulary.
 
     embedding     "v d, ... -> ... d"            v split: rows that are elsewhere give zeros, summed
+    embedding_bag "v! d, i!, o! -> b! d, ..."    columns split alone
     ce_max        "n v -> n"                     contracted with max
     ce_sumexp     "n v, n -> n"                  contracted with sum
     ce_backward   "n, n v, n, n, n -> n v"       nothing contracted
@@ -20,6 +21,7 @@ from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import flat, make, pattern, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.localizers import contiguous, unless_empty
 
 
 def _embedding(call: OpCall) -> Rule:
@@ -50,6 +52,27 @@ def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
     return retarget(call, target, grad, ids, held, rows, padding)
 
 
+def _bag(call: OpCall) -> Rule:
+    """Columns split; counts and offsets are of the indices alone."""
+    if call.args[5] if len(call.args) > 5 else False:
+        raise no_rule(call, "sparse gradients")
+    weights = ", i!" if len(call.operands) > 3 else ""
+    right = ["b! d"]
+    for i, meta in enumerate(call.results[1:]):
+        assert meta is not None
+        dims = [f"r{i}!"] if len(meta.shape) < 2 else ["b!", "d"]
+        right.append(" ".join([*dims, *(["~d"] if "d" not in dims else [])]))
+    return make(call, f"v! d, i!, o!{weights} -> {', '.join(right)}", localize=contiguous())
+
+
+def _bag_backward(call: OpCall) -> Rule:
+    """(grad, indices, offsets, bag of each index, bag sizes, maxima, ..., weights?) -> [v d]."""
+    left = ["b! d", "i!", "o!", "f!", "s!"]
+    left.append("b! d" if len(call.operands[5].shape) > 1 else "m!")
+    left += ["i!" for _ in call.operands[6:]]
+    return make(call, f"{', '.join(left)} -> v! d", linear=((0,),), localize=contiguous())
+
+
 def _vocab(operand: int, position: int) -> Localizer:
     """Passes the columns that the rank holds of the logits at ``operand``."""
 
@@ -60,11 +83,6 @@ def _vocab(operand: int, position: int) -> Localizer:
         return retarget(call, call.target, *call.args[:position], vocab)
 
     return localize
-
-
-def _ce_loss(call: OpCall) -> Rule:
-    # The bound on targets is checked against the global number of classes: no localizer.
-    return make(call, "n, n, n, n -> n")
 
 
 def _of_loss(build: Builder) -> Builder:
@@ -78,10 +96,17 @@ RULES: dict[str, Builder] = {
     "dt.ce_max.default": _of_loss(pattern("n v -> n", reduce="max")),
     "dt.ce_sumexp.default": _of_loss(pattern("n v, n -> n")),
     "dt.ce_target.default": _of_loss(pattern("n v, n -> n", linear=((0,),), localize=_vocab(0, 3))),
-    "dt.ce_loss.default": _ce_loss,
+    # the bound on targets is checked against the global number of classes: no localizer
+    "dt.ce_loss.default": pattern("n, n, n, n -> n"),
     "dt.ce_count.default": pattern("n -> "),
     "dt.ce_backward.default": pattern(
         "n, n v, n, n, n -> n v", linear=((0,),), localize=_vocab(1, 6)
     ),
     "dt.cross_entropy_rows.default": pattern("n v!, n -> n, n, n"),
+    "aten._embedding_bag.default": _bag,
+    "aten._embedding_bag_forward_only.default": _bag,
+    "aten._embedding_bag_backward.default": _bag_backward,
+    "aten._embedding_bag_per_sample_weights_backward.default": pattern(
+        "b! d, v! d, i!, o!, f! -> i!", linear=((0,), (1,)), localize=unless_empty(contiguous())
+    ),
 }

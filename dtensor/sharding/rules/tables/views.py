@@ -19,9 +19,18 @@ from typing import Any
 import torch
 
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import linear_groups, make, of_kind, resolve_dims, retarget
+from dtensor.sharding.rules.build import (
+    broadcast,
+    linear_groups,
+    make,
+    names,
+    of_kind,
+    resolve_dims,
+    retarget,
+    sized,
+)
 from dtensor.sharding.rules.registry import Builder
-from dtensor.sharding.rules.rule import Dim, Dims, Rule
+from dtensor.sharding.rules.rule import Rule
 
 aten = torch.ops.aten
 
@@ -30,7 +39,7 @@ def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
     """The common factors of two shapes with the same number of elements."""
     found = _Matching([[] for _ in before], [[] for _ in after])
     if math.prod(before) == 0:
-        found.separate(0, 0, before, after)
+        found.separate(before, after)
         return found
     i = j = 0
     left, right = 1, 1  # what is left of the current dims; 1 asks for the next
@@ -89,29 +98,17 @@ class _Matching:
                 right, j = right * after[j], j + 1
         return i, j
 
-    def separate(self, i: int, j: int, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+    def separate(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
         """No factor in common: tensors without elements."""
-        for d in range(i, len(before)):
-            self.left[d].append(self.new(before[d], whole=True))
-        for d in range(j, len(after)):
-            self.right[d].append(self.new(after[d], whole=True))
-
-
-def _dims(factors: list[list[str]]) -> Dims:
-    return tuple(_dim(item) for item in factors)
-
-
-def _dim(factors: list[str]) -> Dim:
-    return (tuple(factors),)
+        for factors, size in (*zip(self.left, before), *zip(self.right, after)):
+            factors.append(self.new(size, whole=True))
 
 
 def _view(call: OpCall) -> Rule:
-    result = call.results[0]
-    assert result is not None
-    found = factorize(call.operands[0].shape, result.shape)
+    found = factorize(call.operands[0].shape, call.result.shape)
     return Rule(
-        operands=(_dims(found.left),),
-        results=(_dims(found.right),),
+        operands=(tuple((tuple(factors),) for factors in found.left),),
+        results=(tuple((tuple(factors),) for factors in found.right),),
         sizes=tuple(found.sizes.items()),
         whole=frozenset(found.whole),
         linear=tuple(frozenset(group) for group in linear_groups(call, ((0,),))),
@@ -125,27 +122,16 @@ def _reshape(call: OpCall, local: Local) -> OpCall:
 
 
 def _expand(call: OpCall) -> Rule:
-    before, after = call.operands[0].shape, _result(call)
-    factors = [f"d{i}" for i in range(len(after))]
-    own = factors[len(after) - len(before) :]
-    sizes = after[len(after) - len(before) :]
-    kept = [
-        "1" if size == 1 and wide != 1 else factor
-        for factor, size, wide in zip(own, before, sizes, strict=True)
-    ]
-    return make(
-        call, f"{' '.join(kept)} -> {' '.join(factors)}", linear=((0,),), localize=_local_sizes
-    )
-
-
-def _local_sizes(call: OpCall, local: Local) -> OpCall:
-    return call.with_arg(1, list(local.result_shape()))
+    after = call.result.shape
+    factors = names(len(after))
+    kept = broadcast(factors, call.operands[0].shape, after)
+    return make(call, f"{kept} -> {' '.join(factors)}", linear=((0,),), localize=sized(1))
 
 
 def _repeat(call: OpCall) -> Rule:
     before, repeats = call.operands[0].shape, tuple(call.args[1])
     new = len(repeats) - len(before)
-    source = [f"d{i}" for i in range(len(before))]
+    source = names(len(before))
     result = [f"r{i}" if i < new else f"(r{i} d{i - new})" for i in range(len(repeats))]
     return make(
         call,
@@ -168,8 +154,9 @@ def _local_repeats(call: OpCall, local: Local) -> OpCall:
 
 
 def _permuted(order: list[int], call: OpCall) -> Rule:
-    source = " ".join(f"d{i}" for i in range(len(order)))
-    return make(call, f"{source} -> {' '.join(f'd{i}' for i in order)}", linear=((0,),))
+    return make(
+        call, f"{' '.join(names(len(order)))} -> {' '.join(f'd{i}' for i in order)}", linear=((0,),)
+    )
 
 
 def _permute(call: OpCall) -> Rule:
@@ -191,9 +178,8 @@ def _transpose(call: OpCall) -> Rule:
 
 
 def _unsqueeze(call: OpCall) -> Rule:
-    rank = len(call.operands[0].shape)
-    source = [f"d{i}" for i in range(rank)]
-    at = call.args[1] % (rank + 1)
+    source = names(len(call.operands[0].shape))
+    at = call.args[1] % (len(source) + 1)
     result = [*source[:at], "1", *source[at:]]
     return make(call, f"{' '.join(source)} -> {' '.join(result)}", linear=((0,),))
 
@@ -207,12 +193,6 @@ def _squeeze(call: OpCall) -> Rule:
 
     # A dim that is 1 on this rank alone must stay: the sizes are stated.
     return make(call, f"{' '.join(source)} -> {' '.join(kept)}", linear=((0,),), localize=_reshape)
-
-
-def _result(call: OpCall) -> tuple[int, ...]:
-    meta = call.results[0]
-    assert meta is not None
-    return meta.shape
 
 
 RULES: dict[str, Builder] = {

@@ -1,9 +1,9 @@
-"""What the tables of layers share: planes of images, and ranks that hold no element at all.
+"""Localizers that several tables share: for ranks that hold no element, and strided pieces.
 
-    planes(2, "x -> y, y")                  "... x0! x1! -> ... y0! y1!, ... y0! y1!"
     localize=unless_empty(local_sizes)      kernels reject a batch of 0: zeros take their place
+    localize=contiguous()                   kernels read storage in order, and shards have strides
 
-Invariants: batch and channel split freely and the planes are whole. Names no op.
+Names no op.
 """
 
 from __future__ import annotations
@@ -12,32 +12,9 @@ from typing import Any, cast
 
 from torch._ops import OpOverload
 
-from dtensor.sharding.local import layers
+from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall, Operand
-from dtensor.sharding.rules.build import Groups, make, retarget
-from dtensor.sharding.rules.registry import Builder
-from dtensor.sharding.rules.rule import Rule
-
-
-def planes(
-    rank: int, form: str, *, linear: Groups = (), localize: Localizer | None = None
-) -> Builder:
-    """``form`` names the tensors by their planes: those of one letter have planes of one size."""
-    left, _, right = form.partition("->")
-    terms = [
-        ", ".join(_plane(letter.strip(), rank) for letter in side.split(","))
-        for side in (left, right)
-    ]
-    text = " -> ".join(terms)
-
-    def build(call: OpCall) -> Rule:
-        return make(call, text, linear=linear, localize=unless_empty(localize))
-
-    return build
-
-
-def _plane(letter: str, rank: int) -> str:
-    return " ".join(["...", *(f"{letter}{i}!" for i in range(rank))])
+from dtensor.sharding.rules.build import retarget
 
 
 def unless_empty(localize: Localizer | None = None) -> Localizer:
@@ -64,7 +41,7 @@ def contiguous(localize: Localizer | None = None) -> Localizer:
         if here.target is not call.target:
             return here
         named = dict(here.kwargs)
-        return retarget(here, layers.contiguously, call.target, *here.args, **named)
+        return retarget(here, values.contiguously, call.target, *here.args, **named)
 
     return localized
 
@@ -74,10 +51,10 @@ def _zeros(call: OpCall, local: Local) -> OpCall:
         (meta,) = call.results
         assert meta is not None
         shape = local.result_shape()
-        return retarget(call, layers.zeros, Operand(0), list(shape), meta.dtype)
+        return retarget(call, values.zeros, Operand(0), list(shape), meta.dtype)
     shapes = [None if m is None else local.result_shape(i) for i, m in enumerate(call.results)]
     dtypes = [None if m is None else m.dtype for m in call.results]
-    return retarget(call, layers.many_zeros, Operand(0), shapes, dtypes)
+    return retarget(call, values.many_zeros, Operand(0), shapes, dtypes)
 
 
 def positional(call: OpCall) -> list[Any]:
