@@ -8,6 +8,7 @@ descending, so that gradients add up in the same order under every schedule.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
@@ -15,35 +16,38 @@ from dtensor.runtime.schedule.grid import Action, Grid, place
 
 
 @dataclass(frozen=True, slots=True)
-class GPipe:
+class OfMicrobatches(ABC):
+    """A schedule of a number of microbatches, at least one."""
+
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        check_microbatches(self.microbatches)
+
+    @abstractmethod
+    def grid(self, num_stages: int, num_ranks: int) -> Grid: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GPipe(OfMicrobatches):
     """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
 
     The bubble is (p-1)/(m+p-1) of the time, and every stage holds the activations of all m
     microbatches. Several stages per rank run as in `LoopedBFS`.
     """
 
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
-
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         return _breadth_first("GPipe", self.microbatches, num_stages, num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class LoopedBFS:
+class LoopedBFS(OfMicrobatches):
     """Each rank ends one stage on all microbatches before its next (breadth-first:
     Lamy-Poirier 2023, arXiv:2211.05953).
 
     For m >= p the bubble is (p-1)/(v m + p-1) of the time, v times smaller than GPipe's; every
     stage holds the activations of all m microbatches.
     """
-
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         return _breadth_first("LoopedBFS", self.microbatches, num_stages, num_ranks)
@@ -61,17 +65,12 @@ def _breadth_first(name: str, microbatches: int, num_stages: int, num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
-class OneFOneB:
+class OneFOneB(OfMicrobatches):
     """One forward, one backward (PipeDream-flush: Narayanan et al. 2021, arXiv:2006.09503).
 
     One stage per rank. The bubble is (p-1)/(m+p-1) of the time, as for GPipe, but stage s holds
     the activations of at most min(p-s, m) microbatches.
     """
-
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         check_one_each(
@@ -88,18 +87,13 @@ class OneFOneB:
 
 
 @dataclass(frozen=True, slots=True)
-class Interleaved1F1B:
+class Interleaved1F1B(OfMicrobatches):
     """1F1B over v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     A rank runs p microbatches through one of its stages, the same p through its next, and so on.
     For m a multiple of p the bubble is (p-1)/(v m + p-1) of the time. Other m must be a multiple
     of max(1, m // p), the number of rounds, each of which takes as many microbatches.
     """
-
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         check_dealt("Interleaved1F1B", num_stages, num_ranks)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dtensor.errors import PlanningError
-from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place
+from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, replay
 from dtensor.runtime.schedule.measure import EQUAL, Costs, timeline
 from dtensor.runtime.schedule.published import (
     Interleaved1F1B,
@@ -181,33 +181,18 @@ class _Problem:
         for order in orders:
             held = 0
             for action in order:
-                held += _held(action)
+                held += action.held
                 if self.most_held is not None and held > self.most_held:
                     return False
         return True
 
     def time(self, orders: Orders) -> float | None:
         """When the last action ends; None where the orders wait for each other."""
-        done: dict[Event, float] = {}
-        free = [0.0] * len(orders)
-        at = [0] * len(orders)
-        moved = True
-        while moved:
-            moved = False
-            for rank, order in enumerate(orders):
-                while at[rank] < len(order):
-                    action = order[at[rank]]
-                    needed = action.takes(self.num_stages)
-                    if any(event not in done for event in needed):
-                        break
-                    begin = max([free[rank], *(done[event] for event in needed)])
-                    free[rank] = begin + self.costs.of(action)
-                    done.update(dict.fromkeys(action.gives(), free[rank]))
-                    at[rank] += 1
-                    moved = True
-        if any(n < len(order) for n, order in zip(at, orders, strict=True)):
+        try:
+            times = replay(orders, self.costs.of)
+        except PlanningError:
             return None
-        return max(free)
+        return max(end for row in times for _, end in row)
 
     def listed(self, draw: random.Random, run: int) -> Orders | None:
         """One run of list scheduling; None where it got stuck in its memory.
@@ -242,7 +227,7 @@ class _Problem:
                 action = max(allowed, key=lambda a: (chosen[a], -a.microbatch, a.kind))
                 ready[rank].remove(action)
                 orders[rank].append(action)
-                held[rank] += _held(action)
+                held[rank] += action.held
                 free[rank] = now + self.costs.of(action)
                 count += 1
                 heapq.heappush(ends, (free[rank], count, action))
@@ -307,16 +292,6 @@ class _Problem:
             else value + max(self.microbatches - a.microbatch, lowest) * (late * step)
             for a, value in chain.items()
         }
-
-
-def _held(action: Action) -> int:
-    match action.kind:
-        case "F":
-            return 1
-        case "B" | "W":
-            return -1
-        case "I":
-            return 0
 
 
 def _exchanged(
