@@ -247,8 +247,8 @@ def run(
         session = MeshSession(mesh, cluster, "compiled")
         program = load(session, made, Roles(gradients=True))
         inputs = [
-            {name: fed[name][rank] for name in names}
-            for rank, names in enumerate(program.lowered.inputs)
+            {name: fed[name][rank] for name in own.inputs}
+            for rank, own in enumerate(program.handle.program.ranks)
         ]
         held = session.run(program.handle, inputs, {}).get()
     values = {(o.kind, o.of): _whole(o, held) for o in made.plan.outputs}

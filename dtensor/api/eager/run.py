@@ -250,7 +250,7 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
 
 def _load(session: MeshSession, entry: Entry) -> Any:
     lowered = lower(entry.planned.plan, None, device=session.cluster.device)
-    program = session.cluster.load(lowered.program)
+    program = session.cluster.load(lowered)
     entry.programs[session] = program
     known = _loaded.setdefault(session, OrderedDict())
     known[entry] = None

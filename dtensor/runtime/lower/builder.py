@@ -5,10 +5,10 @@
     builder.start(Collective(...))                # which closes it
 
 Communication splits the local code into segments; which values a segment must return is known once
-the rank's whole list is known, so they are closed at the end (rank.py). A plan value of microbatch
-i is called `name@i` in the rank's table, one that exists once a step by its own name.
+the rank's whole list is known, so they are closed at the end (program.py). A plan value of
+microbatch i is called `name@i` in the rank's table, one that exists once a step by its own name.
 
-Not here: what a step becomes (moves.py, step_end.py, rank.py).
+Not here: what a step becomes (moves.py, step_end.py, program.py).
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class Shared:
 
 @dataclass(slots=True)
 class LocalCode:
-    """A segment of local code; ``table`` maps names in the code to names in the rank's table."""
+    """A segment of local code. ``table``: what names of the code that are no plan values are called
+    in the rank's table; ``writes``: what it changes in place."""
 
     code: CodeBuilder
     label: str
@@ -238,16 +239,14 @@ class RankBuilder:
     def close(self) -> None:
         self._open = None
 
-    def names(self, segment: LocalCode, values: Sequence[str], microbatch: int | None) -> None:
-        """Plan values that the segment reads or makes under their own names."""
-        for name in values:
-            segment.table[name] = self.value(name, microbatch)
+    def place(self, segment: LocalCode, name: str) -> str:
+        """The table's name of a name in the segment's code."""
+        return segment.table.get(name) or self.value(name, segment.microbatch)
 
     def renamed(self, source: str, target: str, microbatch: int | None, line: str | None) -> None:
         """One value under another name."""
-        segment = self.segment(microbatch)
-        self.names(segment, (source, target), microbatch)
-        segment.code.line(f"{target} = {source}", [source], [target], line)
+        code = self.segment(microbatch).code
+        code.line(f"{target} = {source}", [source], [target], line)
 
     def price(self, step: Step) -> None:
         """Count the step's own work as the open segment's."""

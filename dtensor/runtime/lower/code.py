@@ -73,22 +73,30 @@ class CodeBuilder:
 
     def apply(
         self,
-        function: object,
-        name: str,
-        operands: Sequence[str],
-        result: str,
+        function: Callable[..., object],
+        operands: Sequence[str | Sequence[str]],
+        results: Sequence[str],
         *literals: object,
+        layout: object = None,
+        is_list: bool = False,
         source: str | None = None,
-        packed: bool = False,
     ) -> None:
-        """``result = function(*operands, *literals)``; ``packed``: the operands as one tuple."""
-        given = [f"({''.join(f'{o}, ' for o in operands)})"] if packed else list(operands)
-        args = [*given, *(self.literal(v, ()) for v in literals)]
-        text = f"{result} = {self.bind(name, function)}({', '.join(args)})"
-        self.line(text, operands, [result], source)
+        """``results = function(*operands, *literals, layout)``.
+
+        Operands in a sequence are given as one tuple. ``layout`` is bound, not written out.
+        ``is_list``: the function returns a list of the results, however many.
+        """
+        args = [o if isinstance(o, str) else tuple_text(o) for o in operands]
+        args += [self.literal(v, ()) for v in literals]
+        called = self.bind(function.__name__, function)
+        args += [] if layout is None else [self.bind("layout", layout)]
+        reads = [name for o in operands for name in ([o] if isinstance(o, str) else o)]
+        targets = ", ".join(results) + "," * is_list
+        text = f"{called}({', '.join(args)})"
+        self.line(f"{targets} = {text}" if results else text, reads, results, source)
 
     def line(
-        self, text: str, reads: Sequence[str], makes: Sequence[str], source: str | None
+        self, text: str, reads: Sequence[str], makes: Sequence[str], source: str | None = None
     ) -> None:
         for name in reads:
             if name not in self.defined and name not in self.inputs:
@@ -157,7 +165,7 @@ class CodeBuilder:
             tail = f"; del {', '.join(dead)}" if dead else ""
             source.append(f"    {text}{tail}")
             lines.append(user_line)
-        source.append(f"    return ({''.join(f'{o}, ' for o in outputs)})")
+        source.append(f"    return {tuple_text(outputs)}")
         lines.append(None)
         return Function(
             name=name,
@@ -187,6 +195,10 @@ class Functions:
         self.found[unique] = code.function(unique, outputs)
         self.by_text[key] = unique
         return unique
+
+
+def tuple_text(names: Sequence[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
 
 
 def _key(value: object) -> object:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.daft import Buffer, Recv, Send, Wait
-from dtensor.runtime.lower.builder import LocalCode, RankBuilder
+from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.sharding.plan.steps import Bucket, Convert, Transfer
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
 from dtensor.sharding.spec.placements import Partial, ReduceOp
@@ -59,14 +59,12 @@ def _free_move(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
     if move.kind == "relabel" or (move.kind == "zero_fill" and here[move.axis] == 0):
         b.renamed(step.operand, step.result, microbatch, source)
         return
-    segment = b.segment(microbatch)
-    b.names(segment, (step.operand, step.result), microbatch)
+    code, operands, results = b.segment(microbatch).code, [step.operand], [step.result]
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
-        segment.code.apply(block, "block", [step.operand], step.result, where, source=source)
+        code.apply(block, operands, results, where, source=source)
     else:
-        zeros = torch.zeros_like
-        segment.code.apply(zeros, "zeros_like", [step.operand], step.result, source=source)
+        code.apply(torch.zeros_like, operands, results, source=source)
 
 
 def _communicate(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
@@ -99,21 +97,19 @@ def _communicate(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
     segment = b.segment(microbatch)
     local = [f"{step.result}_from{i}" for i in range(len(pieces))]
     segment.table.update(zip(local, pieces, strict=True))
-    b.names(segment, (step.result,), microbatch)
     wheres = [taken(move.src, move.dst, peer, here) for peer in peers]
     shape = move.dst.local_shape(here)
-    segment.code.apply(join, "join", local, step.result, shape, *wheres, source=source, packed=True)
+    segment.code.apply(join, [local], [step.result], shape, *wheres, source=source)
 
 
 def _cut(b: RankBuilder, step: Convert, microbatch: int | None) -> tuple[tuple[str, Buffer], ...]:
     """A block for each peer: what it is to hold of what I hold."""
     segment, move = b.segment(microbatch), step.move
-    b.names(segment, (step.operand,), microbatch)
     found: list[tuple[str, Buffer]] = []
     for i, peer in enumerate(_peers(b, move.axis, microbatch)):
         name = f"{step.result}_to{i}"
         where = given(move.src, move.dst, b.at(microbatch), peer)
-        segment.code.apply(block, "block", [step.operand], name, where)
+        segment.code.apply(block, [step.operand], [name], where)
         segment.table[name] = f"{b.value(step.result, microbatch)}.to{i}"
         found.append((segment.table[name], Buffer(shape_of(where), move.src.dtype)))
         b.nbytes[segment.table[name]] = found[-1][1].nbytes
@@ -220,9 +216,8 @@ def _scatter(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
     base = b.value(step.name, microbatch)
     flat = [f"{base}.to{i}" for i in range(len(peers))]
     local = [f"{step.name}_to{i}" for i in range(len(peers))]
-    b.names(segment, step.operands, microbatch)
     segment.table.update(zip(local, flat, strict=True))
-    _line(segment, local, "packed", packed, step.operands, wheres)
+    segment.code.apply(packed, [step.operands], local, layout=wheres, is_list=True)
     sizes = [sum(math.prod(shape_of(w[i])) for w in wheres) for i in range(len(peers))]
     sent = tuple((name, Buffer((n,), src)) for name, n in zip(flat, sizes, strict=True))
     b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
@@ -230,8 +225,8 @@ def _scatter(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
     _send(b, step, sent, ((total, Buffer((sum(map(math.prod, shapes)),), dst)),))
     segment = b.segment(microbatch)
     segment.table[f"{step.name}_total"] = total
-    b.names(segment, step.results, microbatch)
-    _line(segment, step.results, "unpacked", unpacked, [f"{step.name}_total"], shapes)
+    whole = [[f"{step.name}_total"]]
+    segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
     _record(b, step, microbatch)
 
 
@@ -245,11 +240,10 @@ def _start_gather(b: RankBuilder, step: Bucket, microbatch: int | None) -> Gathe
     whole = [m.dst if step.in_place else m.src for m in step.moves]
     wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
     segment = b.segment(microbatch)
-    b.names(segment, step.operands, microbatch)
     base = b.value(step.name, microbatch)
     flat, local = f"{base}.mine", f"{step.name}_mine"
     segment.table[local] = flat
-    _line(segment, [local], "packed", packed, step.operands, wheres)
+    segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)
     mine = Buffer((sizes[here[step.axis]],), dtype)
     b.nbytes[flat] = mine.nbytes
     pieces = tuple((f"{base}.{i}", Buffer((size,), dtype)) for i, size in enumerate(sizes))
@@ -266,17 +260,12 @@ def finish(b: RankBuilder, started: Gather) -> None:
     segment = b.segment(microbatch)
     local = [f"{step.name}_from{i}" for i in range(len(started.pieces))]
     segment.table.update(zip(local, started.pieces, strict=True))
-    values = step.operands if step.in_place else step.results
-    b.names(segment, values, microbatch)
     layout = _layout(b, step, microbatch)
     if step.in_place:
-        bound = segment.code.bind("layout", layout)
-        called = segment.code.bind("written", written)
-        text = f"{called}({_tuple(values)}, {_tuple(local)}, {bound})"
-        segment.code.line(text, [*values, *local], (), None)
-        segment.writes = tuple(segment.table[name] for name in values)
+        segment.code.apply(written, [step.operands, local], (), layout=layout)
+        segment.writes = step.operands
     else:
-        _line(segment, values, "gathered", gathered, local, layout)
+        segment.code.apply(gathered, [local], step.results, layout=layout, is_list=True)
     b.close()  # the pieces are dropped here
     _record(b, step, microbatch)
 
@@ -314,25 +303,6 @@ def _layout(b: RankBuilder, step: Bucket, microbatch: int | None) -> Layout:
         )
         for move in step.moves
     )
-
-
-def _tuple(names: Sequence[str]) -> str:
-    return f"({''.join(f'{name}, ' for name in names)})"
-
-
-def _line(
-    segment: LocalCode,
-    results: Sequence[str],
-    name: str,
-    function: object,
-    operands: Sequence[str],
-    literal: object,
-) -> None:
-    """``results, = function((operands,), literal)``."""
-    code = segment.code
-    called, bound = code.bind(name, function), code.bind("layout", literal)
-    text = f"{', '.join(results)}, = {called}({_tuple(operands)}, {bound})"
-    code.line(text, operands, results, None)
 
 
 # -- what generated code calls ---------------------------------------------------------------------

@@ -380,7 +380,7 @@ def _function(
     bindings: dict[str, object] = dict(
         AdamW=torch.optim.AdamW,
         ShardOptimizer=ShardOptimizer,
-        add=torch.add,  # as the code of a step calls it: see lower/quick.py
+        add=torch.add,  # as the code of a step calls it: see lower/code.py
         attention=torch.ops.dt.attention.default,
         attention_backward=torch.ops.dt.attention_backward.default,
         device=device,

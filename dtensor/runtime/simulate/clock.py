@@ -25,7 +25,7 @@ from dtensor.daft.ir.instructions import Key, awaited, key_of, outputs_of
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.rank import lower_rank
+from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
 from dtensor.sharding.plan.plan import Plan
