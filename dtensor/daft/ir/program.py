@@ -30,39 +30,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtensor.daft.ir.functions import Function
-from dtensor.daft.ir.instructions import (
-    Buffer,
-    Call,
-    Collective,
-    Free,
-    Instruction,
-    Kind,
-    Op,
-    Recv,
-    Send,
-    Start,
-    Wait,
-)
-from dtensor.daft.ir.text import columns, format_instruction, parse_instructions
-
-__all__ = [
-    "Buffer",
-    "Call",
-    "Collective",
-    "Free",
-    "Function",
-    "Instruction",
-    "Kind",
-    "Op",
-    "Program",
-    "RankProgram",
-    "Recv",
-    "Send",
-    "Start",
-    "Wait",
-    "format_instruction",
-    "parse_instructions",
-]
+from dtensor.daft.ir.instructions import Instruction
+from dtensor.daft.ir.text import columns, format_instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,13 +15,16 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, assert_never
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
 from dtensor.numerics import fold
+
+DIVIDED = ("reduce_scatter", "all_to_all")
+"""Collectives that have an input for each member; of the others every member gets all."""
 
 _Place: TypeAlias = tuple[Key, int]
 """The k-th transfer of a key."""
@@ -67,9 +70,13 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent(Pending):
+class Complete(Pending):
+    """What need not be waited for."""
+
+    values: tuple[Tensor, ...] = ()
+
     def wait(self) -> tuple[Tensor, ...]:
-        return ()
+        return self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +149,9 @@ class LocalTransport(Transport):
 
     def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
         key = key_of(rank, send)
-        self._boxes[key, self._sent[key]] = _copy(value)
+        self._boxes[key, self._sent[key]] = copied(value)
         self._sent[key] += 1
-        return _Sent()
+        return Complete()
 
     def start_recv(self, rank: int, recv: Recv) -> Pending:
         key = key_of(rank, recv)
@@ -179,29 +186,31 @@ class LocalTransport(Transport):
 
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Each member's results from each member's inputs, both in group order."""
-    size = len(parts)
-    dtypes = [buffer.dtype for buffer in collective.out_buffers]  # a sum may come out wider
-    match collective.kind:
-        case "all_reduce":
-            assert collective.op is not None
-            op = collective.op
-            columns = zip(zip(*parts, strict=True), dtypes, strict=True)
-            first = tuple(fold(column, op, dtype) for column, dtype in columns)
-            return [first] + [tuple(map(_copy, first)) for _ in range(size - 1)]
-        case "all_gather":
-            return [tuple(_copy(part[0]) for part in parts) for _ in range(size)]
-        case "reduce_scatter":
-            assert collective.op is not None
-            op = collective.op
-            (dtype,) = dtypes
-            return [(fold([part[m] for part in parts], op, dtype),) for m in range(size)]
-        case "all_to_all":
-            return [tuple(_copy(part[member]) for part in parts) for member in range(size)]
-        case "broadcast":
-            return [(_copy(parts[0][0]),) for _ in range(size)]
-        case _:
-            assert_never(collective.kind)
+    if collective.kind == "all_reduce":  # one fold is all members' result
+        first = combined(collective, parts)
+        return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
+    results: list[tuple[Tensor, ...]] = []
+    for member in range(len(parts)):
+        given = [contribution(collective, part, member) for part in parts]
+        made = combined(collective, given)
+        results.append(made if collective.op is not None else tuple(map(copied, made)))
+    return results
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
+    """Which of a rank's inputs go to a member of the group, by its position there."""
+    return values[member : member + 1] if collective.kind in DIVIDED else values
+
+
+def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """A member's results from what each member contributes to it, in group order: a left fold, or
+    the parts as they are."""
+    if collective.op is None:
+        return tuple(tensor for part in parts for tensor in part)
+    op, columns = collective.op, zip(*parts, strict=True)
+    outs = collective.out_buffers  # a sum may come out wider
+    return tuple(fold(column, op, out.dtype) for column, out in zip(columns, outs, strict=True))
+
+
+def copied(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -38,7 +38,8 @@ from dtensor.daft.ir.instructions import (
     key_of,
     outputs_of,
 )
-from dtensor.daft.ir.program import Program, format_instruction
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import format_instruction
 from dtensor.daft.verification.pairing import (
     Edges,
     Hosts,
