@@ -114,6 +114,7 @@ class LoadedProgram:
     def __init__(self, session: MeshSession, planned: Planned, program: Program) -> None:
         self.session = session
         self.planned = planned
+        self.program = program
         self.specs: dict[str, TensorSpec] = {
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
@@ -132,7 +133,7 @@ class LoadedProgram:
         cut: dict[tuple[str, object], torch.Tensor] = {}
         for rank in range(mesh.size):
             own: dict[str, object] = dict(extra or {})
-            for name in self.handle.program.ranks[rank].inputs:
+            for name in self.program.ranks[rank].inputs:
                 if name in numbers:
                     own[name] = numbers[name]
                 if name in own:

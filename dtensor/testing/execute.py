@@ -248,7 +248,7 @@ def run(
         program = load(session, made, Roles(gradients=True))
         inputs = [
             {name: fed[name][rank] for name in own.inputs}
-            for rank, own in enumerate(program.handle.program.ranks)
+            for rank, own in enumerate(program.program.ranks)
         ]
         held = session.run(program.handle, inputs, {}).get()
     values = {(o.kind, o.of): _whole(o, held) for o in made.plan.outputs}

@@ -12,22 +12,17 @@ Reductions are `numerics.fold` in group order, so that every transport gives the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.numerics import fold
 
 DIVIDED = ("reduce_scatter", "all_to_all")
 """Collectives that have an input for each member; of the others every member gets all."""
-
-_Place: TypeAlias = tuple[Key, int]
-"""The k-th transfer of a key."""
 
 
 class Pending(ABC):
@@ -79,21 +74,8 @@ class Complete(Pending):
         return self.values
 
 
-@dataclass(frozen=True, slots=True)
-class _Due(Pending):
-    """What will lie in `boxes` at `place`."""
-
-    boxes: dict[_Place, Tensor]
-    place: _Place
-
-    def wait(self) -> tuple[Tensor, ...]:
-        if self.place not in self.boxes:
-            raise RuntimeError(f"A wait would block: nothing has come for {self.place}.")
-        return (self.boxes.pop(self.place),)
-
-
 class _Meeting:
-    """One collective: what its members have brought so far, then the results of each."""
+    """One transfer or collective: what its members have brought so far, then the results of each."""
 
     __slots__ = ("missing", "parts", "results")
 
@@ -122,7 +104,7 @@ class _Seat(Pending):
 
 
 class _Channel:
-    """The collectives of one group on one channel: each member's k-th start is of the k-th."""
+    """The starts of one key: each member's k-th is of the k-th transfer or collective."""
 
     __slots__ = ("counts", "index", "open")
 
@@ -142,29 +124,27 @@ class LocalTransport(Transport):
     """
 
     def __init__(self) -> None:
-        self._boxes: dict[_Place, Tensor] = {}
-        self._sent: dict[Key, int] = defaultdict(int)
-        self._received: dict[Key, int] = defaultdict(int)
         self._channels: dict[Key, _Channel] = {}
 
     def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
-        key = key_of(rank, send)
-        self._boxes[key, self._sent[key]] = copied(value)
-        self._sent[key] += 1
-        return Complete()
+        return self._start(rank, send, (value,))
 
     def start_recv(self, rank: int, recv: Recv) -> Pending:
-        key = key_of(rank, recv)
-        self._received[key] += 1
-        return _Due(self._boxes, (key, self._received[key] - 1))
+        return self._start(rank, recv, ())
 
     def start_collective(
         self, rank: int, collective: Collective, values: Sequence[Tensor]
     ) -> Pending:
-        key = key_of(rank, collective)
+        return self._start(rank, collective, values)
+
+    def close(self) -> None:
+        self._channels.clear()
+
+    def _start(self, rank: int, start: Start, values: Sequence[Tensor]) -> Pending:
+        key = key_of(rank, start)
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = _Channel(collective.group)
+            channel = self._channels[key] = _Channel(key[0])
         at = channel.index[rank]
         number = channel.counts[at]
         channel.counts[at] = number + 1
@@ -175,13 +155,12 @@ class LocalTransport(Transport):
         meeting.missing -= 1
         if not meeting.missing:
             del channel.open[number]
-            meeting.results = exchange(collective, meeting.parts)
+            if isinstance(start, Collective):
+                meeting.results = exchange(start, meeting.parts)
+            else:
+                meeting.results = [(), tuple(map(copied, meeting.parts[0]))]
             meeting.parts = []
         return _Seat(meeting, at)
-
-    def close(self) -> None:
-        self._boxes.clear()
-        self._channels.clear()
 
 
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:

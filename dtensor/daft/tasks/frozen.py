@@ -284,7 +284,5 @@ class _Lowering:
             count += 1
             name = f"{task.title}.{count}"
         invoke = Invoke(task, recorded.arguments, owned)
-        self.functions[name] = Function(
-            name=name, source="forward = wrapped", bindings=(("wrapped", invoke),)
-        )
+        self.functions[name] = Function.of(invoke, name)
         return name

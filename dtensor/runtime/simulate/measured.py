@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from dtensor.daft import Call, Collective, Free, Handle, Recv, Send, Wait
+from dtensor.daft.ir.instructions import awaited
 from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
 
@@ -48,19 +49,14 @@ def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
         found.append(span)
 
     for index, begin, end in times:
-        match instructions[index]:
-            case Call(label=label, source=source):
-                add("compute", label, begin, end, source)
-            case (
-                Send(value=value, label=label, source=source)
-                | Recv(value=value, label=label, source=source)
-            ):
-                started[value] = begin, label, source
-            case Collective(outputs=outputs, label=label, source=source):
-                started[outputs[0]] = begin, label, source
-            case Wait(values=values, label=label, source=source):
-                add("wait", label, begin, end, source)
-                for value in values:
+        match item := instructions[index]:
+            case Call():
+                add("compute", item.label, begin, end, item.source)
+            case Send() | Recv() | Collective():
+                started[awaited(item)[0]] = begin, item.label, item.source
+            case Wait():
+                add("wait", item.label, begin, end, item.source)
+                for value in item.values:
                     if value in started:  # complete by now at the latest
                         since, name, line = started.pop(value)
                         add("communication", name, since, end, line)
