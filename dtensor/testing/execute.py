@@ -178,18 +178,12 @@ def planned(
     placements: Sequence[Stated] = (),
     *,
     topology: Topology | None = None,
-) -> Plan:
+) -> Planned:
     """The plan under these placements of the tensor leaves; nothing is run.
 
-    A result may stay split as it comes out, but not pending.
+    By `plan_call`, as `dt.compile`'s; but arguments may be pending, and a result may stay split as
+    it comes out, though not pending.
     """
-    return _planned(traced, mesh, placements, topology).plan
-
-
-def _planned(
-    traced: Traced, mesh: Mesh, placements: Sequence[Stated], topology: Topology | None
-) -> Planned:
-    """By `plan_call`, as `dt.compile`'s; only pins may be pending, and results stay split."""
     stated = list(placements) or [{}] * len(traced.leaves)
     if len(stated) != len(traced.leaves):
         raise PlanningError(
@@ -224,7 +218,7 @@ def run(
     seed: int = 0,
 ) -> Evaluation:
     """Plan under these placements, run on an in-process cluster, bring the global values back."""
-    made = _planned(traced, mesh, placements, topology)
+    made = planned(traced, mesh, placements, topology=topology)
     generator = torch.Generator().manual_seed(seed)
     fed: dict[str, list[torch.Tensor]] = {}
     for item, entry in zip(made.plan.inputs, traced.graph.inputs, strict=True):

@@ -75,7 +75,7 @@ class Complete(Pending):
 
 
 class _Meeting:
-    """One transfer or collective: what its members have brought so far, then the results of each."""
+    """One transfer or collective: what its members have brought, then the results of each."""
 
     __slots__ = ("missing", "parts", "results")
 

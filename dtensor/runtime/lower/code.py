@@ -213,10 +213,10 @@ _aten: Any = torch.ops.aten
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _torch: Any = torch
 
-_OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax bmm cat clone div.Tensor embedding
-    exp mean.dim mm mul.Tensor native_layer_norm neg permute pow.Tensor_Scalar relu reshape rsqrt
-    select.int sigmoid split_with_sizes squeeze.dim sub.Tensor sum.dim_IntList t tanh transpose.int
-    unsqueeze where.self"""
+_OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax bmm cat clone div.Tensor
+    embedding exp mean.dim mm mul.Tensor native_layer_norm neg permute pow.Tensor_Scalar relu
+    reshape rsqrt select.int sigmoid split_with_sizes squeeze.dim sub.Tensor sum.dim_IntList t tanh
+    transpose.int unsqueeze where.self"""
 """Overloads for which there is a function of the op's name in ``torch``."""
 
 QUICK: Mapping[object, Callable[..., Any]] = {
