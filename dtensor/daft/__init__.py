@@ -29,7 +29,6 @@ from dtensor.daft.errors import (
     TaskError,
 )
 from dtensor.daft.interference import Bound, Conflict, Interference, interference
-from dtensor.daft.ir.functions import Function
 from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
@@ -40,7 +39,7 @@ from dtensor.daft.ir.instructions import (
     Send,
     Wait,
 )
-from dtensor.daft.ir.program import Program, RankProgram
+from dtensor.daft.ir.program import Function, Program, RankProgram
 from dtensor.daft.ir.text import parse_instructions
 from dtensor.daft.launching import launch, launch_cluster, spawn
 from dtensor.daft.run.worker import Stored

@@ -50,7 +50,7 @@ from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
-from dtensor.runtime.simulate.measured import Times
+from dtensor.runtime.simulate.trace import Times
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
