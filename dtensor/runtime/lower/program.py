@@ -116,17 +116,17 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     state = [i for i in here if i.kind in ("parameter", "buffer", "constant")]
     arguments = [i for i in here if i.kind in ("argument", "tangent")]
     for item in (*state, *arguments):
-        b.record(item.name, item.held, None)
+        b.record(item.name, item.held)
     b.label = "once"
-    walk.steps([s for s in plan.steps if s.once and walk.concerns(s)], None)
+    walk.steps([s for s in plan.steps if s.once and walk.concerns(s)])
     for step, action in b.shared.actions.of(b.pipeline_rank):
         walk.wait_sends(step)
         walk.action(action)
-    b.label = "optimizer"
+    b.label, b.microbatch = "optimizer", None
     walk.wait_sends(None)
-    walk.steps([s for s in plan.steps if s.phase == "optimizer" and walk.concerns(s)], None)
+    walk.steps([s for s in plan.steps if s.phase == "optimizer" and walk.concerns(s)])
     outputs = walk.finish()
-    names = [b.value(i.name, None) for i in state]
+    names = [b.value(i.name) for i in state]
     fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     if b.roles.optimizer is not None:
         names.append(b.roles.optimizer)
@@ -153,32 +153,31 @@ class _Walk:
     def action(self, action: Action) -> None:
         b = self.b
         b.label = f"{action.kind}{action.microbatch} stage {action.stage}"
+        b.microbatch = action.microbatch
         b.close()
         b.posted, b.began = b.began, len(b.instructions)
         steps = b.shared.actions.steps(action.kind, action.stage)
-        self.steps(steps, action.microbatch, action.stage)
+        self.steps(steps, action.stage)
         step_end.accumulate(b, action, self.owned)
         b.close()
 
-    def steps(
-        self, steps: Sequence[Step], microbatch: int | None, stage: int | None = None
-    ) -> None:
+    def steps(self, steps: Sequence[Step], stage: int | None = None) -> None:
         b = self.b
         for step in steps:
-            self._finish_gathers(operands_of(step), microbatch)
+            self._finish_gathers(operands_of(step))
             match step:
                 case Compute():
-                    self._compute(step, microbatch)
+                    self._compute(step)
                 case Convert():
-                    moves.convert(b, step, microbatch)
+                    moves.convert(b, step)
                 case Transfer():
-                    sent = moves.transfer(b, step, microbatch, stage)
+                    sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
                 case Bucket() if not step.in_place:
-                    started = moves.bucket(b, step, microbatch)
+                    started = moves.bucket(b, step)
                     if started is not None:
                         for name in step.results:
-                            self.gathers[b.value(name, microbatch)] = started
+                            self.gathers[b.value(name)] = started
                 case TieSum():
                     step_end.tie_sum(b, step)
                 case Norm():
@@ -203,7 +202,7 @@ class _Walk:
             for stage, value in output.values[:1] if output.kind == "result" or returned else ():
                 if stage in b.stages:
                     name = f"{output.kind} {output.of}"
-                    found[name] = copies.get(name) or b.value(value, None)
+                    found[name] = copies.get(name) or b.value(value)
         norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
         if b.roles.optimizer is not None and norm is not None:
             found["norm"] = norm.result
@@ -213,23 +212,22 @@ class _Walk:
         """Whether the rank has a part in the step; in a norm every rank has."""
         return isinstance(step, Norm) or not set(stages_of(step)).isdisjoint(self.b.stages)
 
-    def _compute(self, step: Compute, microbatch: int | None) -> None:
+    def _compute(self, step: Compute) -> None:
         b = self.b
-        code = b.short_segment(microbatch).code
-        call = b.shared.local_call(step, b.at(microbatch))
+        code = b.short_segment().code
+        call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         code.call(call, step.operands, step.results, source)
         for name, spec in results_of(step):
-            b.record(name, spec, microbatch)
+            b.record(name, spec)
 
-    def _finish_gathers(self, values: Sequence[str], microbatch: int | None) -> None:
+    def _finish_gathers(self, values: Sequence[str]) -> None:
         """Complete the gathers that make these plan values."""
         for value in values if self.gathers else ():
-            started = self.gathers.get(self.b.value(value, microbatch))
+            started = self.gathers.get(self.b.value(value))
             if started is not None:
                 moves.finish(self.b, started)
-                for name in started.step.results:
-                    del self.gathers[self.b.value(name, started.microbatch)]
+                self.gathers = {v: g for v, g in self.gathers.items() if g is not started}
 
     def wait_sends(self, step: int | None) -> None:
         """Complete the sends whose receives start at earlier steps; all of them for None.

@@ -41,12 +41,12 @@ def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
     that share their storage with nothing."""
     last = action.microbatch == b.plan.num_microbatches - 1
     for step in b.shared.actions.sums(action.kind, action.stage):
-        _add(b, step, action.microbatch, owned, last=last)
+        _add(b, step, owned, last=last)
 
 
-def _add(b: RankBuilder, step: Accumulate, microbatch: int, owned: set[str], *, last: bool) -> None:
-    segment = b.short_segment(microbatch)
-    total = step.result if last else f"{step.result}@{microbatch}"
+def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> None:
+    segment = b.short_segment()
+    total = step.result if last else f"{step.result}@{b.microbatch}"
     segment.table[step.result] = total
     previous = b.accumulated.get(step.result)
     if previous is None:
@@ -64,7 +64,7 @@ def _add(b: RankBuilder, step: Accumulate, microbatch: int, owned: set[str], *, 
         segment.code.line(text, [before, step.operand], [step.result])
     b.price(step)
     b.accumulated[step.result] = total
-    b.nbytes[total] = step.dst.local_nbytes(b.at(None))
+    b.nbytes[total] = step.dst.local_nbytes(b.here)
 
 
 def tie_sum(b: RankBuilder, step: TieSum) -> None:
@@ -76,14 +76,14 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
     total = operands[0]
     if len(mine) > 1:  # several of the stages are this rank's: their sum is local
         total = f"{step.results[first]}_here"
-        b.segment(None).code.line(f"{total} = {' + '.join(operands)}", operands, [total])
-        b.record(total, step.spec, None)
+        b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total])
+        b.record(total, step.spec)
     if len(hosts) > 1:
-        buffer = Buffer(step.spec.local_shape(b.at(None)), step.spec.dtype)
+        buffer = Buffer(step.spec.local_shape(b.here), step.spec.dtype)
         b.collective(
             "all_reduce",
             f"tied {step.of}",
-            ((b.value(total, None), buffer),),
+            ((b.value(total), buffer),),
             ((step.results[first], buffer),),
             f"the gradients of {step.of} over stages {step.stages}",
             group=hosts,
@@ -92,8 +92,8 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
         total = step.results[first]
     for i in mine:
         if step.results[i] != total:
-            b.renamed(total, step.results[i], None, None)
-        b.record(step.results[i], step.spec, None)
+            b.renamed(total, step.results[i])
+        b.record(step.results[i], step.spec)
 
 
 def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
@@ -102,18 +102,18 @@ def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
     parameter = next(i for i in b.plan.inputs if i.label == step.of)
     if parameter.spec.dtype == step.spec.dtype:
         return operands
-    code = b.segment(None).code
+    code = b.segment().code
     dtype = code.literal(step.spec.dtype, ())
     for operand in operands:
         wide = f"{operand}_wide"
         code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide])
-        b.record(wide, step.spec, None)
+        b.record(wide, step.spec)
     return [f"{operand}_wide" for operand in operands]
 
 
 def counts(b: RankBuilder, spec: TensorSpec) -> bool:
     """Whether this rank is the one among replicas whose copy enters the norm."""
-    here = b.at(None)
+    here = b.here
     return all(
         here[axis] == 0
         for axis, placement in spec.sharding.items()
@@ -129,7 +129,7 @@ def norm(b: RankBuilder, step: Norm) -> None:
         if stage in b.stages and counts(b, spec)
     ]
     name = f"{step.result}_squares"
-    b.segment(None).code.apply(sum_of_squares, [counted], [name], b.shared.device)
+    b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device)
     b.nbytes[name] = 4
     buffer = Buffer((), torch.float32)
     for axis, num in b.plan.mesh.shape.items():
@@ -139,7 +139,7 @@ def norm(b: RankBuilder, step: Norm) -> None:
             b.collective("all_reduce", axis, sent, made, f"the norm over {axis}", op="sum")
             name = reduced
     pair = (step.result, f"{step.result}_clip")
-    b.segment(None).code.apply(clip_coefficient, [name], pair, step.max_norm)
+    b.segment().code.apply(clip_coefficient, [name], pair, step.max_norm)
     b.nbytes.update(dict.fromkeys(pair, 4))
 
 
@@ -147,13 +147,13 @@ def snapshot(b: RankBuilder) -> dict[str, str]:
     """Copy the results: one may be a view of state that the step is about to change. By the
     program's name of a result, the copy."""
     copies: dict[str, str] = {}
-    segment = b.segment(None)
+    segment = b.segment()
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
             if stage in b.stages:
                 name = f"result_{output.of}_copy"
                 segment.code.line(f"{name} = {value}.clone()", [value], [name])
-                b.nbytes[name] = b.nbytes.get(b.value(value, None), 0)
+                b.nbytes[name] = b.nbytes.get(b.value(value), 0)
                 copies[f"result {output.of}"] = name
     b.close()
     return copies
@@ -173,7 +173,7 @@ def mutate(b: RankBuilder) -> None:
     if not found:
         return
     b.close()
-    segment = b.segment(None)
+    segment = b.segment()
     for _, value in found:
         segment.code.line(f"{value}_new = {value}.clone()", [value], [f"{value}_new"])
     for name, value in found:
@@ -193,7 +193,7 @@ def update(b: RankBuilder) -> None:
     clip = next((f"{s.result}_clip" for s in b.plan.steps if isinstance(s, Norm)), None)
     b.close()
     b.label = "update"
-    segment = b.segment(None)
+    segment = b.segment()
     for step in updates:
         b.price(step)
     names = [inputs[s.parameter].name for s in updates]
@@ -215,7 +215,7 @@ def update(b: RankBuilder) -> None:
     for step in b.plan.steps:
         if isinstance(step, Bucket) and step.in_place and step.stage in b.stages:
             b.label = "regather"
-            started = moves.bucket(b, step, None)
+            started = moves.bucket(b, step)
             assert started is not None, "updated parameters are gathered"
             moves.finish(b, started)
     b.label = "optimizer"
@@ -223,7 +223,7 @@ def update(b: RankBuilder) -> None:
 
 def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
     """Where the elements that this rank updates stand in what it holds of the parameter."""
-    return given(item.held, step.spec, b.at(None), b.at(None))
+    return given(item.held, step.spec, b.here, b.here)
 
 
 def _slice(b: RankBuilder, item: PlannedInput, step: Update) -> str:
@@ -231,7 +231,7 @@ def _slice(b: RankBuilder, item: PlannedInput, step: Update) -> str:
     if step.spec == item.held:
         return item.name
     part = f"{item.name}_part"
-    b.segment(None).code.apply(block, [item.name], [part], _where(b, item, step))
+    b.segment().code.apply(block, [item.name], [part], _where(b, item, step))
     return part
 
 
@@ -239,7 +239,7 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
     """Give the values that the program returns their output names."""
     b.close()
     b.label = "outputs"
-    segment = b.segment(None)
+    segment = b.segment()
     for number, (name, value) in enumerate(outputs.items()):
         result = f"out{number}"
         read = f"value{number}"
