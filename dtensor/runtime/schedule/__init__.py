@@ -18,7 +18,7 @@ from dtensor.runtime.schedule.custom import Custom, Ordered
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, validate
 from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, timeline, waits
 from dtensor.runtime.schedule.published import GPipe, Interleaved1F1B, LoopedBFS, OneFOneB
-from dtensor.runtime.schedule.search import Found, Searched, search
+from dtensor.runtime.schedule.search import Found, Searched
 from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "bubble",
     "in_flight",
     "place",
-    "search",
     "timeline",
     "validate",
     "waits",

@@ -1,7 +1,7 @@
 """A schedule that is searched for: given what stages cost and what a rank may hold.
 
-    found = search(4, 2, 6, costs=Costs(forward=(1, 3, 1, 1)), most_held=4)
-    print(found)                # the grid, and: 62 of time, 4.2% above the lower bound 59.5
+    schedule = Searched(microbatches=6, costs=Costs(forward=(1, 3, 1, 1)), most_held=4)
+    print(schedule.search(4, 2))    # the grid, and: 62 of time, 4.2% above the lower bound 59.5
 
 List scheduling (Graham 1966): time goes on, and a rank that is free starts the ready action from
 which the longest chain of others still hangs. Many runs with perturbed chains (seeded), then
@@ -61,7 +61,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The schedule that `search` finds; not a published one.
+    """The schedule that is found; not a published one.
 
     ``most_held``: the most activations, counted as (stage, microbatch), that a rank may hold at
     once; None: no limit. ``halves``: backwards may stand as I and W. Stages are dealt out in turn.
@@ -80,30 +80,14 @@ class Searched:
         return self.search(num_stages, num_ranks).grid
 
     def search(self, num_stages: int, num_ranks: int) -> Found:
-        """The grid with its time and the lower bound."""
-        return search(
-            num_stages,
-            num_ranks,
-            self.microbatches,
-            costs=self.costs,
-            most_held=self.most_held,
-            halves=self.halves,
-            seed=self.seed,
-        )
+        """The fastest grid found, its time and the lower bound. Raises PlanningError where
+        ``most_held`` admits none."""
+        return _search(self, num_stages, num_ranks)
 
 
 @lru_cache(maxsize=32)
-def search(
-    num_stages: int,
-    num_ranks: int,
-    microbatches: int,
-    *,
-    costs: Costs = EQUAL,
-    most_held: int | None = None,
-    halves: bool = True,
-    seed: int = 0,
-) -> Found:
-    """The fastest grid found. Raises PlanningError where ``most_held`` admits none."""
+def _search(asked: Searched, num_stages: int, num_ranks: int) -> Found:
+    most_held, costs = asked.most_held, asked.costs
     check_dealt("Searched", num_stages, num_ranks)
     each = num_stages // num_ranks
     if most_held is not None and most_held < each:
@@ -111,8 +95,8 @@ def search(
             f"a rank may hold {most_held} activations and has {each} stages, each of which holds "
             f"one while a microbatch is on its way.\nfix: most_held={each}, or more"
         )
-    problem = _Problem(num_stages, num_ranks, microbatches, costs, most_held, halves)
-    draw = random.Random(seed)
+    problem = _Problem(num_stages, num_ranks, asked.microbatches, costs, most_held, asked.halves)
+    draw = random.Random(asked.seed)
     best: tuple[float, Orders] | None = None
     for orders in (*_published(problem), *(problem.listed(draw, n) for n in range(_RUNS))):
         if orders is not None and problem.fits(orders):
