@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dtensor.daft import Call, Collective, Free, RankProgram, Recv, Send, Wait
-from dtensor.daft.ir.instructions import Key, awaited, key_of, outputs_of
+from dtensor.daft.ir.instructions import Key, key_of, outputs_of
+from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
@@ -94,7 +95,8 @@ class _SimulatedRank:
     held: int = 0
     peak: int = 0
     sizes: dict[str, int] = field(default_factory=dict[str, int])
-    pending: dict[str, list[_Message]] = field(default_factory=dict)
+    waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    messages: dict[int, _Message] = field(default_factory=dict)  # by the place of the start
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ class _Clock:
     def run(self) -> None:
         for rank in self.ranks.values():
             rank.sizes = dict(rank.program.nbytes)
+            rank.waits = starts_of_waits(rank.program.instructions)
             fed = (*rank.program.inputs, *rank.program.state)
             rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
             rank.peak = rank.held
@@ -149,14 +152,12 @@ class _Clock:
             case Send() | Recv() | Collective():
                 self._start(rank, item)
             case Wait():
-                messages = [m for value in item.values for m in rank.pending.get(value, ())]
+                messages = [rank.messages[start] for start in rank.waits[rank.at]]
                 if any(m.end is None for m in messages):
                     return False
                 end = max([rank.now, *(m.end for m in messages if m.end is not None)])
                 self._span(rank, "wait", item.label, rank.now, end, item.source)
                 rank.now = end
-                for value in item.values:
-                    rank.pending.pop(value, None)
             case Free():
                 rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
         return True
@@ -178,8 +179,7 @@ class _Clock:
             self.messages[key, number] = message
         message.started[rank.rank] = rank.now
         message.names[rank.rank] = item.label, item.source
-        for value in awaited(item):
-            rank.pending.setdefault(value, []).append(message)
+        rank.messages[rank.at] = message
         self._hold(rank, outputs_of(item))
         if len(message.started) < message.members:
             return

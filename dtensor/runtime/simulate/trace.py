@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from dtensor.daft import Call, Collective, Free, Handle, Recv, Send, Wait
-from dtensor.daft.ir.instructions import awaited
+from dtensor.daft import Call, Collective, Free, Handle, Instruction, Recv, Send, Wait
 from dtensor.daft.run.engine import TIMES
+from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text
 
@@ -385,27 +385,24 @@ def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: f
 
 def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
     instructions = handle.program.ranks[rank].instructions
+    waits = starts_of_waits(instructions)
     found: list[Span] = []
-    started: dict[str, tuple[float, str, str | None]] = {}
+    started: dict[int, float] = {}
 
-    def add(track: Track, name: str, begin: float, end: float, source: str | None) -> None:
-        span = Span(
-            rank=rank, track=track, name=name, begin=begin - start, end=end - start, source=source
-        )
-        found.append(span)
+    def add(track: Track, item: Instruction, begin: float, end: float) -> None:
+        times = {"begin": begin - start, "end": end - start}
+        found.append(Span(rank=rank, track=track, name=item.label, source=item.source, **times))
 
     for index, begin, end in times:
         match item := instructions[index]:
             case Call():
-                add("compute", item.label, begin, end, item.source)
+                add("compute", item, begin, end)
             case Send() | Recv() | Collective():
-                started[awaited(item)[0]] = begin, item.label, item.source
+                started[index] = begin
             case Wait():
-                add("wait", item.label, begin, end, item.source)
-                for value in item.values:
-                    if value in started:  # complete by now at the latest
-                        since, name, line = started.pop(value)
-                        add("communication", name, since, end, line)
+                add("wait", item, begin, end)
+                for one in waits[index]:  # complete by now at the latest
+                    add("communication", instructions[one], started[one], end)
             case Free():
                 pass
     return found
