@@ -28,7 +28,7 @@ from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Step, results_of
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.placements import ReduceOp, Replicate
+from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 MAX_LINES = 6
@@ -59,6 +59,7 @@ class Shared:
         self.plan, self.actions, self.device = plan, actions, device
         self.priced = priced  # segments are told how long they take
         self._splitting: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
         self._calls: dict[object, OpCall] = {}
         self._seconds: dict[int, float] = {}
@@ -98,10 +99,20 @@ class Shared:
 
     def nbytes(self, spec: TensorSpec, here: Mapping[str, int]) -> int:
         """Of the shard of the rank ``here``."""
-        key = (id(spec), *(here[axis] for axis in self.splitting((spec,))))
+        axes = () if self._is_even(spec) else self.splitting((spec,))
+        key = (id(spec), *(here[axis] for axis in axes))
         if key not in self._nbytes:
             self._nbytes[key] = spec.local_nbytes(here)
         return self._nbytes[key]
+
+    def _is_even(self, spec: TensorSpec) -> bool:
+        """Whether all shards have one size: no shard is larger than that of coordinate 0."""
+        if id(spec) not in self._even:
+            parts = 1
+            for axis, placement in spec.sharding.items():
+                parts *= spec.mesh.axis_size(axis) if isinstance(placement, Shard) else 1
+            self._even[id(spec)] = spec.max_local_nbytes * parts == spec.nbytes
+        return self._even[id(spec)]
 
     def local_call(self, step: Compute, here: Mapping[str, int]) -> OpCall:
         """The call of the rank ``here``, found out once for all ranks and microbatches that share
