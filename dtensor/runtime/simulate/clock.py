@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dtensor.daft import Call, Collective, Free, RankProgram, Recv, Send, Wait
-from dtensor.daft.ir.instructions import Key, key_of, outputs_of
+from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
+from dtensor.daft.ir.instructions import Key, Start, key_of, outputs_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.schedule import Grid
-from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
+from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.redistribute.topology import Topology
@@ -108,7 +108,7 @@ class _Message:
     channels: tuple[tuple[int, Key], ...]
     started: dict[int, float] = field(default_factory=dict[int, float])
     end: float | None = None
-    names: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    items: dict[int, Start] = field(default_factory=dict)
 
 
 class _Clock:
@@ -128,7 +128,9 @@ class _Clock:
             rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
             rank.peak = rank.held
             rank.now = self.plan.topology.step_latency
-            self._span(rank, "wait", CALL, 0.0, rank.now, None)
+            if rank.now:
+                span = Span(rank=rank.rank, track="wait", name=CALL, begin=0.0, end=rank.now)
+                self.spans.append(span)
         moved = True
         while moved:
             moved = False
@@ -146,7 +148,7 @@ class _Clock:
             case Call():
                 seconds = rank.seconds[rank.calls]
                 rank.calls += 1
-                self._span(rank, "compute", item.label, rank.now, rank.now + seconds, item.source)
+                self._span(rank.rank, "compute", item, rank.now, rank.now + seconds)
                 rank.now += seconds
                 self._hold(rank, item.outputs)
             case Send() | Recv() | Collective():
@@ -156,7 +158,7 @@ class _Clock:
                 if any(m.end is None for m in messages):
                     return False
                 end = max([rank.now, *(m.end for m in messages if m.end is not None)])
-                self._span(rank, "wait", item.label, rank.now, end, item.source)
+                self._span(rank.rank, "wait", item, rank.now, end)
                 rank.now = end
             case Free():
                 rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
@@ -166,7 +168,7 @@ class _Clock:
         rank.held += sum(rank.sizes.get(value, 0) for value in values)
         rank.peak = max(rank.peak, rank.held)
 
-    def _start(self, rank: _SimulatedRank, item: Send | Recv | Collective) -> None:
+    def _start(self, rank: _SimulatedRank, item: Start) -> None:
         key = key_of(rank.rank, item)
         members = key[0]
         number = self.counts[rank.rank, key]
@@ -178,7 +180,7 @@ class _Clock:
             message = _Message(self._seconds(item), len(known), tuple((m, key) for m in known))
             self.messages[key, number] = message
         message.started[rank.rank] = rank.now
-        message.names[rank.rank] = item.label, item.source
+        message.items[rank.rank] = item
         rank.messages[rank.at] = message
         self._hold(rank, outputs_of(item))
         if len(message.started) < message.members:
@@ -186,10 +188,10 @@ class _Clock:
         begin = max([*message.started.values(), *(self.free[c] for c in message.channels)])
         message.end = begin + message.seconds
         self.free.update(dict.fromkeys(message.channels, message.end))
-        for member, (name, source) in message.names.items():
-            self._span(self.ranks[member], "communication", name, begin, message.end, source)
+        for member, started in message.items.items():
+            self._span(member, "communication", started, begin, message.end)
 
-    def _seconds(self, item: Send | Recv | Collective) -> float:
+    def _seconds(self, item: Start) -> float:
         topology = self.plan.topology
         match item:
             case Send(buffer=buffer) | Recv(buffer=buffer):
@@ -208,18 +210,9 @@ class _Clock:
         first, second = (self.plan.mesh.coordinates(rank) for rank in group[:2])
         return next(axis for axis in first if first[axis] != second[axis])
 
-    def _span(
-        self,
-        rank: _SimulatedRank,
-        track: Track,
-        name: str,
-        begin: float,
-        end: float,
-        source: str | None,
-    ) -> None:
+    def _span(self, rank: int, track: Track, item: Instruction, begin: float, end: float) -> None:
         if end > begin:
-            span = Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)
-            self.spans.append(span)
+            self.spans.append(span_of(rank, track, item, begin, end))
 
 
 def _bytes_sent(item: Collective) -> float:

@@ -55,6 +55,11 @@ class Span:
         return self.end - self.begin
 
 
+def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float) -> Span:
+    """Of an instruction of a rank."""
+    return Span(rank=rank, track=track, name=item.label, begin=begin, end=end, source=item.source)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """``ranks``: those that have spans, each of which stands for ``alike`` ranks of the mesh.
@@ -390,8 +395,7 @@ def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
     started: dict[int, float] = {}
 
     def add(track: Track, item: Instruction, begin: float, end: float) -> None:
-        times = {"begin": begin - start, "end": end - start}
-        found.append(Span(rank=rank, track=track, name=item.label, source=item.source, **times))
+        found.append(span_of(rank, track, item, begin - start, end - start))
 
     for index, begin, end in times:
         match item := instructions[index]:
