@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Recv, Send, Wait
-from dtensor.daft.ir.instructions import inputs_of
+from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
+from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower import moves, step_end
 from dtensor.runtime.lower.actions import Actions
@@ -257,22 +257,17 @@ def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, .
     for number, item in enumerate(b.instructions):
         unread: tuple[str, ...] = ()
         if isinstance(item, LocalCode):
-            made = [
-                n
-                for n in item.code.defined
-                if last.get(b.place(item, n), -1) > number or b.place(item, n) in permanent
-            ]
-            inputs = reads[number]
-            name = b.functions.add(item.code, _function_name(b, item), made)
-            outputs, writes = (tuple(b.place(item, n) for n in ns) for ns in (made, item.writes))
-            source = item.code.user_lines()
-            call = Call(name, inputs, outputs, writes, label=item.label, source=source)
+            places = {n: b.place(item, n) for n in item.code.defined}
+            made = {n: v for n, v in places.items() if last.get(v, -1) > number or v in permanent}
+            name = b.functions.add(item.code, _function_name(b, item), tuple(made))
+            writes = tuple(b.place(item, n) for n in item.writes)
+            source, outputs = item.code.user_lines(), tuple(made.values())
+            call = Call(name, reads[number], outputs, writes, label=item.label, source=source)
             final.append(call)
         else:
             final.append(item)
-            if isinstance(item, Collective | Recv):
-                outs = item.outputs if isinstance(item, Collective) else (item.value,)
-                unread = tuple(v for v in outs if v not in last and v not in permanent)
+            results = outputs_of(item)
+            unread = tuple(v for v in results if v not in last and v not in permanent)
         dead = tuple(
             dict.fromkeys(
                 v
@@ -295,23 +290,16 @@ def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
     started: dict[str, tuple[str, ...]] = {}
     reads: list[tuple[str, ...]] = []
     for item in b.instructions:
-        names = _reads(b, item)
+        match item:
+            case LocalCode():
+                reads.append(tuple(b.place(item, name) for name in item.code.inputs))
+            case Wait(values):
+                reads.append((*values, *(v for done in values for v in started.get(done, ()))))
+            case _:
+                reads.append(inputs_of(item))
         if isinstance(item, Collective):
             started.update(dict.fromkeys(item.outputs, item.inputs))
-        if isinstance(item, Wait):
-            names += tuple(v for done in item.values for v in started.get(done, ()))
-        reads.append(names)
     return reads
-
-
-def _reads(b: RankBuilder, item: Instruction | LocalCode) -> tuple[str, ...]:
-    match item:
-        case LocalCode():
-            return tuple(b.place(item, name) for name in item.code.inputs)
-        case Wait():
-            return item.values
-        case _:
-            return inputs_of(item)
 
 
 def _wait_before_free(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
