@@ -128,14 +128,15 @@ class ExchangeTransport(Transport):
         if collective.kind == "all_reduce" and len(collective.group) > 2 and total > SMALL_BYTES:
             return self._start_large_all_reduce(rank, collective, values, key)
         me = collective.group.index(rank)
-        others = [(m, member) for m, member in enumerate(collective.group) if m != me]
         whole = None if collective.kind in DIVIDED else pack_bytes(values)
         sends: dict[int, Tensor] = {}
         data: dict[int, Tensor] = {}
-        for m, member in others:
-            given = pack_bytes(contribution(collective, values, m)) if whole is None else whole
-            nbytes = sum(buffer.nbytes for buffer in expected(collective, me, m))
-            sends[member], data[member] = given, self._wire.empty(nbytes)
+        for m, member in enumerate(collective.group):
+            if m != me:
+                own = contribution(collective, values, m)
+                sends[member] = pack_bytes(own) if whole is None else whole
+                nbytes = sum(buffer.nbytes for buffer in expected(collective, me, m))
+                data[member] = self._wire.empty(nbytes)
 
         def finish() -> tuple[Tensor, ...]:
             parts: list[Sequence[Tensor]] = [

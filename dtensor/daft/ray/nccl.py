@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
-from dtensor.daft.run.transport import Complete, Pending
+from dtensor.daft.run.transport import Pending
 
 MAX_CTAS = 4
 """Of one communicator. With `MAX_GROUPS` = 24 they fit on the 108 multiprocessors of an A100."""
@@ -107,6 +107,14 @@ def nccl_groups(store: Store, device: torch.device, patience_s: float) -> MakeGr
 
 
 @dataclass(frozen=True, slots=True)
+class _Done(Pending):
+    values: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
 class _OnStream(Pending):
     """Queued on a side stream. `finish` keeps what it reads alive until the wait."""
 
@@ -158,7 +166,7 @@ class NcclWire(Wire):
 
     def later(self, key: Key, finish: Finish) -> Pending:
         if self._device.type != "cuda":
-            return Complete(finish())  # the stand-in: its waits block
+            return _Done(finish())  # the stand-in: its waits block
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(self._device)
         stream = self._streams[key]

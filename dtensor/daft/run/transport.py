@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,16 +61,6 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
             f"{value.dtype}{list(value.shape)}, declared is {buffer}."
         )
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Complete(Pending):
-    """What need not be waited for."""
-
-    values: tuple[Tensor, ...] = ()
-
-    def wait(self) -> tuple[Tensor, ...]:
-        return self.values
 
 
 class _Meeting:
