@@ -124,13 +124,13 @@ def measure(
     roles = Roles(optimizer="opt")
     lowered = timed("lower", lambda: lower(plan, grid, roles=roles))
     ranks = (tuple(range(mesh.size)),)
-    timed("verify", lambda: verify(lowered.program, ranks))
+    timed("verify", lambda: verify(lowered, ranks))
     timed("print", lambda: str(plan))
     timed("cost and memory", lambda: (plan.cost, plan.memory))
     variables["ops"] = len(flow.ops)
     variables["steps"] = len(plan.steps)
-    variables["instructions of rank 0"] = len(lowered.program.ranks[0].instructions)
-    variables["functions"] = len(lowered.program.functions)
+    variables["instructions of rank 0"] = len(lowered.ranks[0].instructions)
+    variables["functions"] = len(lowered.functions)
     return seconds, variables
 
 

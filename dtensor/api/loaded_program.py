@@ -20,10 +20,10 @@ import torch
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.plan_call import BoundCall, Planned
 from dtensor.api.session import MeshSession
-from dtensor.daft import Stored
+from dtensor.daft import Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.program import Lowered, fed_spec, holders, lower, on_mesh
+from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.shards import shard_of
@@ -33,14 +33,14 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks."""
 
-    def __init__(self, session: MeshSession, planned: Planned, lowered: Lowered) -> None:
+    def __init__(self, session: MeshSession, planned: Planned, program: Program) -> None:
         self.session = session
         self.planned = planned
-        self.lowered = lowered
+        self.program = program
         self.specs: dict[str, TensorSpec] = {
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
-        self.handle = session.cluster.load(lowered.program)
+        self.handle = session.cluster.load(program)
 
     def feed(
         self,
@@ -55,7 +55,7 @@ class LoadedProgram:
         cut: dict[tuple[str, object], torch.Tensor] = {}
         for rank in range(mesh.size):
             own: dict[str, object] = dict(extra or {})
-            for name in self.lowered.program.ranks[rank].inputs:
+            for name in self.program.ranks[rank].inputs:
                 if name in numbers:
                     own[name] = numbers[name]
                 if name in own:

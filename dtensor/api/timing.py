@@ -20,8 +20,7 @@ from dtensor.api.training import TrainStep
 from dtensor.errors import PlanningError
 from dtensor.runtime.simulate.calibration import calibrate as measured_topology
 from dtensor.runtime.simulate.clock import simulate as simulated
-from dtensor.runtime.simulate.measured import measured
-from dtensor.runtime.simulate.trace import Trace
+from dtensor.runtime.simulate.trace import Trace, measured
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 

@@ -29,20 +29,18 @@ from dtensor.daft.errors import (
     TaskError,
 )
 from dtensor.daft.interference import Bound, Conflict, Interference, interference
-from dtensor.daft.ir.program import (
+from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
     Collective,
     Free,
-    Function,
     Instruction,
-    Program,
-    RankProgram,
     Recv,
     Send,
     Wait,
-    parse_instructions,
 )
+from dtensor.daft.ir.program import Function, Program, RankProgram
+from dtensor.daft.ir.text import parse_instructions
 from dtensor.daft.launching import launch, launch_cluster, spawn
 from dtensor.daft.run.worker import Stored
 from dtensor.daft.tasks.actors import ActorHandle, Session

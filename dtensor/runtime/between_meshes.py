@@ -14,6 +14,7 @@ are the same cutting and joining for a controller that carries the blocks itself
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -67,20 +68,25 @@ def shard_from(
     box = box_of(plan.target, index)
     mine = [p for p in plan.pieces if p.target_rank == plan.target_ranks[index]]
     wheres = tuple(positions(box, piece.ranges) for piece in mine)
-    return joined(blocks, shape_of(box), wheres, plan.target.dtype, device)
+    return joined(shape_of(box), wheres, plan.target.dtype, device, *blocks)[0]
+
+
+def cut(wheres: Sequence[Where], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Blocks of a shard."""
+    return tuple(block(x, where) for where in wheres)
 
 
 def joined(
-    blocks: Sequence[torch.Tensor],
     shape: tuple[int, ...],
     wheres: Sequence[Where],
     dtype: torch.dtype,
     device: torch.device,
-) -> torch.Tensor:
+    *blocks: torch.Tensor,
+) -> tuple[torch.Tensor]:
     """A tensor of ``shape`` made of blocks; zeros where there are none."""
     if not blocks:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return join(blocks, shape, *wheres)
+        return (torch.zeros(shape, dtype=dtype, device=device),)
+    return (join(blocks, shape, *wheres),)
 
 
 def _rank(
@@ -98,7 +104,8 @@ def _rank(
     if given:
         box = box_of(plan.source, source[rank])
         name = f"cut {rank}"
-        functions[name] = _cut(name, [positions(box, p.ranges) for _, p in given])
+        wheres = tuple(positions(box, p.ranges) for _, p in given)
+        functions[name] = Function.of(partial(cut, wheres), name)
         items.append(Call(name, ("x",), tuple(_block(i) for i, _ in given), label="transfer"))
         nbytes |= {_block(i): _buffer(p, dtype).nbytes for i, p in given}
     for i, p in sent:
@@ -114,7 +121,7 @@ def _rank(
         box = box_of(plan.target, target[rank])
         name = f"join {rank}"
         wheres = tuple(positions(box, p.ranges) for _, p in taken)
-        functions[name] = _join(name, shape_of(box), wheres, dtype, device)
+        functions[name] = Function.of(partial(joined, shape_of(box), wheres, dtype, device), name)
         items.append(Call(name, tuple(_block(i) for i, _ in taken), ("y",), label="transfer"))
         nbytes["y"] = plan.target.local_nbytes(plan.target.mesh.coordinates(target[rank]))
         outputs = ("y",)
@@ -127,35 +134,6 @@ def _rank(
     inputs = ("x",) if rank in source else ()
     return RankProgram(
         instructions=tuple(items), inputs=inputs, outputs=outputs, nbytes=tuple(nbytes.items())
-    )
-
-
-def _cut(name: str, wheres: Sequence[Where]) -> Function:
-    calls = ", ".join(f"block(x, {where!r})" for where in wheres)
-    return Function(
-        name=name,
-        source=f"def forward(x):\n    return ({calls},)",
-        bindings=(("block", block),),
-    )
-
-
-def _join(
-    name: str,
-    shape: tuple[int, ...],
-    wheres: tuple[Where, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Function:
-    return Function(
-        name=name,
-        source="def forward(*blocks):\n    return (joined(blocks, shape, wheres, dtype, device),)",
-        bindings=(
-            ("joined", joined),
-            ("shape", shape),
-            ("wheres", wheres),
-            ("dtype", dtype),
-            ("device", device),
-        ),
     )
 
 

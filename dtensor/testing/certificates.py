@@ -320,10 +320,7 @@ def _functional(target: OpOverload) -> OpOverload:
     itself where torch has none, which no rule then knows."""
     if not target._schema.is_mutable or not target._schema.name.endswith("_"):
         return target
-    try:
-        return functional_form(target)
-    except PlanningError:
-        return target
+    return functional_form(target) or target
 
 
 def _expanded(

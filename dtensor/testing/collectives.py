@@ -12,7 +12,7 @@ The positional arguments of the module or function are given as specs, which pin
 axis; anything else is passed on as it is. Results may stay split as they come out, but not pending;
 the gradients of parameters and inputs end where those are. Only shapes and dtypes count.
 
-Not here: whether the plan computes the right numbers (oracle/check.py), what it costs in seconds.
+Not here: whether the plan computes the right numbers (oracle.py), what it costs in seconds.
 """
 
 from __future__ import annotations

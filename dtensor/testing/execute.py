@@ -176,18 +176,12 @@ def planned(
     placements: Sequence[Stated] = (),
     *,
     topology: Topology | None = None,
-) -> Plan:
+) -> Planned:
     """The plan under these placements of the tensor leaves; nothing is run.
 
-    A result may stay split as it comes out, but not pending.
+    By `plan_call`, as `dt.compile`'s; but arguments may be pending, and a result may stay split as
+    it comes out, though not pending.
     """
-    return _planned(traced, mesh, placements, topology).plan
-
-
-def _planned(
-    traced: Traced, mesh: Mesh, placements: Sequence[Stated], topology: Topology | None
-) -> Planned:
-    """By `plan_call`, as `dt.compile`'s; only pins may be pending, and results stay split."""
     stated = list(placements) or [{}] * len(traced.leaves)
     if len(stated) != len(traced.leaves):
         raise PlanningError(
@@ -222,7 +216,7 @@ def run(
     seed: int = 0,
 ) -> Evaluation:
     """Plan under these placements, run on an in-process cluster, bring the global values back."""
-    made = _planned(traced, mesh, placements, topology)
+    made = planned(traced, mesh, placements, topology=topology)
     generator = torch.Generator().manual_seed(seed)
     fed: dict[str, list[torch.Tensor]] = {}
     for item, entry in zip(made.plan.inputs, traced.graph.inputs, strict=True):
@@ -245,8 +239,8 @@ def run(
         session = MeshSession(mesh, cluster, "compiled")
         program = load(session, made, Roles(gradients=True))
         inputs = [
-            {name: fed[name][rank] for name in names}
-            for rank, names in enumerate(program.lowered.inputs)
+            {name: fed[name][rank] for name in own.inputs}
+            for rank, own in enumerate(program.program.ranks)
         ]
         held = session.run(program.handle, inputs, {}).get()
     values = {(o.kind, o.of): _whole(o, held) for o in made.plan.outputs}

@@ -12,6 +12,7 @@ so indices stay in range. Invariants: nothing here says that the op accepts what
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,12 +85,7 @@ def other_sizes(
 
 def _resize(x: torch.Tensor, dims: Dims, rule: Rule, sizes: Mapping[str, int]) -> torch.Tensor:
     for index, dim in enumerate(dims):
-        total = 0
-        for product in dim:
-            part = 1
-            for factor in product:
-                part *= sizes[factor]
-            total += part
+        total = sum(math.prod(sizes[factor] for factor in product) for product in dim)
         if total != rule.dim_size(dim):
             x = x.index_select(index, torch.arange(total) % x.shape[index])
     return x

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtensor import daft
-from dtensor.daft.ir.program import parse_instructions
+from dtensor.daft.ir.text import parse_instructions
 from tests.daft.actor_classes import Model, same
 
 X = torch.arange(8.0).reshape(2, 4) / 10

@@ -26,8 +26,7 @@ from dtensor.daft import (
     parse_instructions,
     verify,
 )
-from dtensor.daft.ir.program import format_instruction
-from dtensor.daft.ir.text import excerpt
+from dtensor.daft.ir.text import excerpt, format_instruction
 from dtensor.numerics import DTYPES
 from tests.daft.programs import Collectives, function, pipeline, program
 

@@ -143,8 +143,8 @@ def test_split_means_that_an_op_ran_on_a_part() -> None:
         return x.t().exp()
 
     traced = execute.trace(total, (torch.randn(8, 4),))
-    split = execute.planned(traced, MESH, [{"x": Shard(0)}])
-    whole = execute.planned(traced, MESH, [{"x": REPLICATE}])
+    split = execute.planned(traced, MESH, [{"x": Shard(0)}]).plan
+    whole = execute.planned(traced, MESH, [{"x": REPLICATE}]).plan
     assert (ran_split(split), ran_split(whole)) == (True, False)
 
 

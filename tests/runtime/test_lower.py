@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dtensor.daft import Call, Collective, Free, Recv, Send
+from dtensor.daft import Call, Collective, Free, Program, Recv, Send
 from dtensor.daft.verification.verifier import verify
 from dtensor.runtime.lower.builder import MAX_LINES, Roles
-from dtensor.runtime.lower.program import Lowered, lower
+from dtensor.runtime.lower.program import lower
 from dtensor.runtime.schedule import GPipe, OneFOneB
+from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from tests.api.training import TWO_STAGES
 from tests.models import GPT, batch, loss_fn
@@ -18,8 +19,8 @@ TP2_PP2 = Mesh(pp=2, tp=2)
 
 
 @pytest.fixture(scope="module")
-def lowered() -> Lowered:
-    plan = plan_model(
+def plan() -> Plan:
+    return plan_model(
         GPT(),
         loss_fn,
         batch(),
@@ -29,20 +30,20 @@ def lowered() -> Lowered:
         stages=TWO_STAGES,
         clip_grad_norm=1.0,
     )
+
+
+@pytest.fixture(scope="module")
+def lowered(plan: Plan) -> Program:
     return lower(plan, OneFOneB(4).grid(2, 2), roles=Roles(optimizer="optimizer"))
 
 
-def labels(lowered: Lowered, rank: int) -> list[str]:
+def labels(lowered: Program, rank: int) -> list[str]:
     """Actions of a rank in order, each once."""
-    found = [
-        i.label.split(":")[0]
-        for i in lowered.program.ranks[rank].instructions
-        if isinstance(i, Call)
-    ]
+    found = [i.label.split(":")[0] for i in lowered.ranks[rank].instructions if isinstance(i, Call)]
     return list(dict.fromkeys(label for label in found if label[0] in "FB"))
 
 
-def test_the_order_of_the_schedule(lowered: Lowered) -> None:
+def test_the_order_of_the_schedule(lowered: Program) -> None:
     first = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
     last = ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
     for rank in range(4):
@@ -51,16 +52,16 @@ def test_the_order_of_the_schedule(lowered: Lowered) -> None:
         assert labels(lowered, rank) == wanted
 
 
-def test_it_is_verified_in_any_order(lowered: Lowered) -> None:
+def test_it_is_verified_in_any_order(lowered: Program) -> None:
     for seed in range(3):
-        verify(lowered.program, ((0, 1, 2, 3),), seed)
-    verify(lowered.program, ((0,), (1,), (2,), (3,)))
+        verify(lowered, ((0, 1, 2, 3),), seed)
+    verify(lowered, ((0,), (1,), (2,), (3,)))
 
 
-def test_sums_over_microbatches_grow_in_place_once_they_are_their_own(lowered: Lowered) -> None:
+def test_sums_over_microbatches_grow_in_place_once_they_are_their_own(lowered: Program) -> None:
     """The first is the gradient itself, the second a new tensor; the third and fourth add to it."""
-    functions = dict(lowered.program.functions)
-    for rank in lowered.program.ranks:
+    functions = dict(lowered.functions)
+    for rank in lowered.ranks:
         lines = [
             line.strip()
             for i in rank.instructions
@@ -73,9 +74,9 @@ def test_sums_over_microbatches_grow_in_place_once_they_are_their_own(lowered: L
         assert len(grown) * 3 == len(lines) * 2
 
 
-def test_what_is_communicated_is_what_is_planned(lowered: Lowered) -> None:
+def test_what_is_communicated_is_what_is_planned(plan: Plan, lowered: Program) -> None:
     """Per rank: as many starts of each kind as the plan counts, of its stage."""
-    for rank, own in enumerate(lowered.program.ranks):
+    for rank, own in enumerate(lowered.ranks):
         stage = rank // 2
         counts = {"collective": 0, "send": 0, "receive": 0}
         for instruction in own.instructions:
@@ -88,8 +89,8 @@ def test_what_is_communicated_is_what_is_planned(lowered: Lowered) -> None:
                     counts["receive"] += 1
                 case _:
                     pass
-        planned = [c for c in lowered.plan.collectives if c.kind != "transfer"]
-        transfers = [c for c in lowered.plan.collectives if c.kind == "transfer"]
+        planned = [c for c in plan.collectives if c.kind != "transfer"]
+        transfers = [c for c in plan.collectives if c.kind == "transfer"]
         assert counts == {
             "collective": sum(c.times for c in planned if c.stage == stage),
             "send": sum(c.times for c in transfers if c.stage == stage),
@@ -97,8 +98,8 @@ def test_what_is_communicated_is_what_is_planned(lowered: Lowered) -> None:
         }, rank
 
 
-def test_all_but_state_is_freed_once(lowered: Lowered) -> None:
-    for own in lowered.program.ranks:
+def test_all_but_state_is_freed_once(lowered: Program) -> None:
+    for own in lowered.ranks:
         made: set[str] = set()
         freed: list[str] = []
         for instruction in own.instructions:
@@ -115,30 +116,28 @@ def test_all_but_state_is_freed_once(lowered: Lowered) -> None:
         assert made - set(freed) == set(own.outputs)
 
 
-def test_calls_are_short_and_lead_to_the_model(lowered: Lowered) -> None:
-    for name, function in lowered.program.functions:
+def test_calls_are_short_and_lead_to_the_model(lowered: Program) -> None:
+    for name, function in lowered.functions:
         lines = function.source.splitlines()
         assert len(lines) <= 4 * MAX_LINES, name
         assert len(function.lines) == len(lines)
-    calls = [i for own in lowered.program.ranks for i in own.instructions if isinstance(i, Call)]
+    calls = [i for own in lowered.ranks for i in own.instructions if isinstance(i, Call)]
     forward = [call for call in calls if call.label.startswith("F") and call.source]
     assert forward and all("models.py:" in str(call.source) for call in forward)
 
 
-def test_ranks_of_one_stage_share_their_code(lowered: Lowered) -> None:
+def test_ranks_of_one_stage_share_their_code(lowered: Program) -> None:
     """All microbatches and both tp ranks run the same functions."""
-    called = [
-        {i.fn for i in own.instructions if isinstance(i, Call)} for own in lowered.program.ranks
-    ]
+    called = [{i.fn for i in own.instructions if isinstance(i, Call)} for own in lowered.ranks]
     shared = called[0] & called[1]
     assert len(shared) >= 0.5 * len(called[0])
-    assert len(lowered.program.functions) < 0.5 * sum(
-        isinstance(i, Call) for own in lowered.program.ranks for i in own.instructions
+    assert len(lowered.functions) < 0.5 * sum(
+        isinstance(i, Call) for own in lowered.ranks for i in own.instructions
     )
 
 
-def test_only_a_rank_with_the_result_returns_it(lowered: Lowered) -> None:
-    assert [set(names) for names in lowered.outputs] == [
+def test_only_a_rank_with_the_result_returns_it(lowered: Program) -> None:
+    assert [set(own.outputs) for own in lowered.ranks] == [
         {"norm"},
         {"norm"},
         *[{"result 0", "result 1", "norm"}] * 2,
@@ -148,6 +147,6 @@ def test_only_a_rank_with_the_result_returns_it(lowered: Lowered) -> None:
 def test_a_step_that_only_returns_gradients_writes_nothing() -> None:
     plan = plan_model(GPT(), loss_fn, batch(), Mesh(tp=2), MEGATRON)
     found = lower(plan, GPipe(1).grid(1, 1), roles=Roles(gradients=True))
-    for own in found.program.ranks:
+    for own in found.ranks:
         assert not any(i.writes for i in own.instructions if isinstance(i, Call))
         assert any(name.startswith("gradient ") for name in own.outputs)

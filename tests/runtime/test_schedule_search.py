@@ -14,16 +14,29 @@ from dtensor.runtime.schedule import (
     ZBH1,
     Action,
     Costs,
+    Found,
     Grid,
     Interleaved1F1B,
     OneFOneB,
     Searched,
     place,
-    search,
     timeline,
     validate,
 )
 from dtensor.runtime.schedule.grid import Kind
+from dtensor.runtime.schedule.measure import EQUAL
+
+
+def search(
+    num_stages: int,
+    num_ranks: int,
+    microbatches: int,
+    costs: Costs = EQUAL,
+    most_held: int | None = None,
+    halves: bool = True,
+) -> Found:
+    schedule = Searched(microbatches=microbatches, costs=costs, most_held=most_held, halves=halves)
+    return schedule.search(num_stages, num_ranks)
 
 
 def time_of(grid: Grid, costs: Costs) -> float:

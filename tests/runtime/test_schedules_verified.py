@@ -38,13 +38,13 @@ def test_accepts_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
     plan = pipeline(stages, microbatches)
     hosts = tuple((rank,) for rank in range(stages))
     for schedule in (GPipe(microbatches), OneFOneB(microbatches)):
-        program = lower(plan, schedule.grid(stages, stages)).program
+        program = lower(plan, schedule.grid(stages, stages))
         assert verify(program, hosts).peak_bytes
 
 
 def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
     """So that the value comes while the rank computes, and its sender has its buffer back."""
-    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2)).program
+    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
     between: list[list[str]] = []  # by rank, the actions whose calls stand before the wait
     for rank in program.ranks:
         items = rank.instructions
@@ -61,7 +61,7 @@ def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
 
 def test_refuses_a_gradient_that_is_waited_for_too_early() -> None:
     """The first stage waits for the first gradient before it has sent an activation."""
-    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2)).program
+    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
     items = list(program.ranks[0].instructions)
     receive = next(item for item in items if isinstance(item, Recv))
     wait = next(i for i in items if isinstance(i, Wait) and i.values == (receive.value,))

@@ -359,10 +359,10 @@ def execute(found: Plan, program: Program) -> dict[str, Tensor]:
         return cut
 
     with launch_cluster(mesh.size) as cluster:
-        state = [list(rank.state) for rank in lowered.program.ranks]
+        state = [rank.state for rank in lowered.ranks]
         cluster.put([shards(names, rank) for rank, names in enumerate(state)])
-        handle = cluster.load(lowered.program)
-        fed = [shards(names, rank) for rank, names in enumerate(lowered.inputs)]
+        handle = cluster.load(lowered)
+        fed = [shards(own.inputs, rank) for rank, own in enumerate(lowered.ranks)]
         results = cluster.run(handle, fed).get()
     outcome: dict[str, Tensor] = {}
     for output in found.outputs:

@@ -125,7 +125,7 @@ def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[tor
     assert _kinds(emitted) == _kinds(moves(src, dst, Topology()))
     lowered = lower(found, None)
     with launch_cluster(src.mesh.size) as cluster:
-        handle = cluster.load(lowered.program)
+        handle = cluster.load(lowered)
         results = cluster.run(handle, [{"x": shard} for shard in local]).get()
     return [result["result 0"] for result in results]
 

@@ -58,13 +58,13 @@ def test_a_split_dim_is_not_gathered(name: str, num: int) -> None:
 
 def test_short_rows_are_gathered_and_stay_fused() -> None:
     traced = trace(FUNCTIONS["softmax"], (torch.randn(4, 6).requires_grad_(),))
-    plan = planned(traced, dt.Mesh(tp=2), [COLUMN])
+    plan = planned(traced, dt.Mesh(tp=2), [COLUMN]).plan
     assert _ops(plan) >= {"aten._softmax.default"} and "all_gather" in _kinds(plan)
 
 
 def test_a_whole_dim_stays_fused() -> None:
     traced = trace(FUNCTIONS["softmax"], (torch.randn(WIDE).requires_grad_(),))
-    plan = planned(traced, dt.Mesh(tp=2), [{"tp": dt.Row()}])
+    plan = planned(traced, dt.Mesh(tp=2), [{"tp": dt.Row()}]).plan
     assert _ops(plan) >= {"aten._softmax.default", "aten._softmax_backward_data.default"}
     assert not plan.collectives
 
@@ -74,7 +74,7 @@ def test_only_the_op_whose_dim_is_split_is_written_out() -> None:
         return x.softmax(-1).sum(0) + y.log_softmax(-1).sum(0)
 
     traced = trace(fn, (torch.randn(WIDE), torch.randn(WIDE)), grads=False)
-    plan = planned(traced, dt.Mesh(tp=2), [COLUMN, {"tp": dt.Row()}], topology=SLOW)
+    plan = planned(traced, dt.Mesh(tp=2), [COLUMN, {"tp": dt.Row()}], topology=SLOW).plan
     assert "aten._softmax.default" not in _ops(plan)
     assert "aten._log_softmax.default" in _ops(plan)
     assert "softmax_amax" in str(plan)

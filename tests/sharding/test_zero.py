@@ -125,7 +125,7 @@ def test_a_layer_is_one_message_and_the_next_is_on_its_way() -> None:
     assert gathers(plan, "forward") == [(f"layers.{i}.weight",) for i in range(3)]
     assert gathers(plan, "backward") == [("layers.2.weight",), ("layers.1.weight",)]
     state = {i.name: i.label for i in plan.inputs if i.kind == "parameter"}
-    program = lower(plan, None, roles=Roles(state=state, optimizer="opt")).program
+    program = lower(plan, None, roles=Roles(state=state, optimizer="opt"))
     events: list[str] = []
     for item in program.ranks[0].instructions:
         if isinstance(item, Collective) and item.kind == "all_gather":

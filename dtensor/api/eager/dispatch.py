@@ -26,7 +26,7 @@ from dtensor.api.eager.errors import op_name, refused
 from dtensor.api.eager.graph import fake, fakes
 from dtensor.api.eager.run import execute, fill, own_value
 from dtensor.api.eager.values import Alias, Cell, CellTensor, layout_of
-from dtensor.api.eager.views import view_step
+from dtensor.api.eager.views import functional_form, view_step
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -105,18 +105,14 @@ def _require_dtensor(target: Any, x: Any) -> None:
 def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """``torch.add(a, b, out=c)``: the functional op, then c takes its value."""
     outs = [a.name for a in target._schema.arguments if a.is_out]
-    taken = [a.type for a in target._schema.arguments if not a.is_out]
-    packet = target._overloadpacket
-    for overload in packet.overloads():
-        other = getattr(packet, overload)
-        if not other._schema.is_mutable and [a.type for a in other._schema.arguments] == taken:
-            given = {k: v for k, v in kwargs.items() if k not in outs}
-            made = other(*args, **given)
-            made = made if isinstance(made, (tuple, list)) else (made,)
-            for name, value in zip(outs, made, strict=True):
-                kwargs[name].copy_(value)
-            return kwargs[outs[0]] if len(outs) == 1 else tuple(kwargs[n] for n in outs)
-    raise refused(op_name(target), "its out= form has no functional twin", "leave out= away")
+    form = functional_form(target)
+    if form is None:
+        raise refused(op_name(target), "its out= form has no functional twin", "leave out= away")
+    made = form(*args, **{k: v for k, v in kwargs.items() if k not in outs})
+    made = made if isinstance(made, (tuple, list)) else (made,)
+    for name, value in zip(outs, made, strict=True):
+        kwargs[name].copy_(value)
+    return kwargs[outs[0]] if len(outs) == 1 else tuple(kwargs[n] for n in outs)
 
 
 def _loop(target: Any, args: Args, kwargs: Kwargs) -> Any:

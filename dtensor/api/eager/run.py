@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -145,18 +146,13 @@ def execute(
     return _run(session, entry, call, reads)
 
 
+@cache
 def _open(target: Any) -> frozenset[int | str]:
-    found = _open_of.get(target)
-    if found is None:
-        name = str(target)
-        if target is not None and target._schema.is_mutable:
-            base, _, overload = name.rpartition(".")
-            name = f"{base.removesuffix('_')}.{overload}"
-        found = _open_of[target] = _OPEN_NUMBERS.get(name, frozenset())
-    return found
-
-
-_open_of: dict[Any, frozenset[int | str]] = {}
+    name = str(target)
+    if target is not None and target._schema.is_mutable:
+        base, _, overload = name.rpartition(".")
+        name = f"{base.removesuffix('_')}.{overload}"
+    return _OPEN_NUMBERS.get(name, frozenset())
 
 
 def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[MeshSession, Mesh]:
@@ -250,7 +246,7 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
 
 def _load(session: MeshSession, entry: Entry) -> Any:
     lowered = lower(entry.planned.plan, None, device=session.cluster.device)
-    program = session.cluster.load(lowered.program)
+    program = session.cluster.load(lowered)
     entry.programs[session] = program
     known = _loaded.setdefault(session, OrderedDict())
     known[entry] = None
@@ -332,27 +328,22 @@ def spec_of(x: CellTensor) -> TensorSpec:
     return result.spec
 
 
-_seen_through: dict[tuple[Layout, ViewStep], PlannedOp] = {}
-
-
+@cache
 def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
     """What it takes to see a cell through a view, and how the view is placed then."""
-    found = _seen_through.get((layout, view))
-    if found is None:
-        op = OneOp(
-            target=None,
-            args=(),
-            kwargs={},
-            operands=((layout, view),),
-            labels=("x",),
-            mesh=layout.spec.mesh,
-            pinned=_pending_of(layout.spec),
-        )
-        try:
-            found = _seen_through[layout, view] = plan_op(op)
-        except PlanningError as error:
-            raise with_line(error) from None
-    return found
+    op = OneOp(
+        target=None,
+        args=(),
+        kwargs={},
+        operands=((layout, view),),
+        labels=("x",),
+        mesh=layout.spec.mesh,
+        pinned=_pending_of(layout.spec),
+    )
+    try:
+        return plan_op(op)
+    except PlanningError as error:
+        raise with_line(error) from None
 
 
 def _pending_of(spec: TensorSpec) -> dict[str, Placement]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,15 +58,9 @@ class Layout:
     strides: tuple[int, ...]
 
 
-_layouts: dict[tuple[TensorSpec, tuple[int, ...]], Layout] = {}
-
-
+@cache
 def layout_of(spec: TensorSpec, strides: tuple[int, ...]) -> Layout:
-    key = (spec, strides)
-    found = _layouts.get(key)
-    if found is None:
-        found = _layouts[key] = Layout(spec, strides)
-    return found
+    return Layout(spec, strides)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -73,7 +73,12 @@ def functional(
         case aten.copy_.default | aten.fill_.Tensor:
             new = args[1]
         case _:
-            new = call(functional_form(target), *args, **kwargs)
+            form = functional_form(target)
+            if form is None:
+                raise refused(
+                    op_name(target), "it has no out-of-place form", "compute a new tensor instead"
+                )
+            new = call(form, *args, **kwargs)
             found = new.meta["val"].dtype
             if not torch.can_cast(found, dtype):
                 raise RuntimeError(
@@ -88,15 +93,15 @@ def functional(
 
 @cache
 def functional_form(target: Any) -> Any:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor``. PlanningError where torch has none."""
+    """``aten.add.Tensor`` for ``aten.add_.Tensor`` and ``aten.add.out``. None: torch has none."""
     space, name = target._schema.name.split("::")
-    twin = name.removesuffix("_")
-    taken = [(a.name, a.type) for a in target._schema.arguments]
+    twin = name if name.endswith("__") else name.removesuffix("_")
+    taken = [(a.name, a.type) for a in target._schema.arguments if not a.is_out]
     for schema in torch._C._jit_get_schemas_for_operator(f"{space}::{twin}"):
         if not schema.is_mutable and [(a.name, a.type) for a in schema.arguments] == taken:
             packet = getattr(getattr(torch.ops, space), twin)
             return getattr(packet, schema.overload_name or "default")
-    raise refused(name, "it has no out-of-place form", "compute a new tensor instead")
+    return None
 
 
 def written_back(

@@ -9,29 +9,41 @@
 Invariants: tensors are copied on their way in and out, and come out on the CPU. Runs, puts and
 gets take effect in the order of their calls. After a failure in a run the values are lost: every
 later call and future raises the same error, the root cause. The same program, inputs and state
-give the same bits on every backend and in both modes.
+give the same bits on every backend and in both modes. What is fed to ranks is a sequence in rank
+order, one item per rank.
 
-What is fed to ranks is a sequence in rank order, one item per rank.
+A `HostedCluster` has its ranks in hosts, ((0, 1), (2, 3)) say, each of which has a `Worker`; `put`
+and `run` call `Worker.put` and `Worker.run` on each host with the part of its ranks. Checks,
+programs and their numbers, runs in both modes, and futures are here; `inprocess.py` and
+`ray/cluster.py` say how a call reaches a host. All hosts see calls in one order, the same whichever
+threads make them: on that it rests that runs of several programs cannot hang. A call that got to
+some hosts only, of which the others would wait for ever, ends the cluster's use.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from dtensor.daft.errors import DaftError
+from dtensor.daft.errors import ClusterClosed, CommunicationError, DaftError, Failure
 from dtensor.daft.ir.program import Program
-from dtensor.daft.run.worker import NOTHING_KEPT
-from dtensor.daft.verification.verifier import Report
+from dtensor.daft.run.worker import NOTHING_KEPT, Worker
+from dtensor.daft.verification.pairing import Hosts, merge_sites
+from dtensor.daft.verification.verifier import Report, check_state, verify
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
 """timed: as compiled; each rank's outputs have `TIMES` too."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
+Method: TypeAlias = Callable[..., Any]
+"""Of `Worker`."""
+Part: TypeAlias = tuple[Any, ...]
+"""What it is called with on one host."""
 
 
 class Future(ABC):
@@ -168,3 +180,181 @@ def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
         tuple(range(first, min(first + ranks_per_actor, size)))
         for first in range(0, size, ranks_per_actor)
     )
+
+
+# -- ranks in hosts --------------------------------------------------------------------------------
+
+
+class HostedCluster(Cluster):
+    def __init__(self, size: int, device: torch.device, hosts: Hosts, seed: int) -> None:
+        self.size = size
+        self.device = device
+        self.hosts = hosts
+        self.calls = 0
+        self.runs = 0
+        self.failure: DaftError | None = None
+        self._seed = seed
+        self._handles: dict[int, Handle] = {}
+        self._next_handle = 0
+        self._closed = False
+        self._lock = threading.RLock()
+
+    # -- what a backend does --------------------------------------------------------------------
+    @abstractmethod
+    def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Any:
+        """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
+        `read`, what it raises must come with another call."""
+
+    @abstractmethod
+    def collect(self, asked: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """The results of calls. A failure is raised as its root cause, and is `failure` then."""
+
+    @abstractmethod
+    def came(self, asked: Sequence[Any]) -> bool:
+        """Whether `collect` would not wait."""
+
+    @abstractmethod
+    def _ship(self, handle: Handle) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...
+
+    # -- what is the same everywhere ------------------------------------------------------------
+    def put(self, values: Sequence[Mapping[str, object]]) -> None:
+        self._submit(Worker.put, self._parts(values, "put"), read=False)
+
+    def get(self, names: Sequence[Sequence[str]]) -> Future:
+        wanted = self._parts([tuple(own) for own in names], "get")
+        return _Called(self, self._submit(Worker.get, wanted))
+
+    def delete(self, names: Sequence[Sequence[str]]) -> None:
+        self._submit(Worker.delete, self._parts([tuple(n) for n in names], "delete"), read=False)
+
+    def load(self, program: Program) -> Handle:
+        self._check()
+        check_size(self.size, program.ranks, f"Program {program.name!r}")
+        report = verify(program, self.hosts, self._seed)
+        with self._lock:
+            check_state((handle.program for handle in self._handles.values()), program)
+            handle = Handle(self._next_handle, program, report)
+            self._ship(handle)
+            self._next_handle += 1
+            self._handles[handle.id] = handle
+        return handle
+
+    def unload(self, handle: Handle) -> None:
+        with self._lock:
+            self._submit(Worker.unload, [(handle.id,)] * len(self.hosts), read=False)
+            del self._handles[handle.id]
+
+    def run(
+        self,
+        handle: Handle,
+        inputs: Sequence[Mapping[str, object]],
+        *,
+        mode: Mode = "compiled",
+        keep: Mapping[str, str] = NOTHING_KEPT,
+    ) -> Future:
+        self._check()
+        check_inputs(handle, inputs)
+        fed = [{rank: inputs[rank] for rank in ranks} for ranks in self.hosts]
+        with self._lock:
+            run, self.runs = self.runs, self.runs + 1
+            if mode != "interpreted":
+                parts = [(handle.id, own, dict(keep), mode == "timed") for own in fed]
+                return _Called(self, self._each(Worker.run, parts, run, True))
+            try:
+                return self._run_interpreted(handle, run, fed, dict(keep))
+            except DaftError as error:
+                return Finished([], error)
+            except BaseException:
+                self._interrupted()
+                raise
+
+    def _run_interpreted(
+        self,
+        handle: Handle,
+        run: int,
+        fed: Sequence[Mapping[int, object]],
+        keep: Mapping[str, str],
+    ) -> Future:
+        """One instruction at a time, in an order in which a single thread would never block."""
+        lists = handle.report.lists
+        self.collect(self._submit(Worker.begin, [(handle.id, own) for own in fed]))
+        place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
+        everyone = (tuple(range(self.size)),)
+        for site in merge_sites(handle.program, everyone, self._seed)[0]:
+            host, position = place[site]
+            part = (handle.id, position)
+            self.collect([self._call(host, run, True, Worker.step, part)])
+        made = self._submit(Worker.finish, [(handle.id, keep)] * len(self.hosts))
+        return Finished(self.by_rank(self.collect(made)))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._end()
+
+    def by_rank(self, found: Sequence[Mapping[int, Any]]) -> list[Any]:
+        """What hosts gave by rank, as one list."""
+        merged = found[0]
+        for part in found[1:]:
+            merged = {**merged, **part}
+        return [merged[rank] for rank in range(self.size)]
+
+    def _parts(self, items: Sequence[Any], what: str) -> list[Part]:
+        check_size(self.size, items, what)
+        return [({rank: items[rank] for rank in ranks},) for ranks in self.hosts]
+
+    def _submit(
+        self, method: Method, parts: Sequence[Part], run: int | None = None, *, read: bool = True
+    ) -> list[Any]:
+        """One call to each host, with its part, and no other thread's between them."""
+        with self._lock:
+            self._check()
+            return self._each(method, parts, run, read)
+
+    def _each(
+        self, method: Method, parts: Sequence[Part], run: int | None, read: bool
+    ) -> list[Any]:
+        asked: list[Any] = []
+        try:
+            for host, part in enumerate(parts):
+                asked.append(self._call(host, run, read, method, part))
+        except BaseException as error:
+            if asked or not isinstance(error, Exception):
+                self._interrupted()  # hosts that were called would wait for the others
+            raise
+        return asked
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClusterClosed("This cluster is closed: launch another one.")
+        if self.failure is not None:
+            raise self.failure
+
+    def _interrupted(self) -> None:
+        """State may be half-written, and transfers half-made."""
+        self.failure = CommunicationError(Failure(rank=None, reason="a run was interrupted"))
+
+
+class _Called(Future):
+    """The results of one call to every host."""
+
+    def __init__(self, cluster: HostedCluster, asked: Sequence[Any]) -> None:
+        self._cluster = cluster
+        self._asked = asked
+        self._finished: Finished | None = None
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        if self._finished is None:
+            cluster = self._cluster
+            try:
+                self._finished = Finished(cluster.by_rank(cluster.collect(self._asked, timeout)))
+            except (DaftError, LookupError) as error:
+                self._finished = Finished([], error)
+            self._asked = ()
+        return self._finished.get()
+
+    def done(self) -> bool:
+        return self._finished is not None or self._cluster.came(self._asked)

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, hosts_of
-from dtensor.daft.cluster.hosted import HostedCluster, Method, Part
+from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import DaftError
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker

@@ -9,7 +9,7 @@ program that adds one number over two ranks (`str` gives the same text that `tex
     free a
 
 Invariants: instructions are frozen values; a started operation has one buffer for each value that
-it reads or makes. What needs the whole program to be seen is checked in `verify/verifier.py`.
+it reads or makes. What needs the whole program to be seen is checked in `verification/verifier.py`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Example, two ranks, rank 0 squares `x` and sends it on:
 
     ch = Buffer((2,), torch.float32)
+    square = Function(name="square", source="def forward(x):\\n    return (mul(x, x),)",
+                      bindings=(("mul", torch.mul),), lines=(None, "net.py:3: y = x * x"))
     Program(
         name="demo",
         ranks=(
@@ -15,54 +17,37 @@ Example, two ranks, rank 0 squares `x` and sends it on:
     )
 
 `str(program)` prints the lists side by side; `program.text()` prints all of it, in the grammar of
-`text.py`, whose `parse_instructions` reads a rank's list back.
+`text.py`, whose `parse_instructions` reads a rank's list back. Local code is data: a `Function` is
+source text that an actor compiles once.
 
-Invariants (checked by `verify/verifier.py`, not here): no run can hang; every value is defined
-before use and freed once, except inputs (fed each run, dropped at its end), outputs (returned, then
-dropped) and state (in the actor's table from run to run). A `Call` may return a value that shares
-storage with one of its inputs; writing to either is then its author's business.
+Invariants (checked by `verification/verifier.py`, not here): no run can hang; every value is
+defined before use and freed once, except inputs (fed each run, dropped at its end), outputs
+(returned, then dropped) and state (in the actor's table from run to run). A `Call` may return a
+value that shares storage with one of its inputs; writing to either is then its author's business.
+`forward` takes positional arguments and returns a tuple, one item per output of the `Call`. A frame
+of the built code has the file name `<dtensor NAME>`, so that a traceback through it leads to
+`lines`, the user's own. A function pickles, with torch operators among the bindings too.
 
-It knows nothing of backends, nor of what the values mean.
+It knows nothing of backends, nor of what the values mean. It does not optimise, trace, or check
+what the code does.
 """
 
 from __future__ import annotations
 
+import copyreg
+import linecache
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
-from dtensor.daft.ir.functions import Function
-from dtensor.daft.ir.instructions import (
-    Buffer,
-    Call,
-    Collective,
-    Free,
-    Instruction,
-    Kind,
-    Op,
-    Recv,
-    Send,
-    Start,
-    Wait,
-)
-from dtensor.daft.ir.text import columns, format_instruction, parse_instructions
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = [
-    "Buffer",
-    "Call",
-    "Collective",
-    "Free",
-    "Function",
-    "Instruction",
-    "Kind",
-    "Op",
-    "Program",
-    "RankProgram",
-    "Recv",
-    "Send",
-    "Start",
-    "Wait",
-    "format_instruction",
-    "parse_instructions",
-]
+from dtensor.daft.ir.instructions import Instruction
+from dtensor.daft.ir.text import columns, format_instruction
+
+Built: TypeAlias = Callable[..., tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,3 +104,71 @@ class Program:
             parts.append(head)
             parts += [f"  {format_instruction(i)}" for i in program.instructions]
         return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """Python source that defines `forward`, with the globals (`bindings`) that it needs.
+
+    `lines[i]` is the user's line ("gpt.py:41: x = self.up(x)") for line i + 1 of `source`.
+    """
+
+    name: str
+    source: str
+    bindings: tuple[tuple[str, object], ...] = ()
+    lines: tuple[str | None, ...] = ()
+
+    @staticmethod
+    def of(fn: Callable[..., object], name: str | None = None) -> Function:
+        """Wrap a callable that actors can import. It returns a tuple, as every `forward` does."""
+        return Function(
+            name=name if name is not None else fn.__qualname__,
+            source="forward = wrapped",
+            bindings=(("wrapped", fn),),
+        )
+
+    @property
+    def filename(self) -> str:
+        return f"<dtensor {self.name}>"
+
+    def build(self) -> Built:
+        code = compile(self.source, self.filename, "exec")
+        text = self.source.splitlines(keepends=True)
+        linecache.cache[self.filename] = (len(self.source), None, text, self.filename)
+        namespace: dict[str, object] = dict(self.bindings)
+        exec(code, namespace)
+        if "forward" not in namespace:
+            raise ValueError(f"The source of function {self.name!r} does not define `forward`.")
+        return cast(Built, namespace["forward"])
+
+    def user_line(self, error: BaseException) -> str | None:
+        """The user's line that `error` was raised under; None where the table has none."""
+        found: str | None = None
+        for frame in traceback.extract_tb(error.__traceback__):
+            number = frame.lineno
+            if frame.filename == self.filename and number and number <= len(self.lines):
+                found = self.lines[number - 1]
+        return found
+
+
+# Operators do not pickle by themselves (their bound schema is a C++ object): they go by name.
+def _overload(name: str, overload: str) -> object:
+    return getattr(_packet(name), overload)
+
+
+def _packet(name: str) -> object:
+    namespace, _, op = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), op)
+
+
+def _reduce_overload(op: OpOverload) -> tuple[object, ...]:
+    name, _, overload = op.name().partition(".")
+    return (_overload, (name, overload or "default"))
+
+
+def _reduce_packet(op: OpOverloadPacket) -> tuple[object, ...]:
+    return (_packet, (str(op).replace(".", "::", 1),))
+
+
+copyreg.pickle(OpOverload, _reduce_overload)  # type: ignore[arg-type]
+copyreg.pickle(OpOverloadPacket, _reduce_packet)  # type: ignore[arg-type]

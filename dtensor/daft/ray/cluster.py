@@ -21,8 +21,7 @@ from typing import Any
 import ray
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, hosts_of
-from dtensor.daft.cluster.hosted import HostedCluster, Method, Part
+from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ray.joining import Join, check_groups, check_routes

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
-from dtensor.daft.run.transport import LocalTransport, Pending, Transport
+from dtensor.daft.run.transport import (
+    DIVIDED,
+    LocalTransport,
+    Pending,
+    Transport,
+    combined,
+    contribution,
+    copied,
+)
 from dtensor.numerics import fold
 
 SMALL_BYTES = 1 << 16
@@ -119,10 +127,27 @@ class ExchangeTransport(Transport):
         total = sum(buffer.nbytes for buffer in collective.in_buffers)
         if collective.kind == "all_reduce" and len(collective.group) > 2 and total > SMALL_BYTES:
             return self._start_large_all_reduce(rank, collective, values, key)
-        sends, recvs = messages(rank, collective, values)
-        data = {m: self._wire.empty(nbytes) for m, nbytes in recvs.items()}
-        works = self._post(key, sends, data)
-        return _Posted(works, lambda: finish(rank, collective, values, data), sends)
+        me = collective.group.index(rank)
+        whole = None if collective.kind in DIVIDED else pack_bytes(values)
+        sends: dict[int, Tensor] = {}
+        data: dict[int, Tensor] = {}
+        for m, member in enumerate(collective.group):
+            if m != me:
+                own = contribution(collective, values, m)
+                sends[member] = pack_bytes(own) if whole is None else whole
+                nbytes = sum(buffer.nbytes for buffer in expected(collective, me, m))
+                data[member] = self._wire.empty(nbytes)
+
+        def finish() -> tuple[Tensor, ...]:
+            parts: list[Sequence[Tensor]] = [
+                unpack_bytes(data[member], expected(collective, me, m)) if m != me else ()
+                for m, member in enumerate(collective.group)
+            ]
+            own = contribution(collective, values, me)
+            parts[me] = own if collective.op is not None else [copied(value) for value in own]
+            return combined(collective, parts)
+
+        return _Posted(self._post(key, sends, data), finish, sends)
 
     def close(self) -> None:
         self._wire.close()
@@ -205,64 +230,17 @@ class ExchangeTransport(Transport):
         return self._wire.later(key, rest)
 
 
-def messages(
-    rank: int, collective: Collective, values: Sequence[Tensor]
-) -> tuple[dict[int, Tensor], dict[int, int]]:
-    """What this rank sends to each other member (bytes), and how many bytes it gets from each."""
-    group, outs = collective.group, collective.out_buffers
-    others = [(m, member) for m, member in enumerate(group) if member != rank]
+def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:
+    """What one member of a group gets from another, both by their positions there."""
     match collective.kind:
         case "all_reduce":
-            message = pack_bytes(values)
-            return {r: message for _, r in others}, {r: message.numel() for _, r in others}
-        case "all_gather":
-            message = as_bytes(values[0])
-            return {r: message for _, r in others}, {r: outs[m].nbytes for m, r in others}
-        case "reduce_scatter":
-            own = collective.in_buffers[group.index(rank)]  # what comes out may be wider
-            sends = {r: as_bytes(values[m]) for m, r in others}
-            return sends, {r: own.nbytes for _, r in others}
-        case "all_to_all":
-            sends = {r: as_bytes(values[m]) for m, r in others}
-            return sends, {r: outs[m].nbytes for m, r in others}
-        case "broadcast":
-            if rank != group[0]:
-                return {}, {group[0]: outs[0].nbytes}
-            message = as_bytes(values[0])
-            return {r: message for _, r in others}, {}
-        case _:
-            assert_never(collective.kind)
-
-
-def finish(
-    rank: int, collective: Collective, values: Sequence[Tensor], data: Mapping[int, Tensor]
-) -> tuple[Tensor, ...]:
-    """This rank's results, from its own values and what has come from the others."""
-    group, outs = collective.group, collective.out_buffers
-    me = group.index(rank)
-    match collective.kind:
-        case "all_reduce" | "reduce_scatter":
-            op = collective.op
-            assert op is not None
-            scatters = collective.kind == "reduce_scatter"
-            ins = collective.in_buffers[me : me + 1] if scatters else collective.in_buffers
-            parts = {member: unpack_bytes(raw, ins) for member, raw in data.items()}
-            parts[rank] = (values[me],) if scatters else tuple(values)
-            return tuple(
-                fold([parts[m][i] for m in group], op, out.dtype) for i, out in enumerate(outs)
-            )
+            return collective.in_buffers
+        case "reduce_scatter":  # what comes out may be wider
+            return collective.in_buffers[me : me + 1]
         case "all_gather" | "all_to_all":
-            own = values[0] if collective.kind == "all_gather" else values[me]
-            return tuple(
-                own.clone(memory_format=torch.contiguous_format)
-                if member == rank
-                else from_bytes(data[member], outs[m])
-                for m, member in enumerate(group)
-            )
+            return collective.out_buffers[member : member + 1]
         case "broadcast":
-            if rank != group[0]:
-                return (from_bytes(data[group[0]], outs[0]),)
-            return (values[0].clone(memory_format=torch.contiguous_format),)
+            return collective.out_buffers if member == 0 else ()
         case _:
             assert_never(collective.kind)
 
@@ -277,6 +255,8 @@ def from_bytes(data: Tensor, buffer: Buffer) -> Tensor:
 
 def pack_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of all, end to end; without a copy for a single one."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.uint8)
     if len(tensors) == 1:
         return as_bytes(tensors[0])
     return torch.cat([as_bytes(tensor) for tensor in tensors])

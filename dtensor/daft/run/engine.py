@@ -27,12 +27,10 @@ from typing import TypeAlias, assert_never
 import torch
 
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, TaskError
-from dtensor.daft.ir.functions import Function
 from dtensor.daft.ir.instructions import (
     Call,
     Collective,
     Free,
-    Instruction,
     Recv,
     Send,
     Start,
@@ -203,9 +201,9 @@ class Engine:
 
     def _prepare_wait(self, site: Site) -> Step:
         rank, index = site
-        pending = self._pending
+        pending, instructions = self._pending, self.program.ranks[rank].instructions
         completed = [
-            ((rank, start), [self._place(rank, n) for n in outputs_of(self._at(rank, start))])
+            ((rank, start), [self._place(rank, n) for n in outputs_of(instructions[start])])
             for start in self._waits[rank][index]
         ]
 
@@ -216,17 +214,13 @@ class Engine:
 
         return wait
 
-    def _at(self, rank: int, index: int) -> Instruction:
-        return self.program.ranks[rank].instructions[index]
-
     def _error(self, position: int, error: Exception) -> DaftError:
         site = self.sites[position]
         instruction = instruction_at(self.program, site)
         reason = f"{type(error).__name__}: {error}"
-        failure = describe(self.program, site, reason)
         if not isinstance(instruction, Call):
-            return CommunicationError(failure)
-        function: Function = self._functions[instruction.fn]
+            return CommunicationError(describe(self.program, site, reason))
+        function = self._functions[instruction.fn]
         line = function.user_line(error) or instruction.source
         return TaskError(describe(self.program, site, reason, line=line))
 

@@ -12,19 +12,16 @@ Reductions are `numerics.fold` in group order, so that every transport gives the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
-from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.numerics import fold
 
-_Place: TypeAlias = tuple[Key, int]
-"""The k-th transfer of a key."""
+DIVIDED = ("reduce_scatter", "all_to_all")
+"""Collectives that have an input for each member; of the others every member gets all."""
 
 
 class Pending(ABC):
@@ -66,27 +63,8 @@ def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent(Pending):
-    def wait(self) -> tuple[Tensor, ...]:
-        return ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Due(Pending):
-    """What will lie in `boxes` at `place`."""
-
-    boxes: dict[_Place, Tensor]
-    place: _Place
-
-    def wait(self) -> tuple[Tensor, ...]:
-        if self.place not in self.boxes:
-            raise RuntimeError(f"A wait would block: nothing has come for {self.place}.")
-        return (self.boxes.pop(self.place),)
-
-
 class _Meeting:
-    """One collective: what its members have brought so far, then the results of each."""
+    """One transfer or collective: what its members have brought, then the results of each."""
 
     __slots__ = ("missing", "parts", "results")
 
@@ -115,7 +93,7 @@ class _Seat(Pending):
 
 
 class _Channel:
-    """The collectives of one group on one channel: each member's k-th start is of the k-th."""
+    """The starts of one key: each member's k-th is of the k-th transfer or collective."""
 
     __slots__ = ("counts", "index", "open")
 
@@ -135,29 +113,27 @@ class LocalTransport(Transport):
     """
 
     def __init__(self) -> None:
-        self._boxes: dict[_Place, Tensor] = {}
-        self._sent: dict[Key, int] = defaultdict(int)
-        self._received: dict[Key, int] = defaultdict(int)
         self._channels: dict[Key, _Channel] = {}
 
     def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
-        key = key_of(rank, send)
-        self._boxes[key, self._sent[key]] = _copy(value)
-        self._sent[key] += 1
-        return _Sent()
+        return self._start(rank, send, (value,))
 
     def start_recv(self, rank: int, recv: Recv) -> Pending:
-        key = key_of(rank, recv)
-        self._received[key] += 1
-        return _Due(self._boxes, (key, self._received[key] - 1))
+        return self._start(rank, recv, ())
 
     def start_collective(
         self, rank: int, collective: Collective, values: Sequence[Tensor]
     ) -> Pending:
-        key = key_of(rank, collective)
+        return self._start(rank, collective, values)
+
+    def close(self) -> None:
+        self._channels.clear()
+
+    def _start(self, rank: int, start: Start, values: Sequence[Tensor]) -> Pending:
+        key = key_of(rank, start)
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = _Channel(collective.group)
+            channel = self._channels[key] = _Channel(key[0])
         at = channel.index[rank]
         number = channel.counts[at]
         channel.counts[at] = number + 1
@@ -168,40 +144,41 @@ class LocalTransport(Transport):
         meeting.missing -= 1
         if not meeting.missing:
             del channel.open[number]
-            meeting.results = exchange(collective, meeting.parts)
+            if isinstance(start, Collective):
+                meeting.results = exchange(start, meeting.parts)
+            else:
+                meeting.results = [(), tuple(map(copied, meeting.parts[0]))]
             meeting.parts = []
         return _Seat(meeting, at)
-
-    def close(self) -> None:
-        self._boxes.clear()
-        self._channels.clear()
 
 
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Each member's results from each member's inputs, both in group order."""
-    size = len(parts)
-    dtypes = [buffer.dtype for buffer in collective.out_buffers]  # a sum may come out wider
-    match collective.kind:
-        case "all_reduce":
-            assert collective.op is not None
-            op = collective.op
-            columns = zip(zip(*parts, strict=True), dtypes, strict=True)
-            first = tuple(fold(column, op, dtype) for column, dtype in columns)
-            return [first] + [tuple(map(_copy, first)) for _ in range(size - 1)]
-        case "all_gather":
-            return [tuple(_copy(part[0]) for part in parts) for _ in range(size)]
-        case "reduce_scatter":
-            assert collective.op is not None
-            op = collective.op
-            (dtype,) = dtypes
-            return [(fold([part[m] for part in parts], op, dtype),) for m in range(size)]
-        case "all_to_all":
-            return [tuple(_copy(part[member]) for part in parts) for member in range(size)]
-        case "broadcast":
-            return [(_copy(parts[0][0]),) for _ in range(size)]
-        case _:
-            assert_never(collective.kind)
+    if collective.kind == "all_reduce":  # one fold is all members' result
+        first = combined(collective, parts)
+        return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
+    results: list[tuple[Tensor, ...]] = []
+    for member in range(len(parts)):
+        given = [contribution(collective, part, member) for part in parts]
+        made = combined(collective, given)
+        results.append(made if collective.op is not None else tuple(map(copied, made)))
+    return results
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
+    """Which of a rank's inputs go to a member of the group, by its position there."""
+    return values[member : member + 1] if collective.kind in DIVIDED else values
+
+
+def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """A member's results from what each member contributes to it, in group order: a left fold, or
+    the parts as they are."""
+    if collective.op is None:
+        return tuple(tensor for part in parts for tensor in part)
+    op, columns = collective.op, zip(*parts, strict=True)
+    outs = collective.out_buffers  # a sum may come out wider
+    return tuple(fold(column, op, out.dtype) for column, out in zip(columns, outs, strict=True))
+
+
+def copied(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)

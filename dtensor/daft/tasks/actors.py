@@ -28,17 +28,15 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
+from dtensor.daft.tasks.frozen import Frozen
 from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_frames, user_line
 from dtensor.daft.tasks.task import CREATE, Task, declared
 from dtensor.daft.tasks.values import Placeholder, ValuePickler, encode, failure_of
-
-if TYPE_CHECKING:
-    from dtensor.daft.tasks.frozen import Frozen
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dtensor.daft.ir.functions import Function
 from dtensor.daft.ir.instructions import Buffer, Call, Free, Instruction, Recv, Send, Wait
-from dtensor.daft.ir.program import Program, RankProgram
+from dtensor.daft.ir.program import Function, Program, RankProgram
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.tasks.task import Subject, Task
 from dtensor.daft.verification.pairing import Hosts
@@ -284,7 +283,5 @@ class _Lowering:
             count += 1
             name = f"{task.title}.{count}"
         invoke = Invoke(task, recorded.arguments, owned)
-        self.functions[name] = Function(
-            name=name, source="forward = wrapped", bindings=(("wrapped", invoke),)
-        )
+        self.functions[name] = Function.of(invoke, name)
         return name

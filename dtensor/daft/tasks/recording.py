@@ -90,23 +90,12 @@ class Recording(FutureOwner):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A recording; `returned` is what the function returned, with its futures replaced by `_Result`
-    and by `_Argument`."""
+    """A recording; `returned` is what the function returned, with futures that have no values."""
 
     session: Session
     frozen: Frozen
     number: int
     returned: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Argument:
-    index: int
 
 
 class Compiled(Generic[P]):
@@ -135,16 +124,15 @@ class Compiled(Generic[P]):
             _input(session, leaf) if ranks else None
             for leaf, ranks in zip(leaves, loaded.frozen.arguments, strict=True)
         ]
-        futures = session.run(loaded.number, inputs)
+        made = session.run(loaded.number, inputs)
+        futures = dict(zip(_results(loaded.returned), made, strict=True))
 
         def fill(leaf: Any) -> Any:
             match leaf:
-                case _Result(index):
-                    return futures[index]
-                case _Argument(index):
-                    return leaves[index]
+                case TaskFuture():
+                    return futures[leaf.value] if leaf.value >= 0 else leaves[-1 - leaf.value]
                 case GroupFuture():
-                    return GroupFuture(leaf.group, [fill(future.value) for future in leaf])
+                    return GroupFuture(leaf.group, [fill(future) for future in leaf])
                 case _:
                     return leaf
 
@@ -167,22 +155,9 @@ class Compiled(Generic[P]):
             returned = cast(Callable[..., Any], self.fn)(*args, **kwargs)
         finally:
             recorder.reset(token)
-        results: list[int] = []
-
-        def place(leaf: Any) -> Any:
-            if isinstance(leaf, GroupFuture):
-                made = [TaskFuture(recording, f.actor, f.title, place(f)) for f in leaf]
-                return GroupFuture(leaf.group, made)
-            if not isinstance(leaf, TaskFuture):
-                return leaf
-            if leaf.owner is not recording:
-                raise ProgramError(f"{self.name} returns {leaf!r}, which was not made in it.")
-            if leaf.value < 0:
-                return _Argument(-1 - leaf.value)
-            results.append(leaf.value)
-            return _Result(len(results) - 1)
-
-        returned = pytree.tree_map(place, returned)
+        for future in _futures(returned):
+            if future.owner is not recording:
+                raise ProgramError(f"{self.name} returns {future!r}, which was not made in it.")
         if not recording.tasks:
             raise ProgramError(
                 f"Compiled function {self.name!r} calls no method of an actor.\n"
@@ -190,8 +165,8 @@ class Compiled(Generic[P]):
                 f"  Fix: call it as it is, without daft.compile."
             )
         process_of = {actor.key: actor.process for actor in session.actors}
-        frozen = freeze(self.name, recording.tasks, results, process_of, len(leaves))
-        return frozen, returned
+        results = _results(returned)
+        return freeze(self.name, recording.tasks, results, process_of, len(leaves)), returned
 
 
 def compile(fn: Callable[P, Any]) -> Compiled[P]:
@@ -210,6 +185,20 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     leaves, spec = pytree.tree_flatten((args, kwargs))
     statics = tuple((i, repr(leaf)) for i, leaf in enumerate(leaves) if _is_static(leaf))
     return leaves, spec, (spec, statics)
+
+
+def _futures(returned: Any) -> list[TaskFuture]:
+    """Those that a function returns, one by one."""
+    found: list[TaskFuture] = []
+    for leaf in pytree.tree_leaves(returned):
+        if isinstance(leaf, TaskFuture | GroupFuture):
+            found += [leaf] if isinstance(leaf, TaskFuture) else leaf
+    return found
+
+
+def _results(returned: Any) -> list[int]:
+    """The tasks that make them, each once."""
+    return list(dict.fromkeys(f.value for f in _futures(returned) if f.value >= 0))
 
 
 def _is_static(leaf: object) -> bool:

@@ -201,10 +201,12 @@ def merge(program: Program, hosts: Hosts, seed: int = 0) -> tuple[HostList, ...]
     )
 
 
-def merge_sites(program: Program, hosts: Hosts, seed: int = 0) -> tuple[tuple[Site, ...], ...]:
+def merge_sites(
+    program: Program, hosts: Hosts, seed: int = 0, edges: Edges | None = None
+) -> tuple[tuple[Site, ...], ...]:
     """As `merge`, but (rank, index) pairs. Raises `ProgramError` for a program that can hang."""
     check_hosts(program, hosts)
-    edges = wait_edges(program, pair(program))
+    edges = wait_edges(program, pair(program)) if edges is None else edges
     lists = [
         [(rank, index) for index in range(len(own.instructions))]
         for rank, own in enumerate(program.ranks)

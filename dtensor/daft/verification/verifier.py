@@ -38,7 +38,8 @@ from dtensor.daft.ir.instructions import (
     key_of,
     outputs_of,
 )
-from dtensor.daft.ir.program import Program, format_instruction
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import format_instruction
 from dtensor.daft.verification.pairing import (
     Edges,
     Hosts,
@@ -48,6 +49,7 @@ from dtensor.daft.verification.pairing import (
     pair,
     rehearse,
     show_site,
+    starts_of_waits,
     wait_edges,
 )
 
@@ -70,8 +72,9 @@ def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Repor
     peaks = tuple(_RankCheck(program, rank).run() for rank in range(program.size))
     partners = pair(program)
     _check_agreement(program, partners)
-    lists = merge_sites(program, hosts, seed)
-    rehearse(program, lists, wait_edges(program, partners))
+    edges = wait_edges(program, partners)
+    lists = merge_sites(program, hosts, seed, edges)
+    rehearse(program, lists, edges)
     return Report(peaks, lists)
 
 
@@ -108,6 +111,7 @@ class _RankCheck:
         own = program.ranks[rank]
         self.own = own
         self.index = 0
+        self.waits = starts_of_waits(own.instructions)
         self.sizes = dict(own.nbytes)
         self.live: set[str] = set(own.inputs) | set(own.state)
         if len(self.live) != len(own.inputs) + len(own.state):
@@ -131,8 +135,7 @@ class _RankCheck:
                 case Send() | Recv() | Collective():
                     self._start(instruction)
                 case Wait():
-                    for value in instruction.values:
-                        self._wait(value)
+                    self._wait(instruction)
                 case Free():
                     for value in instruction.values:
                         self._free(value)
@@ -181,19 +184,14 @@ class _RankCheck:
             self.started.add(start.value)
         self.started |= {value for value, _ in makes}
 
-    def _wait(self, value: str) -> None:
-        # A collective's own inputs are read until it ends, but it is named by its outputs.
-        starts = {
-            index for index in self.reading[value] if isinstance(self.own.instructions[index], Send)
-        }
-        if value in self.making:
-            starts.add(self.making[value])
-        if not starts and value not in self.started:
-            raise self._fault(
-                f"nothing was started that makes or sends {value!r}",
-                "wait for a sent value, a received one, or an output of a collective",
-            )
-        for index in starts:
+    def _wait(self, wait: Wait) -> None:
+        for value in wait.values:
+            if value not in self.started:
+                raise self._fault(
+                    f"nothing was started that makes or sends {value!r}",
+                    "wait for a sent value, a received one, or an output of a collective",
+                )
+        for index in self.waits[self.index]:
             start = self.own.instructions[index]
             assert isinstance(start, Send | Recv | Collective)
             reads, makes = _touches(start)

@@ -16,7 +16,7 @@ otherwise: where a transfer, another output or the gradients of several modules 
 first stage, which sends no gradient, has an I too. What an I needs is in I, so every W can run
 after it; gradients that one op makes together with an input's (a norm's) are made in I.
 
-Not here: when they run (runtime/schedule), what becomes of their steps (rank.py).
+Not here: when they run (runtime/schedule), what becomes of their steps (program.py).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """One rank's list of instructions while it is being put together.
 
     builder = RankBuilder(shared=Shared(plan, actions, device), rank=0, functions=Functions(), ...)
-    segment = builder.segment(microbatch)         # local code, up to the next communication
+    segment = builder.segment()                   # local code, up to the next communication
     builder.start(Collective(...))                # which closes it
 
 Communication splits the local code into segments; which values a segment must return is known once
-the rank's whole list is known, so they are closed at the end (rank.py). A plan value of microbatch
-i is called `name@i` in the rank's table, one that exists once a step by its own name.
+the rank's whole list is known, so they are closed at the end (program.py). A plan value of
+microbatch i is called `name@i` in the rank's table, one that exists once a step by its own name.
 
-Not here: what a step becomes (moves.py, step_end.py, rank.py).
+Not here: what a step becomes (moves.py, step_end.py, program.py).
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class Shared:
 
 @dataclass(slots=True)
 class LocalCode:
-    """A segment of local code; ``table`` maps names in the code to names in the rank's table."""
+    """A segment of local code. ``table``: what names of the code that are no plan values are called
+    in the rank's table; ``writes``: what it changes in place."""
 
     code: CodeBuilder
     label: str
@@ -147,13 +148,15 @@ class LocalCode:
 
 @dataclass(slots=True, kw_only=True)
 class RankBuilder:
-    """``accumulated``: sums over microbatches so far; ``label``: of the action under way."""
+    """``label``, ``microbatch``: of the action under way, None of what runs once a step;
+    ``accumulated``: sums over microbatches so far."""
 
     shared: Shared
     rank: int
     functions: Functions
     roles: Roles
     label: str = ""
+    microbatch: int | None = None
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
     accumulated: dict[str, str] = field(default_factory=dict)
@@ -182,15 +185,16 @@ class RankBuilder:
         """The stages that this rank hosts."""
         return self.plan.hosted[self.pipeline_rank]
 
-    def at(self, microbatch: int | None) -> dict[str, int]:
+    @property
+    def here(self) -> dict[str, int]:
         """Coordinates on the inner mesh."""
-        found = self._places.get(microbatch)
+        found = self._places.get(self.microbatch)
         if found is None:
             own = self.coordinates
             found = {a: own[a] for a in self.plan.inner.axes if a != MICROBATCH_AXIS}
             if MICROBATCH_AXIS in self.plan.inner.axes:
-                found[MICROBATCH_AXIS] = microbatch or 0
-            self._places[microbatch] = found
+                found[MICROBATCH_AXIS] = self.microbatch or 0
+            self._places[self.microbatch] = found
         return found
 
     def group(self, axis: str) -> tuple[int, ...]:
@@ -205,8 +209,11 @@ class RankBuilder:
 
     # -- values --------------------------------------------------------------------------------
 
-    def value(self, name: str, microbatch: int | None) -> str:
-        """The table's name of a plan value for a microbatch."""
+    def value(self, name: str) -> str:
+        """The table's name of a plan value, of the microbatch under way."""
+        return self.value_of(name, self.microbatch)
+
+    def value_of(self, name: str, microbatch: int | None) -> str:
         if name in self.roles.state:
             return self.roles.state[name]
         if name in self.accumulated:
@@ -215,39 +222,39 @@ class RankBuilder:
             return name
         return f"{name}@{microbatch}"
 
-    def record(self, name: str, spec: TensorSpec, microbatch: int | None) -> None:
+    def held(self, name: str, spec: TensorSpec) -> tuple[str, Buffer]:
+        """The table's name of a plan value, and what the rank has of it."""
+        return self.value(name), Buffer(spec.local_shape(self.here), spec.dtype)
+
+    def record(self, name: str, spec: TensorSpec) -> None:
         """Note how many bytes a value has here."""
-        size = self.shared.nbytes(spec, self.at(microbatch))
-        self.nbytes[self.value(name, microbatch)] = size
+        self.nbytes[self.value(name)] = self.shared.nbytes(spec, self.here)
 
     # -- local code ----------------------------------------------------------------------------
 
-    def segment(self, microbatch: int | None) -> LocalCode:
+    def segment(self) -> LocalCode:
         """The open segment; a new one where there is none."""
         if self._open is None:
             code = CodeBuilder(self.shared.device, self.shared.value_names)
-            self._open = LocalCode(code, self.label, microbatch)
+            self._open = LocalCode(code, self.label, self.microbatch)
             self.instructions.append(self._open)
         return self._open
 
-    def short_segment(self, microbatch: int | None) -> LocalCode:
+    def short_segment(self) -> LocalCode:
         if self._open is not None and len(self._open.code.lines) >= MAX_LINES:
             self.close()
-        return self.segment(microbatch)
+        return self.segment()
 
     def close(self) -> None:
         self._open = None
 
-    def names(self, segment: LocalCode, values: Sequence[str], microbatch: int | None) -> None:
-        """Plan values that the segment reads or makes under their own names."""
-        for name in values:
-            segment.table[name] = self.value(name, microbatch)
+    def place(self, segment: LocalCode, name: str) -> str:
+        """The table's name of a name in the segment's code."""
+        return segment.table.get(name) or self.value_of(name, segment.microbatch)
 
-    def renamed(self, source: str, target: str, microbatch: int | None, line: str | None) -> None:
+    def renamed(self, source: str, target: str, line: str | None = None) -> None:
         """One value under another name."""
-        segment = self.segment(microbatch)
-        self.names(segment, (source, target), microbatch)
-        segment.code.line(f"{target} = {source}", [source], [target], line)
+        self.segment().code.line(f"{target} = {source}", [source], [target], line)
 
     def price(self, step: Step) -> None:
         """Count the step's own work as the open segment's."""

@@ -73,22 +73,30 @@ class CodeBuilder:
 
     def apply(
         self,
-        function: object,
-        name: str,
-        operands: Sequence[str],
-        result: str,
+        function: Callable[..., object],
+        operands: Sequence[str | Sequence[str]],
+        results: Sequence[str],
         *literals: object,
+        layout: object = None,
+        is_list: bool = False,
         source: str | None = None,
-        packed: bool = False,
     ) -> None:
-        """``result = function(*operands, *literals)``; ``packed``: the operands as one tuple."""
-        given = [f"({''.join(f'{o}, ' for o in operands)})"] if packed else list(operands)
-        args = [*given, *(self.literal(v, ()) for v in literals)]
-        text = f"{result} = {self.bind(name, function)}({', '.join(args)})"
-        self.line(text, operands, [result], source)
+        """``results = function(*operands, *literals, layout)``.
+
+        Operands in a sequence are given as one tuple. ``layout`` is bound, not written out.
+        ``is_list``: the function returns a list of the results, however many.
+        """
+        args = [o if isinstance(o, str) else tuple_text(o) for o in operands]
+        args += [self.literal(v, ()) for v in literals]
+        called = self.bind(function.__name__, function)
+        args += [] if layout is None else [self.bind("layout", layout)]
+        reads = [name for o in operands for name in ([o] if isinstance(o, str) else o)]
+        targets = ", ".join(results) + "," * is_list
+        text = f"{called}({', '.join(args)})"
+        self.line(f"{targets} = {text}" if results else text, reads, results, source)
 
     def line(
-        self, text: str, reads: Sequence[str], makes: Sequence[str], source: str | None
+        self, text: str, reads: Sequence[str], makes: Sequence[str], source: str | None = None
     ) -> None:
         for name in reads:
             if name not in self.defined and name not in self.inputs:
@@ -157,7 +165,7 @@ class CodeBuilder:
             tail = f"; del {', '.join(dead)}" if dead else ""
             source.append(f"    {text}{tail}")
             lines.append(user_line)
-        source.append(f"    return ({''.join(f'{o}, ' for o in outputs)})")
+        source.append(f"    return {tuple_text(outputs)}")
         lines.append(None)
         return Function(
             name=name,
@@ -189,6 +197,10 @@ class Functions:
         return unique
 
 
+def tuple_text(names: Sequence[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
+
+
 def _key(value: object) -> object:
     """What distinguishes a binding: identity for objects, the value for plain data."""
     plain = isinstance(value, (torch.dtype, torch.device, tuple, *_PLAIN))
@@ -201,43 +213,21 @@ _aten: Any = torch.ops.aten
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _torch: Any = torch
 
+_OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax bmm cat clone div.Tensor
+    embedding exp mean.dim mm mul.Tensor native_layer_norm neg permute pow.Tensor_Scalar relu
+    reshape rsqrt select.int sigmoid split_with_sizes squeeze.dim sub.Tensor sum.dim_IntList t tanh
+    transpose.int unsqueeze where.self"""
+"""Overloads for which there is a function of the op's name in ``torch``."""
+
 QUICK: Mapping[object, Callable[..., Any]] = {
-    _aten._softmax.default: _torch._softmax,
-    _aten._softmax_backward_data.default: _torch._softmax_backward_data,
-    _aten._log_softmax.default: _torch._log_softmax,
-    _aten.add.Tensor: torch.add,
-    _aten.amax.default: torch.amax,
-    _aten.bmm.default: torch.bmm,
-    _aten.cat.default: torch.cat,
-    _aten.clone.default: torch.clone,
-    _aten.div.Tensor: torch.div,
-    _aten.embedding.default: torch.embedding,
-    _aten.exp.default: torch.exp,
+    **{
+        getattr(getattr(_aten, name), overload or "default"): getattr(_torch, name)
+        for name, _, overload in (each.partition(".") for each in _OF_TORCH.split())
+    },
     _aten.expand.default: torch.Tensor.expand,
     _aten.gelu.default: _C._nn.gelu,
-    _aten.mean.dim: torch.mean,
-    _aten.mm.default: torch.mm,
-    _aten.mul.Tensor: torch.mul,
-    _aten.native_layer_norm.default: torch.native_layer_norm,
-    _aten.neg.default: torch.neg,
-    _aten.permute.default: torch.permute,
-    _aten.pow.Tensor_Scalar: torch.pow,
-    _aten.relu.default: torch.relu,
-    _aten.reshape.default: torch.reshape,
-    _aten.rsqrt.default: torch.rsqrt,
-    _aten.select.int: torch.select,
-    _aten.sigmoid.default: torch.sigmoid,
     _aten.silu.default: _C._nn.silu,
-    _aten.split_with_sizes.default: torch.split_with_sizes,
-    _aten.squeeze.dim: torch.squeeze,
-    _aten.sub.Tensor: torch.sub,
-    _aten.sum.dim_IntList: torch.sum,
-    _aten.t.default: torch.t,
-    _aten.tanh.default: torch.tanh,
-    _aten.transpose.int: torch.transpose,
-    _aten.unsqueeze.default: torch.unsqueeze,
     _aten.view.default: torch.Tensor.view,
-    _aten.where.self: torch.where,
 }
 
 

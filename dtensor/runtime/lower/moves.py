@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.daft import Buffer, Recv, Send, Wait
-from dtensor.runtime.lower.builder import LocalCode, RankBuilder
+from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.sharding.plan.steps import Bucket, Convert, Transfer
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
 from dtensor.sharding.spec.placements import Partial, ReduceOp
@@ -32,7 +32,6 @@ from dtensor.sharding.spec.shards import (
     block,
     given,
     join,
-    overlap,
     shape_of,
     taken,
     write,
@@ -46,82 +45,67 @@ Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
 # -- one value -------------------------------------------------------------------------------------
 
 
-def convert(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
+def convert(b: RankBuilder, step: Convert) -> None:
     if step.move.kind in FREE_KINDS:
-        _free_move(b, step, microbatch)
+        _free_move(b, step)
     else:
-        _communicate(b, step, microbatch)
-    b.record(step.result, step.move.dst, microbatch)
+        _communicate(b, step)
+    b.record(step.result, step.move.dst)
 
 
-def _free_move(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
-    move, here, source = step.move, b.at(microbatch), step.source or None
+def _free_move(b: RankBuilder, step: Convert) -> None:
+    move, here, source = step.move, b.here, step.source or None
     if move.kind == "relabel" or (move.kind == "zero_fill" and here[move.axis] == 0):
-        b.renamed(step.operand, step.result, microbatch, source)
+        b.renamed(step.operand, step.result, source)
         return
-    segment = b.segment(microbatch)
-    b.names(segment, (step.operand, step.result), microbatch)
+    code, operands, results = b.segment().code, [step.operand], [step.result]
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
-        segment.code.apply(block, "block", [step.operand], step.result, where, source=source)
+        code.apply(block, operands, results, where, source=source)
     else:
-        zeros = torch.zeros_like
-        segment.code.apply(zeros, "zeros_like", [step.operand], step.result, source=source)
+        code.apply(torch.zeros_like, operands, results, source=source)
 
 
-def _communicate(b: RankBuilder, step: Convert, microbatch: int | None) -> None:
+def _communicate(b: RankBuilder, step: Convert) -> None:
     """The collective of one move: pack, start, wait, put together."""
-    move, here, source = step.move, b.at(microbatch), step.source or None
-    peers = _peers(b, move.axis, microbatch)
-    operand, result = b.value(step.operand, microbatch), b.value(step.result, microbatch)
-    sent = ((operand, Buffer(move.src.local_shape(here), move.src.dtype)),)
-    made = ((result, Buffer(move.dst.local_shape(here), move.dst.dtype)),)
-    pieces = [f"{result}.{i}" for i in range(len(peers))]
+    move, here, source = step.move, b.here, step.source or None
+    what, result = f"{step.operand} over {move.axis}", step.result
+    whole = (b.held(step.operand, move.src),)
     match move.kind:
         case "all_reduce" | "reduce_scatter":
-            if move.kind == "reduce_scatter":
-                sent = _cut(b, step, microbatch)
-            received = None
-        case "all_gather":
-            received = [move.src.local_shape(peer) for peer in peers]
-        case "all_to_all":
-            sent = _cut(b, step, microbatch)
-            received = [shape_of(overlap(move.src, move.dst, peer, here)) for peer in peers]
+            sent = whole if move.kind == "all_reduce" else _cut(b, step)
+            made = (b.held(result, move.dst),)
+            b.collective(move.kind, move.axis, sent, made, what, op=_op_of(move), source=source)
+        case "all_gather" | "all_to_all":
+            sent = whole if move.kind == "all_gather" else _cut(b, step)
+            wheres = [taken(move.src, move.dst, peer, here) for peer in _peers(b, move.axis)]
+            buffers = [Buffer(shape_of(where), move.dst.dtype) for where in wheres]
+            pieces = {f"{result}_from{i}": f"{b.value(result)}.{i}" for i in range(len(wheres))}
+            made = tuple(zip(pieces.values(), buffers, strict=True))
+            b.collective(move.kind, move.axis, sent, made, what, source=source)
+            segment, shape = b.segment(), move.dst.local_shape(here)
+            segment.table.update(pieces)
+            segment.code.apply(join, [[*pieces]], [result], shape, *wheres, source=source)
         case "slice" | "zero_fill" | "relabel":
             raise AssertionError(f"{move.kind} does not communicate")
-    if received is not None:
-        buffers = (Buffer(shape, move.dst.dtype) for shape in received)
-        made = tuple(zip(pieces, buffers, strict=True))
-    what = f"{step.operand} over {move.axis}"
-    b.collective(move.kind, move.axis, sent, made, what, op=_op_of(move), source=source)
-    if received is None:
-        return
-    segment = b.segment(microbatch)
-    local = [f"{step.result}_from{i}" for i in range(len(pieces))]
-    segment.table.update(zip(local, pieces, strict=True))
-    b.names(segment, (step.result,), microbatch)
-    wheres = [taken(move.src, move.dst, peer, here) for peer in peers]
-    shape = move.dst.local_shape(here)
-    segment.code.apply(join, "join", local, step.result, shape, *wheres, source=source, packed=True)
 
 
-def _cut(b: RankBuilder, step: Convert, microbatch: int | None) -> tuple[tuple[str, Buffer], ...]:
+def _cut(b: RankBuilder, step: Convert) -> tuple[tuple[str, Buffer], ...]:
     """A block for each peer: what it is to hold of what I hold."""
-    segment, move = b.segment(microbatch), step.move
-    b.names(segment, (step.operand,), microbatch)
+    segment, move = b.segment(), step.move
     found: list[tuple[str, Buffer]] = []
-    for i, peer in enumerate(_peers(b, move.axis, microbatch)):
+    for i, peer in enumerate(_peers(b, move.axis)):
         name = f"{step.result}_to{i}"
-        where = given(move.src, move.dst, b.at(microbatch), peer)
-        segment.code.apply(block, "block", [step.operand], name, where)
-        segment.table[name] = f"{b.value(step.result, microbatch)}.to{i}"
+        where = given(move.src, move.dst, b.here, peer)
+        segment.code.apply(block, [step.operand], [name], where)
+        segment.table[name] = f"{b.value(step.result)}.to{i}"
         found.append((segment.table[name], Buffer(shape_of(where), move.src.dtype)))
         b.nbytes[segment.table[name]] = found[-1][1].nbytes
     return tuple(found)
 
 
-def _peers(b: RankBuilder, axis: str, microbatch: int | None) -> list[dict[str, int]]:
-    return [{**b.at(microbatch), axis: i} for i in range(b.plan.mesh.axis_size(axis))]
+def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
+    return [{**b.here, axis: i} for i in range(b.plan.mesh.axis_size(axis))]
 
 
 def _op_of(move: Move) -> ReduceOp | None:
@@ -133,13 +117,11 @@ def _op_of(move: Move) -> ReduceOp | None:
 # -- between stages --------------------------------------------------------------------------------
 
 
-def transfer(
-    b: RankBuilder, step: Transfer, microbatch: int | None, stage: int | None
-) -> tuple[int, str] | None:
+def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, str] | None:
     """Sent by the stage that has it, received by the one that needs it. Of a send, the step of its
     receive in the schedule, and the value."""
     spec = step.spec
-    buffer = Buffer(spec.local_shape(b.at(microbatch)), spec.dtype)
+    buffer = Buffer(spec.local_shape(b.here), spec.dtype)
     channel = f"{step.phase} {step.stage}->{step.to_stage}" + (" once" if step.once else "")
     sends = step.stage in b.stages and (stage is None or stage == step.stage)
     receives = step.to_stage in b.stages and (stage is None or stage == step.to_stage)
@@ -149,23 +131,23 @@ def transfer(
     waited: tuple[int, str] | None = None
     if stays:
         if sends:  # the value is here already when the other stage's action comes
-            b.renamed(step.operand, step.result, microbatch, source)
+            b.renamed(step.operand, step.result, source)
     elif sends:
-        value = b.value(step.operand, microbatch)
+        value = b.value(step.operand)
         to = b.peer(step.to_stage)
         b.start(Send(value, to, channel, buffer, label=f"{b.label}: send {what}", source=source))
-        waited = b.shared.actions.received_at(step, microbatch), value
+        waited = b.shared.actions.received_at(step, b.microbatch), value
     elif receives:
-        value, label = b.value(step.result, microbatch), f"{b.label}: receive {what}"
+        value, label = b.value(step.result), f"{b.label}: receive {what}"
         receive = Recv(value, b.peer(step.stage), channel, buffer, label=label, source=source)
         # during the action before, so that the value is there, and its sender free, when it ends
-        if microbatch is None:
+        if b.microbatch is None:
             b.start(receive)
         else:
             b.start_early(receive)
         b.start(Wait((value,), label=label, source=source))
     if receives or stays:
-        b.record(step.result, spec, microbatch)
+        b.record(step.result, spec)
     return waited
 
 
@@ -178,107 +160,91 @@ class Gather:
 
     step: Bucket
     pieces: tuple[str, ...]  # names in the table
-    microbatch: int | None
     label: str
 
 
-def bucket(b: RankBuilder, step: Bucket, microbatch: int | None) -> Gather | None:
+def bucket(b: RankBuilder, step: Bucket) -> Gather | None:
     """A reduction; or a gather, which is to be finished before its results are read."""
     match step.kind:
         case "all_reduce":
-            _reduce(b, step, microbatch)
+            _reduce(b, step)
         case "reduce_scatter":
-            _scatter(b, step, microbatch)
+            _scatter(b, step)
         case "all_gather":
-            return _start_gather(b, step, microbatch)
+            return _start_gather(b, step)
         case _:
             raise AssertionError(f"a bucket does not {step.kind}")
     return None
 
 
-def _reduce(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
-    here = b.at(microbatch)
-    sent = tuple(
-        (b.value(name, microbatch), Buffer(m.src.local_shape(here), m.src.dtype))
-        for name, m in zip(step.operands, step.moves, strict=True)
-    )
-    sums = tuple(
-        (b.value(name, microbatch), Buffer(m.dst.local_shape(here), m.dst.dtype))
-        for name, m in zip(step.results, step.moves, strict=True)
-    )
-    _send(b, step, sent, sums)
-    _record(b, step, microbatch)
+def _reduce(b: RankBuilder, step: Bucket) -> None:
+    sent = (b.held(name, m.src) for name, m in zip(step.operands, step.moves, strict=True))
+    sums = (b.held(name, m.dst) for name, m in zip(step.results, step.moves, strict=True))
+    _send(b, step, tuple(sent), tuple(sums))
+    _record(b, step)
 
 
-def _scatter(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
-    here = b.at(microbatch)
-    peers = _peers(b, step.axis, microbatch)
+def _scatter(b: RankBuilder, step: Bucket) -> None:
+    here = b.here
+    peers = _peers(b, step.axis)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     wheres = tuple(tuple(given(m.src, m.dst, here, peer) for peer in peers) for m in step.moves)
     shapes = tuple(m.dst.local_shape(here) for m in step.moves)
-    segment = b.segment(microbatch)
-    base = b.value(step.name, microbatch)
+    segment = b.segment()
+    base = b.value(step.name)
     flat = [f"{base}.to{i}" for i in range(len(peers))]
     local = [f"{step.name}_to{i}" for i in range(len(peers))]
-    b.names(segment, step.operands, microbatch)
     segment.table.update(zip(local, flat, strict=True))
-    _line(segment, local, "packed", packed, step.operands, wheres)
+    segment.code.apply(packed, [step.operands], local, layout=wheres, is_list=True)
     sizes = [sum(math.prod(shape_of(w[i])) for w in wheres) for i in range(len(peers))]
     sent = tuple((name, Buffer((n,), src)) for name, n in zip(flat, sizes, strict=True))
     b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
     total = f"{base}.total"
     _send(b, step, sent, ((total, Buffer((sum(map(math.prod, shapes)),), dst)),))
-    segment = b.segment(microbatch)
+    segment = b.segment()
     segment.table[f"{step.name}_total"] = total
-    b.names(segment, step.results, microbatch)
-    _line(segment, step.results, "unpacked", unpacked, [f"{step.name}_total"], shapes)
-    _record(b, step, microbatch)
+    whole = [[f"{step.name}_total"]]
+    segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
+    _record(b, step)
 
 
-def _start_gather(b: RankBuilder, step: Bucket, microbatch: int | None) -> Gather:
+def _start_gather(b: RankBuilder, step: Bucket) -> Gather:
     """Send this rank's shards, or its slices of what it holds whole, as one flat buffer."""
-    here, dtype = b.at(microbatch), step.moves[0].src.dtype
+    here, dtype = b.here, step.moves[0].src.dtype
     sizes = [
-        sum(math.prod(m.src.local_shape(peer)) for m in step.moves)
-        for peer in _peers(b, step.axis, microbatch)
+        sum(math.prod(m.src.local_shape(peer)) for m in step.moves) for peer in _peers(b, step.axis)
     ]
     whole = [m.dst if step.in_place else m.src for m in step.moves]
     wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
-    segment = b.segment(microbatch)
-    b.names(segment, step.operands, microbatch)
-    base = b.value(step.name, microbatch)
+    segment = b.segment()
+    base = b.value(step.name)
     flat, local = f"{base}.mine", f"{step.name}_mine"
     segment.table[local] = flat
-    _line(segment, [local], "packed", packed, step.operands, wheres)
+    segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)
     mine = Buffer((sizes[here[step.axis]],), dtype)
     b.nbytes[flat] = mine.nbytes
     pieces = tuple((f"{base}.{i}", Buffer((size,), dtype)) for i, size in enumerate(sizes))
     _send(b, step, ((flat, mine),), pieces, wait=False)
     label = f"{b.label}: all_gather {_what(step)}"
-    return Gather(step, tuple(name for name, _ in pieces), microbatch, label)
+    return Gather(step, tuple(name for name, _ in pieces), label)
 
 
 def finish(b: RankBuilder, started: Gather) -> None:
     """Wait for the pieces of a gather and put whole values together; of updated parameters, write
     each piece where it stands in them."""
-    step, microbatch = started.step, started.microbatch
+    step = started.step
     b.start(Wait(started.pieces[:1], label=started.label))
-    segment = b.segment(microbatch)
+    segment = b.segment()
     local = [f"{step.name}_from{i}" for i in range(len(started.pieces))]
     segment.table.update(zip(local, started.pieces, strict=True))
-    values = step.operands if step.in_place else step.results
-    b.names(segment, values, microbatch)
-    layout = _layout(b, step, microbatch)
+    layout = _layout(b, step)
     if step.in_place:
-        bound = segment.code.bind("layout", layout)
-        called = segment.code.bind("written", written)
-        text = f"{called}({_tuple(values)}, {_tuple(local)}, {bound})"
-        segment.code.line(text, [*values, *local], (), None)
-        segment.writes = tuple(segment.table[name] for name in values)
+        segment.code.apply(written, [step.operands, local], (), layout=layout)
+        segment.writes = step.operands
     else:
-        _line(segment, values, "gathered", gathered, local, layout)
+        segment.code.apply(gathered, [local], step.results, layout=layout, is_list=True)
     b.close()  # the pieces are dropped here
-    _record(b, step, microbatch)
+    _record(b, step)
 
 
 def _send(
@@ -299,14 +265,14 @@ def _what(step: Bucket) -> str:
     return f"{step.name} over {step.axis}"
 
 
-def _record(b: RankBuilder, step: Bucket, microbatch: int | None) -> None:
+def _record(b: RankBuilder, step: Bucket) -> None:
     for name, move in zip(step.results, step.moves):
-        b.record(name, move.dst, microbatch)
+        b.record(name, move.dst)
 
 
-def _layout(b: RankBuilder, step: Bucket, microbatch: int | None) -> Layout:
+def _layout(b: RankBuilder, step: Bucket) -> Layout:
     """How the flat pieces of a gather are taken apart."""
-    here, peers = b.at(microbatch), _peers(b, step.axis, microbatch)
+    here, peers = b.here, _peers(b, step.axis)
     return tuple(
         (
             move.dst.local_shape(here),
@@ -314,25 +280,6 @@ def _layout(b: RankBuilder, step: Bucket, microbatch: int | None) -> Layout:
         )
         for move in step.moves
     )
-
-
-def _tuple(names: Sequence[str]) -> str:
-    return f"({''.join(f'{name}, ' for name in names)})"
-
-
-def _line(
-    segment: LocalCode,
-    results: Sequence[str],
-    name: str,
-    function: object,
-    operands: Sequence[str],
-    literal: object,
-) -> None:
-    """``results, = function((operands,), literal)``."""
-    code = segment.code
-    called, bound = code.bind(name, function), code.bind("layout", literal)
-    text = f"{', '.join(results)}, = {called}({_tuple(operands)}, {bound})"
-    code.line(text, operands, results, None)
 
 
 # -- what generated code calls ---------------------------------------------------------------------

@@ -1,53 +1,55 @@
 """Lowering: a Plan and a schedule become one daft Program, a list of instructions per rank.
 
-    lowered = lower(plan, OneFOneB(microbatches=4).grid(2, 2))
-    lowered.program            # verified by daft, run by any backend
-    lowered.inputs[rank]       # which values the controller feeds to that rank
+    program = lower(plan, OneFOneB(microbatches=4).grid(2, 2))
+    cluster.load(program)                # verified by daft, run by any backend
+    program.ranks[rank].inputs           # which values the controller feeds to that rank
 
 Nothing is decided here: the plan says what, the schedule says when. For each action of a rank's
 row, the steps of that stage and phase are laid down in plan order; between two communications
 stands one `Call` of straight-line code (code.py). Packing for a collective and putting its pieces
-together are lines of that code. A value of microbatch i is called `name@i`.
+together are lines of that code. A value of microbatch i is called `name@i`. With all instructions
+at hand it is known what each segment must return (what later ones read), when a value can be freed
+(after its last use; a sent one once its send is complete) and what the program returns.
 
-A receive is posted an action before the one that waits for it. A send is waited for before the
-first action whose step in the schedule comes after that of the action which receives it; values are
-freed after their last use. Invariants are daft's: `daft.verify` proves that the program cannot
-hang.
+Invariants: local code is a `Call` of at most MAX_LINES lines. A receive is posted an action before
+the one that waits for it. A send is waited for before the first action whose step in the schedule
+comes after that of the action which receives it. The others are daft's: `daft.verify` proves that
+the program cannot hang.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from dtensor.daft import Program
+from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
+from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
+from dtensor.runtime.lower import moves, step_end
 from dtensor.runtime.lower.actions import Actions
-from dtensor.runtime.lower.builder import RankBuilder, Roles, Shared
+from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.rank import lower_rank
-from dtensor.runtime.schedule import Grid
+from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    Step,
+    TieSum,
+    Transfer,
+    Update,
+    operands_of,
+    results_of,
+    stages_of,
+)
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
-    """``inputs``: per rank, what the controller feeds it; ``outputs``: what it returns."""
-
-    plan: Plan
-    program: Program
-
-    @property
-    def inputs(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(rank.inputs for rank in self.program.ranks)
-
-    @property
-    def outputs(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(rank.outputs for rank in self.program.ranks)
 
 
 def lower(
@@ -56,7 +58,7 @@ def lower(
     *,
     device: torch.device | None = None,
     roles: Roles | None = None,
-) -> Lowered:
+) -> Program:
     """The program of ``plan``. ``grid=None``: forward only, or one microbatch on one stage."""
     if grid is not None and grid.home() != plan.stage_ranks:
         raise PlanningError(
@@ -70,13 +72,12 @@ def lower(
         RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
         for rank in range(plan.mesh.size)
     ]
-    program = Program(
+    return Program(
         name=plan.name,
         ranks=tuple(map(lower_rank, builders)),
         functions=tuple(functions.found.items()),
         stage_of=tuple(builder.stages[0] for builder in builders),
     )
-    return Lowered(plan=plan, program=program)
 
 
 def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:
@@ -102,3 +103,221 @@ def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
     sharding = spec.sharding
     placements = tuple(sharding.get(axis, REPLICATE) for axis in plan.mesh.axes)
     return TensorSpec(spec.shape, spec.dtype, plan.mesh, placements)
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+def lower_rank(b: RankBuilder) -> RankProgram:
+    """The rank's list, and what it is fed, holds and returns."""
+    walk = _Walk(b)
+    plan, mine = b.plan, set(b.stages)
+    here = [i for i in plan.inputs if mine & set(i.stages)]
+    state = [i for i in here if i.kind in ("parameter", "buffer", "constant")]
+    arguments = [i for i in here if i.kind in ("argument", "tangent")]
+    for item in (*state, *arguments):
+        b.record(item.name, item.held)
+    b.label = "once"
+    walk.steps([s for s in plan.steps if s.once and walk.concerns(s)])
+    for step, action in b.shared.actions.of(b.pipeline_rank):
+        walk.wait_sends(step)
+        walk.action(action)
+    b.label, b.microbatch = "optimizer", None
+    walk.wait_sends(None)
+    walk.steps([s for s in plan.steps if s.phase == "optimizer" and walk.concerns(s)])
+    outputs = walk.finish()
+    names = [b.value(i.name) for i in state]
+    fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
+    if b.roles.optimizer is not None:
+        names.append(b.roles.optimizer)
+        fed.append("options")
+    b.close()
+    if outputs:
+        step_end.publish(b, outputs)
+    return RankProgram(
+        instructions=_finished(b, frozenset((*names, *fed, *outputs))),
+        inputs=tuple(fed),
+        outputs=tuple(outputs),
+        state=tuple(names),
+        nbytes=tuple(sorted(b.nbytes.items())),
+    )
+
+
+@dataclass(slots=True)
+class _Walk:
+    b: RankBuilder
+    sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
+    gathers: dict[str, moves.Gather] = field(default_factory=dict)  # started; by value
+    owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
+
+    def action(self, action: Action) -> None:
+        b = self.b
+        b.label = f"{action.kind}{action.microbatch} stage {action.stage}"
+        b.microbatch = action.microbatch
+        b.close()
+        b.posted, b.began = b.began, len(b.instructions)
+        steps = b.shared.actions.steps(action.kind, action.stage)
+        self.steps(steps, action.stage)
+        step_end.accumulate(b, action, self.owned)
+        b.close()
+
+    def steps(self, steps: Sequence[Step], stage: int | None = None) -> None:
+        b = self.b
+        for step in steps:
+            self._finish_gathers(operands_of(step))
+            match step:
+                case Compute():
+                    self._compute(step)
+                case Convert():
+                    moves.convert(b, step)
+                case Transfer():
+                    sent = moves.transfer(b, step, stage)
+                    self.sends += [] if sent is None else [sent]
+                case Bucket() if not step.in_place:
+                    started = moves.bucket(b, step)
+                    if started is not None:
+                        for name in step.results:
+                            self.gathers[b.value(name)] = started
+                case TieSum():
+                    step_end.tie_sum(b, step)
+                case Norm():
+                    step_end.norm(b, step)
+                case Accumulate() | Update() | Bucket():
+                    continue  # accumulation follows its action; updates are one call, at the end
+            b.price(step)
+
+    def finish(self) -> dict[str, str]:
+        """The updates; and what the rank returns: the program's name of a value to the table's."""
+        b = self.b
+        copies: dict[str, str] = {}
+        mutates = any(o.kind == "mutation" for o in b.plan.outputs)
+        # a program that returns gradients leaves all as it is
+        if b.roles.optimizer is not None or (mutates and not b.roles.gradients):
+            copies = step_end.snapshot(b)
+            step_end.mutate(b)
+        step_end.update(b)
+        found: dict[str, str] = {}
+        for output in b.plan.outputs:
+            returned = output.kind == "gradient" and b.roles.gradients
+            for stage, value in output.values[:1] if output.kind == "result" or returned else ():
+                if stage in b.stages:
+                    name = f"{output.kind} {output.of}"
+                    found[name] = copies.get(name) or b.value(value)
+        norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
+        if b.roles.optimizer is not None and norm is not None:
+            found["norm"] = norm.result
+        return found
+
+    def concerns(self, step: Step) -> bool:
+        """Whether the rank has a part in the step; in a norm every rank has."""
+        return isinstance(step, Norm) or not set(stages_of(step)).isdisjoint(self.b.stages)
+
+    def _compute(self, step: Compute) -> None:
+        b = self.b
+        code = b.short_segment().code
+        call = b.shared.local_call(step, b.here)
+        source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
+        code.call(call, step.operands, step.results, source)
+        for name, spec in results_of(step):
+            b.record(name, spec)
+
+    def _finish_gathers(self, values: Sequence[str]) -> None:
+        """Complete the gathers that make these plan values."""
+        for value in values if self.gathers else ():
+            started = self.gathers.get(self.b.value(value))
+            if started is not None:
+                moves.finish(self.b, started)
+                self.gathers = {v: g for v, g in self.gathers.items() if g is not started}
+
+    def wait_sends(self, step: int | None) -> None:
+        """Complete the sends whose receives start at earlier steps; all of them for None.
+
+        So a wait needs what happens at earlier steps alone, and the steps are an order of all
+        ranks: waits form no circle, however many stages a rank has.
+        """
+        # a wait completes all sends of its value, so it comes when the last of them is due
+        latest = {value: at for at, value in sorted(self.sends)}
+        due = [v for v, at in latest.items() if step is None or at < step]
+        self.sends = [(at, v) for at, v in self.sends if v not in due]
+        if due:
+            self.b.start(Wait(tuple(dict.fromkeys(due)), label=f"{self.b.label}: sent"))
+
+
+# -- closing segments: which values live how long --------------------------------------------------
+
+
+def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, ...]:
+    """The instructions: each segment a call that returns what later ones read; values freed after
+    their last use. ``permanent``: what is fed, returned, or outlives the program."""
+    reads = _all_reads(b)
+    last: dict[str, int] = {}
+    for number, names in enumerate(reads):
+        last.update(dict.fromkeys(names, number))
+    final: list[Instruction] = []
+    for number, item in enumerate(b.instructions):
+        unread: tuple[str, ...] = ()
+        if isinstance(item, LocalCode):
+            places = {n: b.place(item, n) for n in item.code.defined}
+            made = {n: v for n, v in places.items() if last.get(v, -1) > number or v in permanent}
+            name = b.functions.add(item.code, _function_name(b, item), tuple(made))
+            writes = tuple(b.place(item, n) for n in item.writes)
+            source, outputs = item.code.user_lines(), tuple(made.values())
+            call = Call(name, reads[number], outputs, writes, label=item.label, source=source)
+            final.append(call)
+        else:
+            final.append(item)
+            results = outputs_of(item)
+            unread = tuple(v for v in results if v not in last and v not in permanent)
+        dead = tuple(
+            dict.fromkeys(
+                v
+                for v in (*reads[number], *unread)
+                if last.get(v, number) == number and v not in permanent
+            )
+        )
+        if dead:
+            final.append(Free(dead, label=item.label))
+    return _wait_before_free(final)
+
+
+def _function_name(b: RankBuilder, segment: LocalCode) -> str:
+    kind = segment.label.split(":")[0].replace(" ", "_")
+    return f"{b.plan.name}_{kind}".replace("@", "_")
+
+
+def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
+    """What each item reads; a collective reads its inputs until it is waited for."""
+    started: dict[str, tuple[str, ...]] = {}
+    reads: list[tuple[str, ...]] = []
+    for item in b.instructions:
+        match item:
+            case LocalCode():
+                reads.append(tuple(b.place(item, name) for name in item.code.inputs))
+            case Wait(values):
+                reads.append((*values, *(v for done in values for v in started.get(done, ()))))
+            case _:
+                reads.append(inputs_of(item))
+        if isinstance(item, Collective):
+            started.update(dict.fromkeys(item.outputs, item.inputs))
+    return reads
+
+
+def _wait_before_free(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """A value that is being sent may be freed only once its send is complete."""
+    sending: set[str] = set()
+    result: list[Instruction] = []
+    for item in instructions:
+        match item:
+            case Send(value):
+                sending.add(value)
+            case Wait(values):
+                sending.difference_update(values)
+            case Free(values):
+                held = tuple(v for v in values if v in sending)
+                if held:
+                    result.append(Wait(held, label=item.label))
+                    sending.difference_update(held)
+            case _:
+                pass
+        result.append(item)
+    return tuple(result)

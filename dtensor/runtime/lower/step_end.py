@@ -25,6 +25,7 @@ from dtensor.daft import Buffer
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
+from dtensor.runtime.lower.code import tuple_text
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
 from dtensor.sharding.plan.record import PlannedInput
@@ -40,20 +41,19 @@ def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
     that share their storage with nothing."""
     last = action.microbatch == b.plan.num_microbatches - 1
     for step in b.shared.actions.sums(action.kind, action.stage):
-        _add(b, step, action.microbatch, owned, last=last)
+        _add(b, step, owned, last=last)
 
 
-def _add(b: RankBuilder, step: Accumulate, microbatch: int, owned: set[str], *, last: bool) -> None:
-    segment = b.short_segment(microbatch)
-    total = step.result if last else f"{step.result}@{microbatch}"
+def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> None:
+    segment = b.short_segment()
+    total = step.result if last else f"{step.result}@{b.microbatch}"
     segment.table[step.result] = total
-    segment.table[step.operand] = b.value(step.operand, microbatch)
     previous = b.accumulated.get(step.result)
     if previous is None:
         text = f"{step.result} = {step.operand}"
         if step.src.dtype != step.dst.dtype:
             text += f".to({segment.code.literal(step.dst.dtype, ())})"
-        segment.code.line(text, [step.operand], [step.result], None)
+        segment.code.line(text, [step.operand], [step.result])
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
@@ -61,10 +61,10 @@ def _add(b: RankBuilder, step: Accumulate, microbatch: int, owned: set[str], *, 
         added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
         owned.add(step.result)
         text = f"{step.result} = {added}"
-        segment.code.line(text, [before, step.operand], [step.result], None)
+        segment.code.line(text, [before, step.operand], [step.result])
     b.price(step)
     b.accumulated[step.result] = total
-    b.nbytes[total] = step.dst.local_nbytes(b.at(None))
+    b.nbytes[total] = step.dst.local_nbytes(b.here)
 
 
 def tie_sum(b: RankBuilder, step: TieSum) -> None:
@@ -75,17 +75,15 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
     operands = _addends(b, step, mine)
     total = operands[0]
     if len(mine) > 1:  # several of the stages are this rank's: their sum is local
-        segment = b.segment(None)
         total = f"{step.results[first]}_here"
-        b.names(segment, (*operands, total), None)
-        segment.code.line(f"{total} = {' + '.join(operands)}", operands, [total], None)
-        b.record(total, step.spec, None)
+        b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total])
+        b.record(total, step.spec)
     if len(hosts) > 1:
-        buffer = Buffer(step.spec.local_shape(b.at(None)), step.spec.dtype)
+        buffer = Buffer(step.spec.local_shape(b.here), step.spec.dtype)
         b.collective(
             "all_reduce",
             f"tied {step.of}",
-            ((b.value(total, None), buffer),),
+            ((b.value(total), buffer),),
             ((step.results[first], buffer),),
             f"the gradients of {step.of} over stages {step.stages}",
             group=hosts,
@@ -94,8 +92,8 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
         total = step.results[first]
     for i in mine:
         if step.results[i] != total:
-            b.renamed(total, step.results[i], None, None)
-        b.record(step.results[i], step.spec, None)
+            b.renamed(total, step.results[i])
+        b.record(step.results[i], step.spec)
 
 
 def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
@@ -104,19 +102,18 @@ def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
     parameter = next(i for i in b.plan.inputs if i.label == step.of)
     if parameter.spec.dtype == step.spec.dtype:
         return operands
-    segment = b.segment(None)
-    dtype = segment.code.literal(step.spec.dtype, ())
+    code = b.segment().code
+    dtype = code.literal(step.spec.dtype, ())
     for operand in operands:
         wide = f"{operand}_wide"
-        b.names(segment, (operand, wide), None)
-        segment.code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], None)
-        b.record(wide, step.spec, None)
+        code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide])
+        b.record(wide, step.spec)
     return [f"{operand}_wide" for operand in operands]
 
 
 def counts(b: RankBuilder, spec: TensorSpec) -> bool:
     """Whether this rank is the one among replicas whose copy enters the norm."""
-    here = b.at(None)
+    here = b.here
     return all(
         here[axis] == 0
         for axis, placement in spec.sharding.items()
@@ -131,12 +128,8 @@ def norm(b: RankBuilder, step: Norm) -> None:
         for (stage, value, _), spec in zip(step.operands, step.specs, strict=True)
         if stage in b.stages and counts(b, spec)
     ]
-    segment = b.segment(None)
-    b.names(segment, counted, None)
     name = f"{step.result}_squares"
-    segment.table[name] = name
-    device = b.shared.device
-    segment.code.apply(sum_of_squares, "sum_of_squares", counted, name, device, packed=True)
+    b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device)
     b.nbytes[name] = 4
     buffer = Buffer((), torch.float32)
     for axis, num in b.plan.mesh.shape.items():
@@ -145,14 +138,8 @@ def norm(b: RankBuilder, step: Norm) -> None:
             sent, made = ((name, buffer),), ((reduced, buffer),)
             b.collective("all_reduce", axis, sent, made, f"the norm over {axis}", op="sum")
             name = reduced
-    segment = b.segment(None)
     pair = (step.result, f"{step.result}_clip")
-    for made in (name, *pair):
-        segment.table[made] = made
-    function = segment.code.bind("clip_coefficient", clip_coefficient)
-    segment.code.line(
-        f"{pair[0]}, {pair[1]} = {function}({name}, {step.max_norm!r})", [name], pair, None
-    )
+    b.segment().code.apply(clip_coefficient, [name], pair, step.max_norm)
     b.nbytes.update(dict.fromkeys(pair, 4))
 
 
@@ -160,15 +147,13 @@ def snapshot(b: RankBuilder) -> dict[str, str]:
     """Copy the results: one may be a view of state that the step is about to change. By the
     program's name of a result, the copy."""
     copies: dict[str, str] = {}
-    segment = b.segment(None)
+    segment = b.segment()
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
             if stage in b.stages:
                 name = f"result_{output.of}_copy"
-                b.names(segment, (value,), None)
-                segment.table[name] = name
-                segment.code.line(f"{name} = {value}.clone()", [value], [name], None)
-                b.nbytes[name] = b.nbytes.get(segment.table[value], 0)
+                segment.code.line(f"{name} = {value}.clone()", [value], [name])
+                b.nbytes[name] = b.nbytes.get(b.value(value), 0)
                 copies[f"result {output.of}"] = name
     b.close()
     return copies
@@ -188,15 +173,12 @@ def mutate(b: RankBuilder) -> None:
     if not found:
         return
     b.close()
-    segment = b.segment(None)
+    segment = b.segment()
     for _, value in found:
-        b.names(segment, (value,), None)
-        segment.code.line(f"{value}_new = {value}.clone()", [value], [f"{value}_new"], None)
-        segment.table[f"{value}_new"] = f"{value}_new"
+        segment.code.line(f"{value}_new = {value}.clone()", [value], [f"{value}_new"])
     for name, value in found:
-        b.names(segment, (name,), None)
-        segment.code.line(f"{name}.copy_({value}_new)", [name, f"{value}_new"], (), None)
-    segment.writes = tuple(segment.table[name] for name, _ in found)
+        segment.code.line(f"{name}.copy_({value}_new)", [name, f"{value}_new"], ())
+    segment.writes = tuple(name for name, _ in found)
     b.close()
 
 
@@ -211,38 +193,29 @@ def update(b: RankBuilder) -> None:
     clip = next((f"{s.result}_clip" for s in b.plan.steps if isinstance(s, Norm)), None)
     b.close()
     b.label = "update"
-    segment = b.segment(None)
+    segment = b.segment()
     for step in updates:
         b.price(step)
     names = [inputs[s.parameter].name for s in updates]
     gradients = [s.gradient for s in updates]
-    b.names(segment, (*names, *gradients), None)
-    segment.table.update({"optimizer": optimizer, "options": "options"})
-    segment.writes = (optimizer, *(segment.table[name] for name in names))
-    extra = [clip] if clip else []
-    segment.table.update({name: name for name in extra})
+    segment.table["optimizer"] = optimizer
+    segment.writes = ("optimizer", *names)
     parts = [_slice(b, inputs[s.parameter], s) for s in updates]
-    function = segment.code.bind("step_optimizer", step_optimizer)
-    labels = segment.code.bind("labels", tuple(s.parameter for s in updates))
-    reads = ["optimizer", "options", *parts, *gradients, *extra]
-    segment.code.line(
-        f"{function}(optimizer, options, {labels}, ({''.join(f'{n}, ' for n in parts)}), "
-        f"({''.join(f'{g}, ' for g in gradients)}), {clip})",
-        reads,
-        (),
-        None,
-    )
+    code = segment.code
+    function = code.bind("step_optimizer", step_optimizer)
+    labels = code.bind("labels", tuple(s.parameter for s in updates))
+    given = f"{labels}, {tuple_text(parts)}, {tuple_text(gradients)}, {clip}"
+    reads = ["optimizer", "options", *parts, *gradients, *([clip] if clip else [])]
+    code.line(f"{function}(optimizer, options, {given})", reads, ())
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
         if part != name and any(len(intervals) > 1 for intervals in where):  # a slice is a copy
-            bound = segment.code.bind("layout", where)
-            called = segment.code.bind("write", write)
-            segment.code.line(f"{called}({name}, {part}, {bound})", [name, part], (), None)
+            code.apply(write, [name, part], (), layout=where)
     b.close()
     for step in b.plan.steps:
         if isinstance(step, Bucket) and step.in_place and step.stage in b.stages:
             b.label = "regather"
-            started = moves.bucket(b, step, None)
+            started = moves.bucket(b, step)
             assert started is not None, "updated parameters are gathered"
             moves.finish(b, started)
     b.label = "optimizer"
@@ -250,17 +223,15 @@ def update(b: RankBuilder) -> None:
 
 def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
     """Where the elements that this rank updates stand in what it holds of the parameter."""
-    return given(item.held, step.spec, b.at(None), b.at(None))
+    return given(item.held, step.spec, b.here, b.here)
 
 
 def _slice(b: RankBuilder, item: PlannedInput, step: Update) -> str:
     """The part of a parameter that this rank updates; a view where it is one block."""
     if step.spec == item.held:
         return item.name
-    segment = b.segment(None)
     part = f"{item.name}_part"
-    segment.table[part] = part
-    segment.code.apply(block, "block", [item.name], part, _where(b, item, step))
+    b.segment().code.apply(block, [item.name], [part], _where(b, item, step))
     return part
 
 
@@ -268,14 +239,14 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
     """Give the values that the program returns their output names."""
     b.close()
     b.label = "outputs"
-    segment = b.segment(None)
+    segment = b.segment()
     for number, (name, value) in enumerate(outputs.items()):
         result = f"out{number}"
         read = f"value{number}"
         segment.table[read] = value
         segment.table[result] = name
         b.nbytes[name] = b.nbytes.get(value, 0)
-        segment.code.line(f"{result} = {read}", [read], [result], None)
+        segment.code.line(f"{result} = {read}", [read], [result])
     b.close()
 
 

@@ -16,9 +16,9 @@ all that lowering reads. Communication is inserted from the grid, never written.
 
 from dtensor.runtime.schedule.custom import Custom, Ordered
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, validate
-from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, span_bubble, timeline, waits
+from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, timeline, waits
 from dtensor.runtime.schedule.published import GPipe, Interleaved1F1B, LoopedBFS, OneFOneB
-from dtensor.runtime.schedule.search import Found, Searched, search
+from dtensor.runtime.schedule.search import Found, Searched
 from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
 
 __all__ = [
@@ -43,8 +43,6 @@ __all__ = [
     "bubble",
     "in_flight",
     "place",
-    "search",
-    "span_bubble",
     "timeline",
     "validate",
     "waits",

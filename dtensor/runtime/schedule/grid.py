@@ -24,7 +24,7 @@ It does not communicate and does not place parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,17 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def held(self) -> int:
+        """How many more activations its stage holds afterwards: one from F to the end of B or W."""
+        match self.kind:
+            case "F":
+                return 1
+            case "B" | "W":
+                return -1
+            case "I":
+                return 0
 
     def gives(self) -> tuple[Event, ...]:
         match self.kind:
@@ -179,12 +190,14 @@ class Grid:
         `F0` without a stage is the stage that has the number of its row.
         """
         lines = [line.split() for line in text.splitlines() if line.strip()]
-        rows = [[_parse_entry(entry, rank) for entry in line] for rank, line in enumerate(lines)]
-        return fill(rows)
-
-
-def _parse_entry(entry: str, rank: int) -> Action | None:
-    return None if entry == "." else parse_action(entry, rank)
+        steps = max(map(len, lines), default=0)
+        return cls(
+            tuple(
+                tuple(None if e == "." else parse_action(e, rank) for e in line)
+                + (None,) * (steps - len(line))
+                for rank, line in enumerate(lines)
+            )
+        )
 
 
 def parse_action(entry: str, rank: int) -> Action:
@@ -199,11 +212,6 @@ def parse_action(entry: str, rank: int) -> Action:
     kind = KINDS["FBIW".index(found["kind"])]
     stage = rank if found["stage"] is None else int(found["stage"])
     return Action(kind, int(found["microbatch"]), stage)
-
-
-def fill(rows: Sequence[Sequence[Action | None]]) -> Grid:
-    steps = max(map(len, rows), default=0)
-    return Grid(tuple((*row, *[None] * (steps - len(row))) for row in rows))
 
 
 # -- what a grid must keep -------------------------------------------------------------------------
@@ -256,24 +264,40 @@ def _broken(grid: Grid, fact: str, *places: tuple[Action, tuple[int, int]]) -> P
 
 def place(orders: Sequence[Sequence[Action]]) -> Grid:
     """Give each action the earliest step that its rank's order and its inputs allow."""
-    num_stages = 1 + max(action.stage for order in orders for action in order)
-    at: dict[Event, int] = {}
-    rows: list[list[Action | None]] = [[] for _ in orders]
-    position = [0] * len(orders)
-    step = 0
-    while any(position[rank] < len(order) for rank, order in enumerate(orders)):
+    times = replay(orders, lambda action: 1)
+    steps = max((end for row in times for _, end in row), default=0)
+    rows: list[list[Action | None]] = [[None] * int(steps) for _ in orders]
+    for row, order, own in zip(rows, orders, times, strict=True):
+        for action, (begin, _) in zip(order, own, strict=True):
+            row[int(begin)] = action
+    return Grid(tuple(map(tuple, rows)))
+
+
+def replay(
+    orders: Sequence[Sequence[Action]], lasts: Callable[[Action], float]
+) -> list[list[tuple[float, float]]]:
+    """By rank, when each of its actions begins and ends, each as soon as its inputs are there.
+
+    PlanningError for orders that wait for each other.
+    """
+    num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
+    done: dict[Event, float] = {}
+    free = [0.0] * len(orders)
+    times: list[list[tuple[float, float]]] = [[] for _ in orders]
+    moved = True
+    while moved:
+        moved = False
         for rank, order in enumerate(orders):
-            action = order[position[rank]] if position[rank] < len(order) else None
-            if action is not None and all(
-                at.get(needed, step) < step for needed in action.takes(num_stages)
-            ):
-                at.update(dict.fromkeys(action.gives(), step))
-                position[rank] += 1
-            else:
-                action = None
-            rows[rank].append(action)
-        if all(row[-1] is None for row in rows):
-            stuck = [str(o[position[r]]) for r, o in enumerate(orders) if position[r] < len(o)]
-            raise PlanningError(f"These orders wait for each other: {', '.join(stuck)} are next.")
-        step += 1
-    return fill(rows)
+            for action in order[len(times[rank]) :]:
+                needed = action.takes(num_stages)
+                if any(event not in done for event in needed):
+                    break
+                begin = max([free[rank], *(done[event] for event in needed)])
+                free[rank] = begin + lasts(action)
+                done.update(dict.fromkeys(action.gives(), free[rank]))
+                times[rank].append((begin, free[rank]))
+                moved = True
+    stuck = [str(o[len(t)]) for o, t in zip(orders, times, strict=True) if len(t) < len(o)]
+    if stuck:
+        raise PlanningError(f"These orders wait for each other: {', '.join(stuck)} are next.")
+    return times

@@ -10,13 +10,14 @@ takes no time here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
-from dtensor.runtime.schedule.grid import Action, Event, Grid
+from dtensor.runtime.schedule.grid import Action, Grid, replay
 
-__all__ = ["Costs", "bubble", "in_flight", "span_bubble", "timeline", "waits"]
+__all__ = ["Costs", "bubble", "in_flight", "timeline", "waits"]
 
 PerStage = float | tuple[float, ...]
 
@@ -60,16 +61,9 @@ EQUAL = Costs()
 
 def timeline(grid: Grid, costs: Costs = EQUAL) -> Mapping[Action, tuple[float, float]]:
     """When each action begins and ends."""
-    found: dict[Action, tuple[float, float]] = {}
-    done: dict[Event, float] = {}
-    free = [0.0] * grid.num_ranks
-    # In the order of steps, whatever an action takes has been timed before it.
-    for _, rank, action in grid.actions():
-        begin = max([free[rank], *(done[event] for event in action.takes(grid.num_stages))])
-        free[rank] = begin + costs.of(action)
-        done.update(dict.fromkeys(action.gives(), free[rank]))
-        found[action] = begin, free[rank]
-    return found
+    orders = [grid.order(rank) for rank in range(grid.num_ranks)]
+    times = replay(orders, costs.of)
+    return dict(zip(itertools.chain(*orders), itertools.chain(*times), strict=True))
 
 
 def bubble(grid: Grid, costs: Costs = EQUAL) -> float:
@@ -86,24 +80,6 @@ def waits(grid: Grid, costs: Costs = EQUAL) -> tuple[float, tuple[float, ...]]:
     return span, tuple(span - sum(costs.of(action) for action in order) for order in ranks)
 
 
-def span_bubble(grid: Grid, costs: Costs = EQUAL) -> float:
-    """The idle fraction of the rank that idles most between its own first and last action.
-
-    That is what counts where a rank begins its next step without waiting for the others, as the
-    zero-bubble schedules assume (Qi et al. 2023, section 4).
-    """
-    times = timeline(grid, costs)
-    worst = 0.0
-    for rank in range(grid.num_ranks):
-        mine = [times[action] for action in grid.order(rank)]
-        if not mine:
-            continue
-        span = max(end for _, end in mine) - min(begin for begin, _ in mine)
-        busy = sum(end - begin for begin, end in mine)
-        worst = max(worst, 1.0 - busy / span if span else 0.0)
-    return worst
-
-
 def in_flight(grid: Grid) -> tuple[int, ...]:
     """Per stage, the most microbatches whose activations it holds at once.
 
@@ -113,12 +89,6 @@ def in_flight(grid: Grid) -> tuple[int, ...]:
     held = [0] * grid.num_stages
     most = [0] * grid.num_stages
     for _, _, action in grid.actions():
-        match action.kind:
-            case "F":
-                held[action.stage] += 1
-            case "B" | "W":
-                held[action.stage] -= 1
-            case "I":
-                pass
+        held[action.stage] += action.held
         most[action.stage] = max(most[action.stage], held[action.stage])
     return tuple(most)

@@ -8,31 +8,42 @@ descending, so that gradients add up in the same order under every schedule.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.schedule.grid import Action, Grid, place
 
 
 @dataclass(frozen=True, slots=True)
-class GPipe:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
-
-    The bubble is (p-1)/(m+p-1) of the time, and every stage holds the activations of all m
-    microbatches. Several stages per rank run as in `LoopedBFS`.
-    """
+class OfMicrobatches(ABC):
+    """A schedule of a number of microbatches, at least one."""
 
     microbatches: int
 
     def __post_init__(self) -> None:
         check_microbatches(self.microbatches)
 
+    @abstractmethod
+    def grid(self, num_stages: int, num_ranks: int) -> Grid: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GPipe(OfMicrobatches):
+    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
+
+    The bubble is (p-1)/(m+p-1) of the time, and every stage holds the activations of all m
+    microbatches. Several stages per rank run as in `LoopedBFS`.
+    """
+
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         return _breadth_first("GPipe", self.microbatches, num_stages, num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class LoopedBFS:
+class LoopedBFS(OfMicrobatches):
     """Each rank ends one stage on all microbatches before its next (breadth-first:
     Lamy-Poirier 2023, arXiv:2211.05953).
 
@@ -40,66 +51,41 @@ class LoopedBFS:
     stage holds the activations of all m microbatches.
     """
 
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
-
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         return _breadth_first("LoopedBFS", self.microbatches, num_stages, num_ranks)
 
 
 def _breadth_first(name: str, microbatches: int, num_stages: int, num_ranks: int) -> Grid:
     check_dealt(name, num_stages, num_ranks)
-    orders: list[list[Action]] = []
-    for rank in range(num_ranks):
-        mine = range(rank, num_stages, num_ranks)
-        forwards = [Action("F", m, s) for s in mine for m in range(microbatches)]
-        backwards = [Action("B", m, s) for s in mine[::-1] for m in range(microbatches)]
-        orders.append(forwards + backwards)
-    return place(orders)
+    forwards = num_stages // num_ranks * microbatches  # of a rank
+    return _in_turn([range(microbatches)], num_stages, num_ranks, [forwards] * num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
-class OneFOneB:
+class OneFOneB(OfMicrobatches):
     """One forward, one backward (PipeDream-flush: Narayanan et al. 2021, arXiv:2006.09503).
 
     One stage per rank. The bubble is (p-1)/(m+p-1) of the time, as for GPipe, but stage s holds
     the activations of at most min(p-s, m) microbatches.
     """
 
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
-
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         check_one_each(
             "1F1B", num_stages, num_ranks, f"Interleaved1F1B(microbatches={self.microbatches})"
         )
-        orders: list[list[Action]] = []
-        for stage in range(num_stages):
-            # The forwards that fill the pipeline below this stage before its first backward.
-            ahead = min(num_stages - stage - 1, self.microbatches)
-            forwards = [Action("F", m, stage) for m in range(self.microbatches)]
-            backwards = [Action("B", m, stage) for m in range(self.microbatches)]
-            orders.append(alternate(forwards, backwards, ahead))
-        return place(orders)
+        # the forwards that fill the pipeline below a stage before its first backward
+        ahead = [num_stages - stage - 1 for stage in range(num_stages)]
+        return _in_turn([range(self.microbatches)], num_stages, num_ranks, ahead)
 
 
 @dataclass(frozen=True, slots=True)
-class Interleaved1F1B:
+class Interleaved1F1B(OfMicrobatches):
     """1F1B over v stages per rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
 
     A rank runs p microbatches through one of its stages, the same p through its next, and so on.
     For m a multiple of p the bubble is (p-1)/(v m + p-1) of the time. Other m must be a multiple
     of max(1, m // p), the number of rounds, each of which takes as many microbatches.
     """
-
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         check_dealt("Interleaved1F1B", num_stages, num_ranks)
@@ -112,26 +98,29 @@ class Interleaved1F1B:
                 f"the ranks, or LoopedBFS(microbatches={self.microbatches})"
             )
         each = self.microbatches // rounds
+        groups = [range(each * n, each * (n + 1)) for n in range(rounds)]
         v = num_stages // num_ranks
-        orders: list[list[Action]] = []
-        for rank in range(num_ranks):
-            mine = range(rank, num_stages, num_ranks)
-            batches = [range(each * n, each * (n + 1)) for n in range(rounds)]
-            forwards = [Action("F", m, s) for group in batches for s in mine for m in group]
-            backwards = [Action("B", m, s) for group in batches for s in mine[::-1] for m in group]
-            # all stages but the last on the first round, and two for each rank further down: the
-            # forward and the backward that pass through it meanwhile
-            ahead = (v - 1) * each + (2 if v > 1 else 1) * (num_ranks - 1 - rank)
-            orders.append(alternate(forwards, backwards, min(ahead, len(forwards))))
-        return place(orders)
+        # all stages but the last on the first round, and two for each rank further down: the
+        # forward and the backward that pass through it meanwhile
+        below = [(2 if v > 1 else 1) * (num_ranks - 1 - rank) for rank in range(num_ranks)]
+        return _in_turn(groups, num_stages, num_ranks, [(v - 1) * each + n for n in below])
 
 
-def alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """``ahead`` forwards, then one forward and one backward in turn, then the other backwards."""
-    order = forwards[:ahead]
-    for number, backward in enumerate(backwards):
-        order += [*forwards[ahead + number : ahead + number + 1], backward]
-    return order
+def _in_turn(
+    groups: Sequence[Sequence[int]], num_stages: int, num_ranks: int, ahead: Sequence[int]
+) -> Grid:
+    """Rank r runs ``ahead[r]`` forwards, then one forward and one backward in turn, then the other
+    backwards. A group of microbatches passes through all stages of a rank before the next does."""
+    orders: list[list[Action]] = []
+    for rank in range(num_ranks):
+        mine = range(rank, num_stages, num_ranks)
+        forwards = [Action("F", m, s) for group in groups for s in mine for m in group]
+        backwards = [Action("B", m, s) for group in groups for s in mine[::-1] for m in group]
+        order = forwards[: ahead[rank]]
+        for forward, backward in zip_longest(forwards[ahead[rank] :], backwards):
+            order += [backward] if forward is None else [forward, backward]
+        orders.append(order)
+    return place(orders)
 
 
 # -- what schedules take -------------------------------------------------------------------------

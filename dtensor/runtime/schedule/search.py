@@ -1,7 +1,7 @@
 """A schedule that is searched for: given what stages cost and what a rank may hold.
 
-    found = search(4, 2, 6, costs=Costs(forward=(1, 3, 1, 1)), most_held=4)
-    print(found)                # the grid, and: 62 of time, 4.2% above the lower bound 59.5
+    schedule = Searched(microbatches=6, costs=Costs(forward=(1, 3, 1, 1)), most_held=4)
+    print(schedule.search(4, 2))    # the grid, and: 62 of time, 4.2% above the lower bound 59.5
 
 List scheduling (Graham 1966): time goes on, and a rank that is free starts the ready action from
 which the longest chain of others still hangs. Many runs with perturbed chains (seeded), then
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dtensor.errors import PlanningError, check_kind, check_number
-from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place
+from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, replay
 from dtensor.runtime.schedule.measure import EQUAL, Costs, timeline
 from dtensor.runtime.schedule.published import (
     Interleaved1F1B,
@@ -61,7 +61,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The schedule that `search` finds; not a published one.
+    """The schedule that is found; not a published one.
 
     ``most_held``: the most activations, counted as (stage, microbatch), that a rank may hold at
     once; None: no limit. ``halves``: backwards may stand as I and W. Stages are dealt out in turn.
@@ -84,30 +84,14 @@ class Searched:
         return self.search(num_stages, num_ranks).grid
 
     def search(self, num_stages: int, num_ranks: int) -> Found:
-        """The grid with its time and the lower bound."""
-        return search(
-            num_stages,
-            num_ranks,
-            self.microbatches,
-            costs=self.costs,
-            most_held=self.most_held,
-            halves=self.halves,
-            seed=self.seed,
-        )
+        """The fastest grid found, its time and the lower bound. Raises PlanningError where
+        ``most_held`` admits none."""
+        return _search(self, num_stages, num_ranks)
 
 
 @lru_cache(maxsize=32)
-def search(
-    num_stages: int,
-    num_ranks: int,
-    microbatches: int,
-    *,
-    costs: Costs = EQUAL,
-    most_held: int | None = None,
-    halves: bool = True,
-    seed: int = 0,
-) -> Found:
-    """The fastest grid found. Raises PlanningError where ``most_held`` admits none."""
+def _search(asked: Searched, num_stages: int, num_ranks: int) -> Found:
+    most_held, costs = asked.most_held, asked.costs
     check_dealt("Searched", num_stages, num_ranks)
     each = num_stages // num_ranks
     if most_held is not None and most_held < each:
@@ -115,8 +99,8 @@ def search(
             f"a rank may hold {most_held} activations and has {each} stages, each of which holds "
             f"one while a microbatch is on its way.\nfix: most_held={each}, or more"
         )
-    problem = _Problem(num_stages, num_ranks, microbatches, costs, most_held, halves)
-    draw = random.Random(seed)
+    problem = _Problem(num_stages, num_ranks, asked.microbatches, costs, most_held, asked.halves)
+    draw = random.Random(asked.seed)
     best: tuple[float, Orders] | None = None
     for orders in (*_published(problem), *(problem.listed(draw, n) for n in range(_RUNS))):
         if orders is not None and problem.fits(orders):
@@ -185,33 +169,18 @@ class _Problem:
         for order in orders:
             held = 0
             for action in order:
-                held += _held(action)
+                held += action.held
                 if self.most_held is not None and held > self.most_held:
                     return False
         return True
 
     def time(self, orders: Orders) -> float | None:
         """When the last action ends; None where the orders wait for each other."""
-        done: dict[Event, float] = {}
-        free = [0.0] * len(orders)
-        at = [0] * len(orders)
-        moved = True
-        while moved:
-            moved = False
-            for rank, order in enumerate(orders):
-                while at[rank] < len(order):
-                    action = order[at[rank]]
-                    needed = action.takes(self.num_stages)
-                    if any(event not in done for event in needed):
-                        break
-                    begin = max([free[rank], *(done[event] for event in needed)])
-                    free[rank] = begin + self.costs.of(action)
-                    done.update(dict.fromkeys(action.gives(), free[rank]))
-                    at[rank] += 1
-                    moved = True
-        if any(n < len(order) for n, order in zip(at, orders, strict=True)):
+        try:
+            times = replay(orders, self.costs.of)
+        except PlanningError:
             return None
-        return max(free)
+        return max(end for row in times for _, end in row)
 
     def listed(self, draw: random.Random, run: int) -> Orders | None:
         """One run of list scheduling; None where it got stuck in its memory.
@@ -246,7 +215,7 @@ class _Problem:
                 action = max(allowed, key=lambda a: (chosen[a], -a.microbatch, a.kind))
                 ready[rank].remove(action)
                 orders[rank].append(action)
-                held[rank] += _held(action)
+                held[rank] += action.held
                 free[rank] = now + self.costs.of(action)
                 count += 1
                 heapq.heappush(ends, (free[rank], count, action))
@@ -311,16 +280,6 @@ class _Problem:
             else value + max(self.microbatches - a.microbatch, lowest) * (late * step)
             for a, value in chain.items()
         }
-
-
-def _held(action: Action) -> int:
-    match action.kind:
-        case "F":
-            return 1
-        case "B" | "W":
-            return -1
-        case "I":
-            return 0
 
 
 def _exchanged(

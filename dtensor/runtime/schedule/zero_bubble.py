@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.schedule.grid import Action, Grid, Kind, place
-from dtensor.runtime.schedule.published import check_microbatches, check_one_each
+from dtensor.runtime.schedule.published import OfMicrobatches, check_one_each
 
 
 @dataclass(frozen=True, slots=True)
-class ZBH1:
+class ZBH1(OfMicrobatches):
     """1F1B whose W wait, so that they fill the end (Qi et al. 2023, arXiv:2401.10241, section 2.1).
 
     Stage s runs the W of microbatch j after the I of j + s. Every stage holds the activations of at
@@ -24,23 +24,12 @@ class ZBH1:
     of a rank is (p-1)(f+i-w); for f = i = w a third of 1F1B's.
     """
 
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
-
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
-        check_one_each("ZB-H1", num_stages, num_ranks, "ZBV, with two")
-        return place(
-            [
-                _waiting_weights(stage, self.microbatches, ahead=num_stages - stage - 1, lag=stage)
-                for stage in range(num_stages)
-            ]
-        )
+        return _with_weights_late("ZB-H1", self.microbatches, num_stages, num_ranks, lag=1)
 
 
 @dataclass(frozen=True, slots=True)
-class ZBH2:
+class ZBH2(OfMicrobatches):
     """ZB-H1 with twice the memory and no bubble (Qi et al. 2023, arXiv:2401.10241, section 2.2).
 
     Stage s runs 2(p-s-1) forwards ahead, and the W of microbatch j after the I of j + 2s, and holds
@@ -49,32 +38,27 @@ class ZBH2:
     one with a global gradient norm does, idles for (p-1) f.
     """
 
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
-
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
-        check_one_each("ZB-H2", num_stages, num_ranks, "ZBV, with two")
-        return place(
-            [
-                _waiting_weights(
-                    stage, self.microbatches, ahead=2 * (num_stages - stage - 1), lag=2 * stage
-                )
-                for stage in range(num_stages)
-            ]
-        )
+        return _with_weights_late("ZB-H2", self.microbatches, num_stages, num_ranks, lag=2)
 
 
-def _waiting_weights(stage: int, microbatches: int, ahead: int, lag: int) -> list[Action]:
-    """1F1B with ``ahead`` forwards first, where each W comes ``lag`` microbatches after its I."""
-    forwards = [Action("F", m, stage) for m in range(microbatches)]
-    order = forwards[:ahead]
-    for m in range(microbatches):
-        order += [*forwards[ahead + m : ahead + m + 1], Action("I", m, stage)]
-        if m >= lag:
-            order.append(Action("W", m - lag, stage))
-    return order + [Action("W", m, stage) for m in range(max(microbatches - lag, 0), microbatches)]
+def _with_weights_late(
+    name: str, microbatches: int, num_stages: int, num_ranks: int, lag: int
+) -> Grid:
+    """1F1B whose stage s runs ``lag`` (p-s-1) forwards first, and each W ``lag`` s microbatches
+    after its I."""
+    check_one_each(name, num_stages, num_ranks, "ZBV, with two")
+    orders: list[list[Action]] = []
+    for stage in range(num_stages):
+        forwards = [Action("F", m, stage) for m in range(microbatches)]
+        weights = [Action("W", m, stage) for m in range(microbatches)]
+        ahead, late = lag * (num_stages - stage - 1), lag * stage
+        order = forwards[:ahead]
+        for m in range(microbatches):
+            order += [*forwards[ahead + m : ahead + m + 1], Action("I", m, stage)]
+            order += weights[m - late : m - late + 1] if m >= late else []
+        orders.append(order + weights[max(microbatches - late, 0) :])
+    return place(orders)
 
 
 class _VRank:
@@ -115,17 +99,12 @@ class _VRank:
 
 
 @dataclass(frozen=True, slots=True)
-class ZBV:
+class ZBV(OfMicrobatches):
     """Zero bubble at 1F1B's memory (Qi et al. 2024, arXiv:2401.10241, section 6).
 
     For f = i = w and m >= 2p-1 no rank idles between its own first and last action. Each rank holds
     the activations of at most 2p of its half-sized stages.
     """
-
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         _check_v("ZBV", num_stages, num_ranks)
@@ -166,7 +145,7 @@ def _zbv(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
 
 
 @dataclass(frozen=True, slots=True)
-class DualPipeV:
+class DualPipeV(OfMicrobatches):
     """DeepSeek's DualPipe cut in half (DeepSeek-AI 2024, arXiv:2412.19437; "DualPipeV" of its
     published code): two microbatches pass a rank in opposite directions, so that the
     communication of one hides behind the compute of the other.
@@ -175,11 +154,6 @@ class DualPipeV:
     and a backward that run as one. Here they run one after the other, and what waits for the
     forward need not wait for both: for f = i = w a rank idles for (p-1) f.
     """
-
-    microbatches: int
-
-    def __post_init__(self) -> None:
-        check_microbatches(self.microbatches)
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         _check_v("DualPipeV", num_stages, num_ranks)

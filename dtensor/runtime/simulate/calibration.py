@@ -50,7 +50,7 @@ from dtensor.daft.run.engine import TIMES
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
-from dtensor.runtime.simulate.measured import Times
+from dtensor.runtime.simulate.trace import Times
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
@@ -380,7 +380,7 @@ def _function(
     bindings: dict[str, object] = dict(
         AdamW=torch.optim.AdamW,
         ShardOptimizer=ShardOptimizer,
-        add=torch.add,  # as the code of a step calls it: see lower/quick.py
+        add=torch.add,  # as the code of a step calls it: see lower/code.py
         attention=torch.ops.dt.attention.default,
         attention_backward=torch.ops.dt.attention_backward.default,
         device=device,

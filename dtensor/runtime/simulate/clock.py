@@ -20,14 +20,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dtensor.daft import Call, Collective, Free, RankProgram, Recv, Send, Wait
-from dtensor.daft.ir.instructions import Key, awaited, key_of, outputs_of
+from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
+from dtensor.daft.ir.instructions import Key, Start, key_of, outputs_of
+from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.rank import lower_rank
+from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.schedule import Grid
-from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track
+from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.redistribute.topology import Topology, ring_bytes
@@ -94,7 +95,8 @@ class _SimulatedRank:
     held: int = 0
     peak: int = 0
     sizes: dict[str, int] = field(default_factory=dict[str, int])
-    pending: dict[str, list[_Message]] = field(default_factory=dict)
+    waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    messages: dict[int, _Message] = field(default_factory=dict)  # by the place of the start
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class _Message:
     channels: tuple[tuple[int, Key], ...]
     started: dict[int, float] = field(default_factory=dict[int, float])
     end: float | None = None
-    names: dict[int, tuple[str, str | None]] = field(default_factory=dict)
+    items: dict[int, Start] = field(default_factory=dict)
 
 
 class _Clock:
@@ -121,11 +123,14 @@ class _Clock:
     def run(self) -> None:
         for rank in self.ranks.values():
             rank.sizes = dict(rank.program.nbytes)
+            rank.waits = starts_of_waits(rank.program.instructions)
             fed = (*rank.program.inputs, *rank.program.state)
             rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
             rank.peak = rank.held
             rank.now = self.plan.topology.step_latency
-            self._span(rank, "wait", CALL, 0.0, rank.now, None)
+            if rank.now:
+                span = Span(rank=rank.rank, track="wait", name=CALL, begin=0.0, end=rank.now)
+                self.spans.append(span)
         moved = True
         while moved:
             moved = False
@@ -143,20 +148,18 @@ class _Clock:
             case Call():
                 seconds = rank.seconds[rank.calls]
                 rank.calls += 1
-                self._span(rank, "compute", item.label, rank.now, rank.now + seconds, item.source)
+                self._span(rank.rank, "compute", item, rank.now, rank.now + seconds)
                 rank.now += seconds
                 self._hold(rank, item.outputs)
             case Send() | Recv() | Collective():
                 self._start(rank, item)
             case Wait():
-                messages = [m for value in item.values for m in rank.pending.get(value, ())]
+                messages = [rank.messages[start] for start in rank.waits[rank.at]]
                 if any(m.end is None for m in messages):
                     return False
                 end = max([rank.now, *(m.end for m in messages if m.end is not None)])
-                self._span(rank, "wait", item.label, rank.now, end, item.source)
+                self._span(rank.rank, "wait", item, rank.now, end)
                 rank.now = end
-                for value in item.values:
-                    rank.pending.pop(value, None)
             case Free():
                 rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
         return True
@@ -165,7 +168,7 @@ class _Clock:
         rank.held += sum(rank.sizes.get(value, 0) for value in values)
         rank.peak = max(rank.peak, rank.held)
 
-    def _start(self, rank: _SimulatedRank, item: Send | Recv | Collective) -> None:
+    def _start(self, rank: _SimulatedRank, item: Start) -> None:
         key = key_of(rank.rank, item)
         members = key[0]
         number = self.counts[rank.rank, key]
@@ -177,19 +180,18 @@ class _Clock:
             message = _Message(self._seconds(item), len(known), tuple((m, key) for m in known))
             self.messages[key, number] = message
         message.started[rank.rank] = rank.now
-        message.names[rank.rank] = item.label, item.source
-        for value in awaited(item):
-            rank.pending.setdefault(value, []).append(message)
+        message.items[rank.rank] = item
+        rank.messages[rank.at] = message
         self._hold(rank, outputs_of(item))
         if len(message.started) < message.members:
             return
         begin = max([*message.started.values(), *(self.free[c] for c in message.channels)])
         message.end = begin + message.seconds
         self.free.update(dict.fromkeys(message.channels, message.end))
-        for member, (name, source) in message.names.items():
-            self._span(self.ranks[member], "communication", name, begin, message.end, source)
+        for member, started in message.items.items():
+            self._span(member, "communication", started, begin, message.end)
 
-    def _seconds(self, item: Send | Recv | Collective) -> float:
+    def _seconds(self, item: Start) -> float:
         topology = self.plan.topology
         match item:
             case Send(buffer=buffer) | Recv(buffer=buffer):
@@ -207,15 +209,6 @@ class _Clock:
         first, second = (self.plan.mesh.coordinates(rank) for rank in group[:2])
         return next(axis for axis in first if first[axis] != second[axis])
 
-    def _span(
-        self,
-        rank: _SimulatedRank,
-        track: Track,
-        name: str,
-        begin: float,
-        end: float,
-        source: str | None,
-    ) -> None:
+    def _span(self, rank: int, track: Track, item: Instruction, begin: float, end: float) -> None:
         if end > begin:
-            span = Span(rank=rank.rank, track=track, name=name, begin=begin, end=end, source=source)
-            self.spans.append(span)
+            self.spans.append(span_of(rank, track, item, begin, end))

@@ -7,7 +7,8 @@
 
 In a notebook a trace draws itself. Invariants: times are in seconds from the start of the step;
 spans stand in order of their begin; what a rank computes and waits for does not overlap. Its
-messages may, as each channel has its own. Where traces come from: clock.py and measured.py.
+messages may, as each channel has its own. A predicted trace comes from clock.py, a measured
+one from a timed run (`measured`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
+from dtensor.daft import Call, Collective, Free, Handle, Instruction, Recv, Send, Wait
+from dtensor.daft.run.engine import TIMES
+from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text
 
@@ -49,6 +53,11 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+
+def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float) -> Span:
+    """Of an instruction of a rank."""
+    return Span(rank=rank, track=track, name=item.label, begin=begin, end=end, source=item.source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,3 +357,56 @@ def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()
+
+
+# -- of a timed run --------------------------------------------------------------------------------
+
+Times = Sequence[tuple[int, float, float]]
+
+
+def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: float) -> Trace:
+    """``outputs``: of a run in the mode "timed"; ``seconds``: from its call until they were there.
+
+    What the run took beside the ranks' instructions stands in front of them, as in a simulation:
+    clocks of other hosts do not tell how much of it came after.
+    """
+    by_rank = [cast(Times, own[TIMES]) for own in outputs]
+    first = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
+    last = max((end for own in by_rank for _, _, end in own), default=0.0)
+    called = max(0.0, seconds - (last - first))
+    spans = [
+        Span(rank=r, track="wait", name=CALL, begin=0, end=called) for r in range(len(by_rank))
+    ]
+    for rank, own in enumerate(by_rank):
+        spans += _spans(handle, rank, own, first - called)
+    return Trace(
+        name=handle.program.name,
+        ranks=tuple(range(handle.program.size)),
+        alike=1,
+        spans=tuple(sorted(spans, key=lambda s: (s.begin, s.rank, s.end))),
+        peak_bytes=handle.report.peak_bytes,
+    )
+
+
+def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
+    instructions = handle.program.ranks[rank].instructions
+    waits = starts_of_waits(instructions)
+    found: list[Span] = []
+    started: dict[int, float] = {}
+
+    def add(track: Track, item: Instruction, begin: float, end: float) -> None:
+        found.append(span_of(rank, track, item, begin - start, end - start))
+
+    for index, begin, end in times:
+        match item := instructions[index]:
+            case Call():
+                add("compute", item, begin, end)
+            case Send() | Recv() | Collective():
+                started[index] = begin
+            case Wait():
+                add("wait", item, begin, end)
+                for one in waits[index]:  # complete by now at the latest
+                    add("communication", instructions[one], started[one], end)
+            case Free():
+                pass
+    return found
