@@ -25,7 +25,7 @@ demo: setup
 	$(BIN)/python examples/train_gpt.py $(DEMO)
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""What all tests share: seeds, captured graphs, one Ray, and one worker for tests that use it."""
+"""What all tests share: seeds, captured graphs, and one Ray in each worker."""
 
 from __future__ import annotations
 
@@ -63,11 +63,3 @@ def pytest_sessionfinish() -> None:
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.shutdown()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `pytest -n N --dist loadgroup` one worker runs all Ray tests; with pytest 9.2, of which
-    pytest-xdist 3.8 does not know how it names tests, each worker runs some, on its own Ray."""
-    for item in items:
-        if item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group("ray"))

@@ -20,7 +20,7 @@ from tests.certify.test_certificates import SEED
 
 TEXT = dtypes.TABLE.read_text()
 RECORDED = recorded(TEXT)
-SHARE = sorted(random.Random(SEED).sample(sorted(RECORDED), 12))  # about 0.5 s each
+SHARE = sorted(random.Random(SEED).sample(sorted(RECORDED), 8))  # about 0.5 s each
 this_torch = pytest.mark.skipif(
     not dtypes.is_of_this_torch(TEXT) or not torch.backends.mkldnn.is_available(),
     reason="the table is of another version of torch, or of another kind of CPU",
@@ -127,12 +127,15 @@ def test_no_rule_says_more() -> None:
 @quiet
 @pytest.mark.parametrize("op", [*SHARE, "aten.mm.default", "aten.index_add.default"])
 def test_the_rule_refuses_what_the_kernels_refuse(op: str) -> None:
-    """Of the mixes of floats, run on real tensors."""
+    """Of the mixes of floats that it takes alone, run on real tensors."""
     (target,) = op_overloads(op)
     dtypes_of = DTYPES.get(op, "promote")
     for sample, facts in zip(SAMPLES[op], dtype_facts(op).samples, strict=True):
         _, operands = call_of(target, *sample(Draw(0)))
+        alone = {t.dtypes[0] for t in facts.trials if t.uniform and t.results is not None}
         for trial in facts.mixed if RECORDED[op] != "neither" else ():
+            if not alone.issuperset(trial.dtypes):
+                continue  # as linalg.pinv, which has no kernel for bf16
             mixed = iter(trial.dtypes)
             given = [next(mixed) if x.dtype == torch.float64 else x.dtype for x in operands]
             if trial.floats and not (dtypes_of == "promote" and op in OPEN):
