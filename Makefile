@@ -1,5 +1,6 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
-# test: the tests;  check: all that CI runs;  certify: every rule by brute force, and its table;
+# test: the tests;  quick: those of them that are fast, to run before each commit;
+# check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # chaos: hundreds of launches that end in every way, none of which may leave anything behind.
 PYTHON ?= python3
@@ -11,7 +12,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test lint check certify opinfo chaos format
+.PHONY: setup demo test quick lint check certify opinfo chaos format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -26,6 +27,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+quick: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not ray and not gpu" $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

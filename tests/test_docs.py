@@ -43,6 +43,7 @@ def run_page(name: str, text: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_prints_what_it_shows(page: str) -> None:
     run_page(f"docs_{page}", (DOCS / f"{page}.md").read_text())

@@ -17,6 +17,7 @@ TEXT = (DOCS / "from_scratch.md").read_text()
 FROM_TORCH_ALONE, WITH_DTENSOR = TEXT.split("\n## 10.")
 
 
+@pytest.mark.slow
 def test_the_page_prints_what_it_shows() -> None:
     names = run_page("docs_from_scratch", TEXT)
 

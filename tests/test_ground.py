@@ -52,6 +52,7 @@ def where(package: str) -> set[str]:
     return {str(f.relative_to(base)) for f in base.rglob("*.py") if package in imported(f)}
 
 
+@pytest.mark.slow
 def test_importing_dtensor_loads_neither_ray_nor_triton():
     # From a file of the package itself: a namespace package without __init__ would prove nothing.
     code = "import sys, dtensor; print(dtensor.__file__); print(*sorted(sys.modules))"
@@ -61,16 +62,19 @@ def test_importing_dtensor_loads_neither_ray_nor_triton():
     assert not {"ray", "triton"} & set(modules.split())
 
 
+@pytest.mark.slow
 def test_only_the_ray_backend_imports_ray():
     outside = {file for file in where("ray") if not file.startswith("daft/ray/")}
     assert not outside
 
 
+@pytest.mark.slow
 def test_only_kernels_import_triton():
     outside = {file for file in where("triton") if not file.startswith("kernels/")}
     assert not outside
 
 
+@pytest.mark.slow
 def test_the_package_needs_no_tests():
     assert not where("tests")
 
@@ -107,6 +111,7 @@ def test_no_circle_of_rooms(imports: nx.DiGraph[str]):
         assert circles(parts) == [], room
 
 
+@pytest.mark.slow
 def test_no_import_goes_up():
     """The layers of pyproject.toml, and that each room has one."""
     python("-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())")
@@ -120,6 +125,7 @@ def test_every_module_is_used(imports: nx.DiGraph[str]):
     assert set(imports) - used - packages == set()
 
 
+@pytest.mark.slow
 def test_no_two_classes_of_one_name():
     where_defined: dict[str, list[str]] = defaultdict(list)
     for file in (f for f in FILES if f.is_relative_to(ROOT / "dtensor")):
@@ -164,6 +170,7 @@ def test_files_that_texts_name_are_there():
     assert lost == {}
 
 
+@pytest.mark.slow
 def test_the_path_of_the_readmes_example():
     """What a reader of it opens does not grow in silence; `python -m tests.path -v` lists it."""
     text = python("-W", "ignore", "-m", "tests.path")
@@ -183,6 +190,7 @@ def test_long_files_are_looked_at():
             warnings.warn(f"files of more than 600 lines: {long}", stacklevel=1)
 
 
+@pytest.mark.slow
 def test_modules_say_what_they_are_for():
     silent = [f for f in FILES if f.read_text().strip() and not ast.get_docstring(_parsed(f))]
     assert [str(f.relative_to(ROOT)) for f in silent] == []
@@ -195,6 +203,7 @@ def test_every_package_is_packaged():
     assert sorted(missing) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_example_starts():
     help_text = python("examples/train_gpt.py", "--help")
@@ -202,6 +211,7 @@ def test_the_example_starts():
         assert word in help_text
 
 
+@pytest.mark.slow
 def test_the_example_names_parameters_that_exist():
     code = """
 import sys; sys.path.insert(0, "examples")

@@ -33,6 +33,7 @@ def alternate(run: Run, evaluate: Any) -> tuple[list[float], list[Tensor]]:
     return [float(loss) for loss, _ in made], [found.full_tensor() for _, found in made]
 
 
+@pytest.mark.slow
 def test_each_evaluation_sees_the_steps_before_it() -> None:
     run = Run.of("pp2", clip=None)
     evaluate = dt.compile(logits, run.mesh)

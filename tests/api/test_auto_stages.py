@@ -69,6 +69,7 @@ def chosen(model: dt.ParallelModule) -> dict[str, list[list[str]]]:
     return model.stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [2, 3])
 def test_a_large_head_gets_fewer_layers(pp: int) -> None:
     """The head costs as much as a layer or two, which stages of equal counts do not see."""
@@ -91,6 +92,7 @@ def every_cut(names: Sequence[str], pp: int) -> list[list[list[str]]]:
     return [[list(names[i:j]) for i, j in itertools.pairwise(b)] for b in bounds]
 
 
+@pytest.mark.slow
 def test_no_cut_of_a_gpt_is_better() -> None:
     plan, _ = gpt_plan(2, "auto")
     block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.up", "mlp.down")
@@ -101,6 +103,7 @@ def test_no_cut_of_a_gpt_is_better() -> None:
     assert slowest(plan) == pytest.approx(min(map(slowest, found)), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_no_cut_of_skips_is_better() -> None:
     """Values are sent past stages."""
     module, given = Skips(), vectors()
@@ -117,6 +120,7 @@ def test_no_cut_of_skips_is_better() -> None:
     assert slowest(plan_of("auto")) == pytest.approx(min(map(slowest, found)), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_first_program_that_runs_decides() -> None:
     module = large_vocabulary()
     step = step_of(module, 2, {"pp": "auto"})
@@ -136,6 +140,7 @@ def test_the_first_program_that_runs_decides() -> None:
         dt.gather_state_dict(step.model)
 
 
+@pytest.mark.slow
 def test_trains_evaluates_and_saves() -> None:
     """With two stages a rank, from the schedule's ranks; the bits of the same stages stated."""
     mesh, losses = dt.Mesh(pp=2), list[list[float]]()
@@ -158,6 +163,7 @@ def test_trains_evaluates_and_saves() -> None:
     assert loss_fn(plain, *data())[0].item() == pytest.approx(losses[0][3], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_come_first() -> None:
     mesh = dt.Mesh(pp=2)
     model = dt.parallelize(large_vocabulary(), mesh, {}, stages="auto")
@@ -196,6 +202,7 @@ class Tables(nn.Module):
         return self.layers(self.one(x) + self.two(x))
 
 
+@pytest.mark.slow
 def test_memory_decides_where_time_would_not_fit() -> None:
     module = Tables()
 
@@ -251,6 +258,7 @@ def next_token(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Functional, Repeated])
 def test_parameters_that_are_used_twice(make: Callable[[], nn.Module]) -> None:
     module, x = make(), torch.randint(0, 11, (8, 6))

@@ -39,6 +39,7 @@ def check_figures(found: dt.Topology, axes: set[str]) -> None:
     assert 1e-7 < found.op_latency < 1e-2
 
 
+@pytest.mark.slow
 def test_in_process() -> None:
     start = time.process_time()
     found = dt.calibrate(dt.Mesh(tp=2, dp=1))
@@ -50,6 +51,7 @@ def test_in_process() -> None:
         found.latency_of("dp")  # one rank sends nothing: the axis was not measured
 
 
+@pytest.mark.slow
 def test_inside_a_launch_its_cluster_is_measured() -> None:
     with dt.launch(dt.Mesh(tp=2)) as session:
         runs = session.cluster.runs

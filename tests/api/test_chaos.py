@@ -21,6 +21,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_process(scratch: Path) -> None:
     place = Place("inprocess", scratch)
     for kind in KINDS.values():
@@ -45,6 +46,7 @@ def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
     assert left(objects, 0.0, alive) == []
 
 
+@pytest.mark.slow
 def test_what_is_left_is_named(scratch: Path) -> None:
     """The watch itself: a thread, a socket, a file, a process and a tensor."""
     import socket

@@ -92,6 +92,7 @@ def derived(kind: type[nn.Module], size: int | None) -> dt.placements.Placements
     return dt.placements.for_model(build(kind), DATA[kind][:1], size=size)
 
 
+@pytest.mark.slow
 def test_fused_heads_outside_of_their_projections() -> None:
     assert_expected_inline(
         str(derived(Interleaved, 4)),
@@ -113,6 +114,7 @@ def test_fused_heads_outside_of_their_projections() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_in_the_way_stays_whole() -> None:
     assert_expected_inline(
         str(derived(Mixer, 2)),
@@ -140,6 +142,7 @@ def test_what_is_in_the_way_stays_whole() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [Interleaved, Mixer])
 def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:
@@ -154,6 +157,7 @@ def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
     ids = torch.zeros(4, 8, dtype=torch.long)
     placements = dt.placements.for_model(GPT(), (ids,), size=2)
@@ -166,6 +170,7 @@ def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_result_is_a_dict_that_can_be_edited() -> None:
     placements = dt.placements.for_model(MLP(), (torch.zeros(4, 16),), axis="x")
     del placements["down.weight"]

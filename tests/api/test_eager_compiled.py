@@ -50,6 +50,7 @@ OPS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_each_op_is_bitwise(name: str, mesh: dt.Mesh) -> None:
@@ -75,6 +76,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both run the same ops. A compiled plan looks ahead: it may send less, and later."""
@@ -119,6 +121,7 @@ def _spread(mesh: dt.Mesh, shapes: Shapes, choice: tuple[Any, ...]) -> list[dt.D
     return [dt.distribute(x, mesh, **p) for x, p in zip(plain, choice, strict=True)]
 
 
+@pytest.mark.slow
 def test_each_takes_what_the_other_made() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x = dt.distribute(torch.randn(8, 6), mesh, dp=dt.Row(), tp=dt.Column())

@@ -80,6 +80,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients(name: str, mesh: dt.Mesh) -> None:
@@ -91,6 +92,7 @@ def test_values_and_gradients(name: str, mesh: dt.Mesh) -> None:
         same(gradients(fn, spread), gradients(fn, plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_cross_entropy_over_a_split_vocabulary(mesh: dt.Mesh) -> None:
     logits = torch.randn(7, 10, dtype=torch.float64).requires_grad_()

@@ -34,6 +34,7 @@ def allowed() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
     """In float64: Adam divides by the size of gradients, and those of k's bias are rounding."""
@@ -48,6 +49,7 @@ def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
     assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in parallel.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [dt.Mesh(tp=2), dt.Mesh(tp=3)], ids=str)
 def test_an_mlp_in_float32(mesh: dt.Mesh) -> None:
     class MLP(nn.Module):
@@ -71,6 +73,7 @@ def test_an_mlp_in_float32(mesh: dt.Mesh) -> None:
     equal(parallel, model, 1e-5)
 
 
+@pytest.mark.slow
 def test_clipping() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     model = Transformer().double()
@@ -144,6 +147,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
     same(layer(dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())), plain(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_layer_of_torchs_own(masked: bool) -> None:
     mesh = dt.Mesh(tp=2)

@@ -184,6 +184,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_aliasing_is_pytorchs(program: Program, mesh: dt.Mesh) -> None:

@@ -87,6 +87,7 @@ MODELS: dict[type[nn.Module], tuple[int, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_forward_and_backward_are_captured(kind: type[nn.Module]) -> None:
     check(squared, (kind(), an_input(*MODELS[kind])), grads="loss")
@@ -119,6 +120,7 @@ def test_heads_are_split_and_gradients_are_torchs(kind: type[nn.Module], mesh: d
     assert_gradients_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_what_is_derived_are_blocks_and_units() -> None:
     x = an_input(2, 5, 24)
     assert dict(dt.placements.for_model(Fused(), (x,), size=2)) == {
@@ -188,6 +190,7 @@ def test_on_eager_tensors(name: str, mesh: dt.Mesh) -> None:
             same(fn(dt.distribute(x, mesh, **choice)), fn(x))
 
 
+@pytest.mark.slow
 def test_eager_attention_and_its_gradients() -> None:
     def attention(x: Tensor, w: Tensor) -> Tensor:
         q, k, v = rearrange(F.linear(x, w), FUSED, three=3, h=2)

@@ -81,6 +81,7 @@ def test_what_nobody_read_raises_at_the_next_call() -> None:
             run.step(*batch())
 
 
+@pytest.mark.slow
 def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
     run = Run.of("tp2")
     with pytest.raises(TaskError, match="index out of range"), dt.launch(run.mesh):
@@ -90,6 +91,7 @@ def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
         run.state()
 
 
+@pytest.mark.slow
 def test_outside_a_launch_the_next_call_starts_anew() -> None:
     run = Run.of("tp2")
     with pytest.raises(TaskError, match="index out of range"):

@@ -46,6 +46,7 @@ PLACES = [
 # -- placements ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
 @pytest.mark.parametrize(("backend", "device"), PLACES)
 def test_training(backend: Backend, device: str, placed: str) -> None:
@@ -124,6 +125,7 @@ class Made(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
 def test_a_step_makes_tensors_on_the_device_of_its_ranks(
     placed: str, monkeypatch: pytest.MonkeyPatch

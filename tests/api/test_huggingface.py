@@ -68,6 +68,7 @@ def is_zero(name: str) -> bool:
     return name.endswith("attention.self.key.bias")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
@@ -205,6 +206,7 @@ def test_bert() -> None:
     )
 
 
+@pytest.mark.slow
 def test_roles_of_transposed_and_plain_layers_are_stated_alike() -> None:
     """GPT-2's Conv1D weights are (in, out), Llama's Linear weights (out, in)."""
     stated: dict[str, dict[str, Any]] = {

@@ -25,6 +25,7 @@ def step(loss: Callable[..., Any] = loss_fn, make: Any = adamw, **options: Any) 
     return dt.train_step(dt.parallelize(model, TP2, MEGATRON), loss, make(model), **options)
 
 
+@pytest.mark.slow
 def test_arguments_by_name_and_a_lambda() -> None:
     expected = step().gradients(TOKENS, TARGETS)
     by_name = step().gradients(tokens=TOKENS, targets=TARGETS)
@@ -193,6 +194,7 @@ def test_a_parallelized_module_is_not_called() -> None:
         dt.parallelize(make_model(), TP2)(TOKENS)
 
 
+@pytest.mark.slow
 def test_an_output_of_the_last_stage_as_an_argument() -> None:
     where = SIX["pp2"]
     model = dt.parallelize(make_model(), where.mesh, stages=where.stages)
@@ -204,6 +206,7 @@ def test_an_output_of_the_last_stage_as_an_argument() -> None:
     assert total(logits.full_tensor()).item() == pytest.approx(logits.full_tensor().sum().item())
 
 
+@pytest.mark.slow
 def test_evaluation_beside_training_uses_the_trained_values() -> None:
     model = make_model()
     parallel = dt.parallelize(model, TP2, MEGATRON)

@@ -45,6 +45,7 @@ def only_forward(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.view(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [under_autocast, only_forward])
 def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
     """Of gradients and of parameters after three steps; the loss is of an op of our own."""
@@ -60,6 +61,7 @@ def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
     assert_same_bits(state["model"], dict(plain.state_dict()))
 
 
+@pytest.mark.slow
 def test_autocast_around_the_call_is_another_program() -> None:
     one = batch()
     run = build(dt.Mesh(), dtype=None)
@@ -86,6 +88,7 @@ def test_compiled_and_eager_calls_follow_the_autocast_around_them() -> None:
     assert product(x, w).dtype == (x @ w).dtype == F32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_autocast_under_zero_gives_the_bits_of_level_0(level: int) -> None:
     """Gradients of 16 bits are sent as such, parameters too at level 3: nothing is lost by it."""
@@ -174,6 +177,7 @@ MANY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [loss_of, under_autocast])
 def test_many_ranks_are_no_less_exact_than_one(loss: Any) -> None:
     """Against float64: where a batch is split, more sums are float32; a split product adds a
@@ -221,6 +225,7 @@ def sent(run: Any, *one: Tensor) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_of_16_bits_is_sent_as_such() -> None:
     """dp=2: a rank sends half of what is scattered, and its half of what is gathered."""
     one = batch()

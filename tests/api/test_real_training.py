@@ -72,6 +72,7 @@ class Both:
 # -- modes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batch_norm_over_a_split_batch() -> None:
     """One device's statistics, also where the batch does not divide, by sums of one number per
     channel; evaluation between steps sees what they made, and is captured once."""
@@ -113,6 +114,7 @@ def test_batch_norm_over_a_split_batch() -> None:
     assert len(both.step.plans) == 2 and len(evaluate.plans) == 1
 
 
+@pytest.mark.slow
 def test_batch_norm_that_stays_in_eval_mode_takes_microbatches() -> None:
     module = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 4))
     both = Both(module)
@@ -128,6 +130,7 @@ def test_batch_norm_that_stays_in_eval_mode_takes_microbatches() -> None:
         both.same_state()
 
 
+@pytest.mark.slow
 def test_an_attribute_that_forward_reads_is_read_again() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -185,6 +188,7 @@ def test_a_cached_table(kept: str) -> None:
 # -- parameters and groups -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_frozen_parameters() -> None:
     """Frozen from the start, thawed, and others frozen later: each step trains what torch does."""
     both = Both(mlp(), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05))
@@ -261,6 +265,7 @@ def test_a_loss_has_no_backward() -> None:
 # -- batches ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_last_batch_of_another_size() -> None:
     both = Both(mlp())
     with dt.launch(DP):
@@ -269,6 +274,7 @@ def test_a_last_batch_of_another_size() -> None:
     assert len(both.step.plans) == 3
 
 
+@pytest.mark.slow
 def test_a_last_batch_that_microbatches_do_not_divide() -> None:
     """An error that leaves the run as it was; a batch that does divide goes on."""
     both = Both(mlp())
@@ -309,6 +315,7 @@ def of_keywords(model: nn.Module, x: Tensor, *, y: Tensor, mask: Tensor | None =
     return loss_fn(model, x, y)
 
 
+@pytest.mark.slow
 def test_batches_in_any_structure() -> None:
     module = mlp()
     model = dt.parallelize(module, DP)

@@ -92,12 +92,14 @@ def dropout_gpt() -> nn.Module:
     return DropoutGPT(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_masks_are_the_same_when_they_are_drawn_again(case: str) -> None:
     plain = trained(dropout_gpt(), again=False, **CASES[case])
     assert_same_bits(trained(dropout_gpt(), recompute=["blocks.*"], **CASES[case]), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dp", [1, 2])
 def test_statistics_move_once_a_step(dp: int) -> None:
     runs: list[Any] = []
@@ -109,6 +111,7 @@ def test_statistics_move_once_a_step(dp: int) -> None:
     assert int(runs[1][1]["model"]["block.1.num_batches_tracked"]) == 3
 
 
+@pytest.mark.slow
 def test_torchs_wrapper_of_modules() -> None:
     """It is another module around each block, which the state dict leaves out."""
     runs: list[Any] = []
@@ -122,6 +125,7 @@ def test_torchs_wrapper_of_modules() -> None:
     assert_same_bits(runs[1], runs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize(("name", "reentrant"), [("gpt2", False), ("llama", True)])
 def test_hugging_face_models_that_checkpoint_themselves(name: str, reentrant: bool) -> None:
@@ -188,6 +192,7 @@ fix: "*" matches 2 of 2 modules""",
     )
 
 
+@pytest.mark.slow
 def test_modules_that_are_never_called() -> None:
     assert_expected_inline(
         refused(["blocks.0", "blocks"]),

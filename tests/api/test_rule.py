@@ -74,6 +74,7 @@ def _values() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 5, **draw), torch.randn(5, **draw)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registry")
 def test_a_custom_op_from_its_line_to_its_gradient() -> None:
     x, weight = _values()
@@ -107,6 +108,7 @@ def test_a_custom_op_from_its_line_to_its_gradient() -> None:
     assert [str(c.kind) for c in made.plan.collectives] == ["all_reduce"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     "pattern, linear",
@@ -123,6 +125,7 @@ def test_wrong_rules_are_found(pattern: str, linear: Any) -> None:
     assert all("Partial" in text for text in found.wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registry")
 def test_a_missing_contraction_is_found() -> None:
     x, weight = torch.randn(4, 6).double(), torch.randn(6, 5).double()

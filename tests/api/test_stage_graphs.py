@@ -101,6 +101,7 @@ TWO_CODERS = [["embed*", "encoder*"], ["decoder*", "head*"]]
 CODERS = [["embed*", "encoder.0*"], ["encoder.1*", "decoder.0*"], ["decoder.1*", "head*"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "loss_fn", "data", "stages", "ranks", "schedule"),
     [

@@ -65,6 +65,7 @@ def step_of(mesh: dt.Mesh) -> tuple[nn.Module, dt.TrainStep]:
     return module, dt.train_step(model, weighted, optimizer, inputs=inputs, schedule=schedule)
 
 
+@pytest.mark.slow
 def test_the_plan_feeds_each_stage_that_uses_it() -> None:
     _, step = step_of(dt.Mesh(pp=3, dp=2))
     plan = step.plan(*given())

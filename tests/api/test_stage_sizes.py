@@ -75,6 +75,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_plain_torchs(case: str) -> None:
     module, step = trained(*CASES[case])

@@ -36,6 +36,7 @@ def scrambled(**options: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "when", "tied"),
     [
@@ -79,6 +80,7 @@ def test_three_steps_here_and_three_there_are_six(
     assert set(final["optimizer"]["state"]) == set(optimizer.state_dict()["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["tp2_pp2", "dp2"])
 def test_plain_torch_goes_on_from_it(placed: str) -> None:
     run = Run.of(placed)
@@ -94,6 +96,7 @@ def test_plain_torch_goes_on_from_it(placed: str) -> None:
     assert_losses_close(losses, train_torch(plain, adamw(plain), DATA, clip=1.0))
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_plain_torch() -> None:
     model = make_model()
     optimizer = adamw(model)
@@ -122,6 +125,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [7, 2])
 def test_uneven_and_empty_shards(hidden: int) -> None:
     """7 over 3 ranks is 3, 3, 1; 2 over 3 ranks leaves one with nothing."""
@@ -182,6 +186,7 @@ def test_before_any_step_it_is_the_controllers_state() -> None:
     assert_same_bits((state["model"], state["optimizer"]), expected)  # a copy
 
 
+@pytest.mark.slow
 def test_each_launch_starts_from_the_controllers_values() -> None:
     run = Run.of("tp2")
     losses: list[float] = []
@@ -207,6 +212,7 @@ def test_lost_state_is_told_once_and_at_the_users_line() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.slow
 def test_state_that_is_gathered_or_unchanged_is_not_lost() -> None:
     run = Run.of("tp2")
     with dt.launch(run.mesh):  # warnings are errors here
@@ -225,6 +231,7 @@ def test_state_that_changes_after_a_gather_is_lost() -> None:
         run.losses(DATA[1:2])
 
 
+@pytest.mark.slow
 def test_a_launch_does_not_see_what_was_trained_outside_it() -> None:
     run = Run.of("tp2")
     first = float(run.step(*DATA[0]))
@@ -250,6 +257,7 @@ def test_a_state_that_is_none() -> None:
         dt.load_state_dict(run.model, None, {"model": make_model(vocab=64).state_dict()})
 
 
+@pytest.mark.slow
 def test_batches_of_other_sizes_share_the_state() -> None:
     data = [batch(0), batch(1, size=2), batch(2), batch(3, size=2), batch(4, length=5)]
     run = Run.of("tp2_pp2")

@@ -53,6 +53,7 @@ def test_all_pairs_of_placements(shape: tuple[int, int]) -> None:
                 assert torch.equal(got, wanted), f"{src} to {dst}"
 
 
+@pytest.mark.slow
 def test_two_axes_on_one_dim() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x = ints(10, 3)
@@ -107,6 +108,7 @@ def test_scalars() -> None:
         float(dt.distribute(ints(4), TP2))
 
 
+@pytest.mark.slow
 def test_shards_of_garbage_are_dropped() -> None:
     with dt.launch(TP2) as session:
         kept = dt.distribute(ints(4), TP2)

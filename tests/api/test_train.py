@@ -42,6 +42,7 @@ def expected_losses(
 # -- gradients of one step -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("placed", SIX)
 def test_gradients_and_twenty_steps(placed: str, tied: bool) -> None:
@@ -68,6 +69,7 @@ def test_the_comparison_sees_any_one_gradient_doubled() -> None:
             assert_gradients_close(planted, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", ["enable_gqa", "repeat"])
 def test_llama_with_grouped_heads(spread: Any) -> None:
     def build() -> nn.Module:
@@ -89,6 +91,7 @@ def test_llama_with_grouped_heads(spread: Any) -> None:
 # -- schedules, ignored targets, schedulers ---------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placed", "schedule"),
     [
@@ -132,6 +135,7 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["dp2_tp2", "tp2_pp2"])
 def test_parameter_groups_and_a_scheduler(placed: str) -> None:
     def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -170,6 +174,7 @@ def test_the_learning_rate_is_read_at_each_step() -> None:
 # -- norm and metrics ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", SIX)
 def test_metrics_and_the_norm_come_with_the_loss(placed: str) -> None:
     one = batch()
@@ -274,6 +279,7 @@ def test_parameters_outside_the_optimizer_keep_their_values() -> None:
     assert not torch.equal(values["a.weight"], before.a.weight)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_unfrozen_later() -> None:
     """The optimizer on the shards takes it up, and keeps the state of the others."""
     data = pairs(6)
@@ -348,6 +354,7 @@ class Scaled(GPT):
         return super().forward(tokens) * self.last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_tied_between_stages_of_one_rank(ranks: int) -> None:
     data = batches(3)
@@ -368,6 +375,7 @@ def test_a_parameter_tied_between_stages_of_one_rank(ranks: int) -> None:
         dt.gather_state_dict(placed, opt)
 
 
+@pytest.mark.slow
 def test_the_gradients_of_the_last_step_on_request() -> None:
     run = Run.of("tp2_pp2", keep_gradients=True)
     one = batch(0)

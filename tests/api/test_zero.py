@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "level"), [(c, n) for c in CASES for n in (1, 2, 3) if n == 3 or c != "tp2_dp2_mb2"]
 )
@@ -98,6 +99,7 @@ def result_of(level: int, steps: int = 4, **case: Any) -> tuple[list[float], dic
     return losses, gradients, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dp2", "dp4", "dp2_tp2"])
 def test_levels_agree_to_the_bit(case: str) -> None:
     """Each sum is folded in rank order whether it is split or not, and AdamW is elementwise.
@@ -109,6 +111,7 @@ def test_levels_agree_to_the_bit(case: str) -> None:
         assert_same_bits(result_of(level, clip=None, **CASES[case]), first, f"level {level}")
 
 
+@pytest.mark.slow
 def test_levels_that_reduce_alike_agree_with_clipping_and_microbatches() -> None:
     """2 and 3 sum over ranks, then over microbatches; 0 and 1 the other way round."""
     case = CASES["pp2_dp2"]
@@ -176,6 +179,7 @@ def test_sizes_that_do_not_divide(level: int, schedule: dt.Schedule) -> None:
         torch.testing.assert_close(state["model"][name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_slice_that_is_no_view() -> None:
     """A fused bias under tp: a rank's part of each of the three blocks is a place of its own."""
     pins = {**MEGATRON, "*.qkv.bias": dict(tp=dt.Row(blocks=3))}
@@ -191,6 +195,7 @@ def test_a_slice_that_is_no_view() -> None:
             run.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_parameter_tied_between_stages_of_one_rank(level: int) -> None:
     """Four stages on two ranks: the table and the head that shares it are both on the first."""
@@ -227,6 +232,7 @@ class Late(GPT):
 # -- state in and out ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_levels_change_between_save_and_load() -> None:
     data = batches(8)
     plain = make_model()
@@ -255,6 +261,7 @@ def half(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         return loss_fn(model, tokens, targets)[0]
 
 
+@pytest.mark.slow
 def test_casts_come_before_gathers() -> None:
     """Under autocast a shard is cast and its 16 bits are sent; the numbers are the same."""
     data = batches(2)
@@ -297,6 +304,7 @@ def test_gradients_of_the_last_step() -> None:
         run.state()
 
 
+@pytest.mark.slow
 def test_evaluation_reads_what_training_stores() -> None:
     run = build(3, dict(dp=2))
     one = batch()
@@ -317,6 +325,7 @@ def test_evaluation_reads_what_training_stores() -> None:
     torch.testing.assert_close(found, module(one[0]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_unfrozen_later() -> None:
     data = pairs(4)
     results: list[list[float]] = []
@@ -378,6 +387,7 @@ def test_ray_gives_the_bits_of_one_process(ray_session: None) -> None:
     assert_same_bits(results[1], results[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["interpreted", "compiled"])
 def test_modes_agree(mode: Any) -> None:
     data = batches(2)

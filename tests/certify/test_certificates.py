@@ -63,6 +63,7 @@ def test_the_table_lists_every_rule() -> None:
     assert recorded_ops(TABLE.read_text()) == RULED, "run make certify"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the ops' own: statistics of empty shards, beta ops
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_no_strategy_is_wrong(name: str) -> None:
@@ -255,6 +256,7 @@ def _for(name: str, planted: Callable[[OpCall], Rule]) -> Callable[[OpCall], Rul
     return lambda call: planted(call) if call.name == name else rule_for(call)
 
 
+@pytest.mark.slow
 def test_local_count_in_a_backward_is_found_from_forward() -> None:
     """PyTorch's DTensor gives gradients as many times too large as there are ranks here."""
     rule = _for("aten.mse_loss_backward.default", _planted(", a b, a b -> a b"))
@@ -350,6 +352,7 @@ def test_the_table_can_be_read_back() -> None:
     assert "| `aten.add.Tensor` | `a, a -> a` | 7 | 0 | 0 | 0 |" in text
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["aten.neg.default", "aten::mm"]) == 0
     out = capsys.readouterr().out

@@ -38,6 +38,7 @@ def _has_several(sample: Callable[[Draw], tuple[object, dict[str, object]]]) -> 
     return sum(isinstance(x, torch.Tensor) and x.dtype == torch.float64 for x in leaves) > 1
 
 
+@pytest.mark.slow
 @this_torch
 @quiet
 @pytest.mark.parametrize("op", SHARE)
@@ -64,6 +65,7 @@ def test_known_classes(op: str, kind: str) -> None:
     assert expected_dtypes(op) == kind
 
 
+@pytest.mark.slow
 @this_torch
 def test_what_meta_takes_and_the_kernel_refuses_is_found() -> None:
     found = {tuple(t.dtypes) for t in dtype_facts("aten.mm.default").refused}
@@ -185,6 +187,7 @@ def test_planted_functions(name: str) -> None:
     assert _facts(fn).kind == kind
 
 
+@pytest.mark.slow
 def test_the_table_can_be_read_back() -> None:
     found = [_facts(PLANTED[name][0], op=f"a.{name}") for name in PLANTED]
     text = table(found)

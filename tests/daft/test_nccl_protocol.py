@@ -132,6 +132,7 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
     case = Collectives(size)

@@ -131,6 +131,7 @@ def test_a_run_that_ends_as_the_deadline_passes(
 ONE = Function(name="one", source="def forward():\n    return (1,)")
 
 
+@pytest.mark.slow
 def test_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 

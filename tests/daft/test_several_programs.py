@@ -188,6 +188,7 @@ def test_what_no_cluster_loads_together() -> None:
 # -- against brute force: `python -m tests.daft.explore --pairs` tries all of them ----------------
 
 
+@pytest.mark.slow
 def test_pairs_of_programs_with_state() -> None:
     count = Counter[object]()
     for first, second in pairs(with_state(), every=193):
@@ -198,11 +199,13 @@ def test_pairs_of_programs_with_state() -> None:
     assert count == {False: 167, True: 33, HANGS: 193, "other values": 7}
 
 
+@pytest.mark.slow
 def test_pairs_of_programs_with_two_transfers() -> None:
     for first, second in pairs(without_state(), every=397):
         assert wrong(first, second) is None, (first, second)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32))
 def test_random_pairs(seed: int) -> None:
@@ -335,6 +338,7 @@ def test_compiled_functions_alternate() -> None:
     assert same(alternate("inprocess", True), alternate("inprocess", False))
 
 
+@pytest.mark.slow
 def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
     """It is in a method of another program, perhaps for hours."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

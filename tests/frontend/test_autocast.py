@@ -53,6 +53,7 @@ def ops(graph: Graph) -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_around_the_call_is_as_within() -> None:
     args = (Twice(), torch.randn(4, 8))
     with torch.autocast("cpu", dtype=BF16):

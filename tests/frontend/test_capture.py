@@ -25,6 +25,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_of_language_models(name: str) -> None:
     torch.manual_seed(0)
@@ -48,6 +49,7 @@ def test_forward_only() -> None:
     assert all(n.meta["phase"] == "forward" for n in graph.nodes)
 
 
+@pytest.mark.slow
 def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     tokens, targets = batch()
     graph = capture(loss_fn, (GPT(layers=1), tokens, targets), grads="loss")
@@ -57,6 +59,7 @@ def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     # That it is the sum of both uses is what test_loss_and_gradients compares.
 
 
+@pytest.mark.slow
 def test_autocast_and_no_grad_regions() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -180,6 +183,7 @@ def test_gradients_of_inputs_that_are_also_results() -> None:
     check(fn, (torch.randn(2, 3, requires_grad=True),), grads="tangents")
 
 
+@pytest.mark.slow
 def test_a_capture_of_a_meta_model_takes_no_memory_and_changes_nothing() -> None:
     with torch.device("meta"):
         model = MLP(width=8192, hidden=1 << 17)  # 8 GiB if it were real
@@ -200,6 +204,7 @@ def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     assert annotate(before["up.bias"], "h@tp") is before["up.bias"]
 
 
+@pytest.mark.slow
 def test_two_captures_print_the_same() -> None:
     tokens, targets = batch()
     texts = {
@@ -231,12 +236,14 @@ def per_position(model: nn.Module, x: Tensor) -> Tensor:
     return (rows * torch.arange(6).view(2, 3)).sum() + one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [masked, in_place, smoothed, per_position])
 def test_other_losses(fn: Any) -> None:
     torch.manual_seed(0)
     check(fn, (MLP(), torch.randn(2, 3, 16)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -245,6 +252,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     check(loss_fn, (GPT(layers=1).to(dtype), tokens, targets), tolerance=tolerance)
 
 
+@pytest.mark.slow
 def test_modules_of_torch() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
@@ -253,6 +261,7 @@ def test_modules_of_torch() -> None:
     check(convolution, (torch.randn(2, 3, 8, 8),), grads="tangents")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
 def test_generation(region: Any) -> None:
     @region()

@@ -45,6 +45,7 @@ def test_attention(h: int, g: int, t: int, s: int, is_causal: bool, transposed: 
     assert lse.is_contiguous() and not lse.requires_grad
 
 
+@pytest.mark.slow
 def test_attention_keeps_the_rules_of_operators() -> None:
     q, k = heads(4, 5, True), heads(2, 7, True)
     torch.library.opcheck(dt.attention.default, (q, k, k, True, 0.3))
@@ -189,6 +190,7 @@ def test_embedding_over_row_shards(intervals: list[list[int]]) -> None:
     close(grads, expected)
 
 
+@pytest.mark.slow
 def test_embedding_and_marks_keep_the_rules_of_operators() -> None:
     ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
     torch.library.opcheck(dt.embedding_shard.default, (torch.randn(4, 2), ids, [2, 6]))

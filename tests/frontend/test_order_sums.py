@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +49,7 @@ def sums(graph: Graph) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_products_are_added_before_a_residual() -> None:
     found = sums(graph_of(Shared(residual_last=True)))
     assert found == [["product", "product"], ["sum", "product"], ["other", "sum"]]

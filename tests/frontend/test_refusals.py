@@ -188,6 +188,7 @@ def test_random_ops(op: Any) -> None:
     assert "This random op has no counter-based form" in refused(fn)
 
 
+@pytest.mark.slow
 def test_control_flow() -> None:
     def fn(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))

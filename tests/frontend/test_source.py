@@ -110,6 +110,7 @@ def test_code_that_is_generated_is_nobodys() -> None:
     assert texts(caller) == {'return space["fn"](torch.sin, x)'}
 
 
+@pytest.mark.slow
 def test_python_c() -> None:
     code = """
 import torch, warnings, dtensor as dt
@@ -238,6 +239,7 @@ def test_what_has_no_other_line_has_the_librarys(library: ModuleType) -> None:
     assert texts(library.twice) == {"return x * 2"}
 
 
+@pytest.mark.slow
 def test_hugging_face_models_keep_their_lines() -> None:
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,

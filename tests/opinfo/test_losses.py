@@ -98,6 +98,7 @@ def test_binary_cross_entropy(reduction: str, weighted: bool) -> None:
     assert_right(fn, (p, y, *weight), [(*pair, *[R][:weighted]) for pair in PAIRS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_binary_cross_entropy_with_logits(reduction: str, weighted: bool) -> None:
@@ -115,6 +116,7 @@ TRIPLES = ((S0, R, R), (S1, R, R), (R, S0, S0), (R, S1, S1), (S0, S0, S0), (S1, 
 TRIPLES += ((P, R, R), (S0, S1, R), (R, R, P))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 def test_scatter(dim: int) -> None:
     if dim == 0:  # distinct along the dim, or the result depends on the order of writing
@@ -138,6 +140,7 @@ def test_scatter_add(dim: int) -> None:
     assert_right(fn, (drawn(8, 5), index, drawn(6, 5)), TRIPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 def test_index_add(dim: int) -> None:
     index = torch.tensor([3, 0, 3, 1, 4, 0])  # with repeats

@@ -55,6 +55,7 @@ SAMPLED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SAMPLED)
 def test_entry(kind: str, name: str) -> None:
     record = judge(ENTRIES[name], kind)
@@ -78,6 +79,7 @@ def test_not_counted(name: str, reason: str) -> None:
     assert (record.verdict, record.note) == ("not counted", reason)
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a part of a dim do not know of the parts before it."""
     monkeypatch.setitem(registry._BUILDERS, "aten.cumsum.default", pattern("... -> ..."))
@@ -86,6 +88,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("(S" in line for line in record.wrong)
 
 
+@pytest.mark.slow
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of a mean that divides by the number of local elements."""
     wrong = pattern(", ..., ... -> ...", linear=((0,),))
@@ -96,6 +99,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.gradient["wrong"] > 0
 
 
+@pytest.mark.slow
 def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._BUILDERS, "aten.mm.default")
     record = judge(ENTRIES["mm"], "even")
@@ -156,6 +160,7 @@ def test_samples_are_the_same_each_time() -> None:
         assert all(torch.equal(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
 
 
+@pytest.mark.slow
 def test_records_survive_json() -> None:
     record = judge(ENTRIES["mul"], "even")
     again = Record.from_json(json.loads(json.dumps(record.as_json())))

@@ -43,6 +43,7 @@ def labels(lowered: Program, rank: int) -> list[str]:
     return list(dict.fromkeys(label for label in found if label[0] in "FB"))
 
 
+@pytest.mark.slow
 def test_the_order_of_the_schedule(lowered: Program) -> None:
     first = ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
     last = ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]

@@ -140,6 +140,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_predicted_is_measured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, schedule = CASES[case]
@@ -157,6 +158,7 @@ def test_predicted_is_measured(case: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert expected.total == pytest.approx(meter.peak[rank], rel=0.15), rank
 
 
+@pytest.mark.slow
 def test_1f1b_holds_less_than_gpipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the first stage: 2 microbatches in flight, not 4."""
     peaks: dict[str, int] = {}

@@ -28,6 +28,7 @@ def run_of(level: int, schedule: dt.Schedule) -> Run:
     return Run(mesh=mesh, module=module, model=model, optimizer=optimizer, step=step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "schedule"), [(0, dt.GPipe(1)), (1, dt.OneFOneB(4)), (3, dt.GPipe(1))], ids=str
 )

@@ -157,6 +157,7 @@ def torchs(name: str, p: int, m: int, v: int) -> list[list[str]] | None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "name", "v"),
     [
@@ -191,6 +192,7 @@ def breadth_first(action: str) -> tuple[bool, int, int]:
     return kind == "B", -stage if kind == "B" else stage, microbatch
 
 
+@pytest.mark.slow
 def test_1f1b_has_the_shape_of_pytorchs() -> None:
     """PyTorch's table of it (not its schedule) counts the last ranks' microbatches from p - 1."""
     for p in (2, 3, 4):

@@ -60,6 +60,7 @@ def gradients(run: Run, one: Any) -> dict[str, torch.Tensor]:
         return run.step.gradients(*one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_memory_saved_is_predicted_and_gradients_are_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ def pipeline(stages: int, microbatches: int) -> Plan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("microbatches", range(1, 9))
 def test_accepts_gpipe_and_1f1b(stages: int, microbatches: int) -> None:

@@ -51,6 +51,7 @@ def gradients_held(run: Run, one: Any) -> list[int]:
     return [held[rank] for rank in range(RANKS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "schedule"), [*((n, dt.GPipe(1)) for n in range(4)), (2, dt.OneFOneB(4))], ids=str
 )

@@ -43,6 +43,7 @@ FUNCTIONS: dict[str, Fn] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 @pytest.mark.parametrize("num", [2, 3])
 def test_a_split_dim_is_not_gathered(name: str, num: int) -> None:
@@ -80,6 +81,7 @@ def test_only_the_op_whose_dim_is_split_is_written_out() -> None:
     assert "softmax_amax" in str(plan)
 
 
+@pytest.mark.slow
 def test_it_is_never_dearer() -> None:
     traced = trace(FUNCTIONS["layer_norm"], (torch.randn(WIDE).requires_grad_(),))
     found = run(traced, dt.Mesh(tp=2), [COLUMN], topology=SLOW).planned

@@ -20,6 +20,7 @@ def plan_of(pins: dict[str, Stated], hints: bool = True) -> Plan:
     return step.plan(torch.zeros(512, 16), hints=hints)
 
 
+@pytest.mark.slow
 def test_two_columns_in_a_row() -> None:
     pins: dict[str, Stated] = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Row())}
     plan = plan_of(pins)
@@ -47,6 +48,7 @@ def test_megatrons_pins_have_none(roles: bool) -> None:
     assert plan_of(named if roles else MLP_PINS).hints == ()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_pattern_for_all_layers_is_one_hint() -> None:
     model = GPT()
     pins: dict[str, Stated] = {"*.down.weight": dict(tp=dt.Row()), **MEGATRON}

@@ -207,6 +207,7 @@ def test_explain_follows_a_gradient_to_its_update() -> None:
     assert "counted in grad_norm" in reduced
 
 
+@pytest.mark.slow
 def test_explain_every_value() -> None:
     plan = gpt()
     for name, spec in plan.value_specs().items():

@@ -147,6 +147,7 @@ CORRUPT: dict[str, tuple[Callable[[], Sequence[Step]], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_plan_as_it_is() -> None:
     verify(planned())
 

@@ -94,6 +94,7 @@ def check(
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=16, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_forward_is_the_same_numbers(seed: int) -> None:
@@ -101,6 +102,7 @@ def test_forward_is_the_same_numbers(seed: int) -> None:
     check(random_program(rng), rng, rng.choice(MESHES))
 
 
+@pytest.mark.slow
 @settings(max_examples=10, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_gradients_are_the_same_numbers(seed: int) -> None:
@@ -108,6 +110,7 @@ def test_gradients_are_the_same_numbers(seed: int) -> None:
     check(random_program(rng, loss=True), rng, rng.choice(MESHES))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_microbatches_are_the_same_numbers(seed: int) -> None:
@@ -116,6 +119,7 @@ def test_microbatches_are_the_same_numbers(seed: int) -> None:
     check(program, rng, rng.choice(MESHES), microbatches=2)
 
 
+@pytest.mark.slow
 def test_random_programs_are_rarely_refused() -> None:
     """The tests above would prove nothing if most programs could not be planned."""
     planned = 0
@@ -128,6 +132,7 @@ def test_random_programs_are_rarely_refused() -> None:
 # -- as cheap as enumeration ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_choice_on_one_axis_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against all strategies of all ops; and what is emitted costs what was promised."""
     enumerated = 0
@@ -160,6 +165,7 @@ def test_no_choice_on_one_axis_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> No
     assert enumerated > 10
 
 
+@pytest.mark.slow
 def test_axis_after_axis_is_never_better_than_both_at_once() -> None:
     losses: list[float] = []
     for seed in range(16):
@@ -171,6 +177,7 @@ def test_axis_after_axis_is_never_better_than_both_at_once() -> None:
     assert min(losses) > -1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Megatron MLP", "attention", "GPT layer"])
 def test_axis_after_axis_loses_nothing_on_transformer_blocks(name: str) -> None:
     found = planner_loss.loss(planner_loss.blocks()[name])

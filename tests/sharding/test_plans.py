@@ -91,6 +91,7 @@ def test_a_transformer_block_has_two_reductions_each_way(ranks: int) -> None:
     assert len(plan.collectives) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layers", "tied"), [(1, True), (3, False)])
 def test_every_layer_of_a_gpt_is_alike_and_no_gradient_is_reduced_over_tp(
     layers: int, tied: bool
@@ -102,6 +103,7 @@ def test_every_layer_of_a_gpt_is_alike_and_no_gradient_is_reduced_over_tp(
     assert kinds(plan, "optimizer") == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "spread"), [("hand", "enable_gqa"), ("torch", "repeat")])
 def test_llama_is_as_gpt(norm: str, spread: str) -> None:
     model = Llama(layers=2, norm=norm, spread=spread)  # type: ignore[arg-type]
@@ -152,6 +154,7 @@ def test_a_split_sequence_gathers_and_scatters_instead() -> None:
 # -- data parallel ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @both_sizes
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_each_gradient_is_in_exactly_one_reduction(ranks: int, microbatches: int) -> None:
@@ -172,6 +175,7 @@ def test_each_gradient_is_in_exactly_one_reduction(ranks: int, microbatches: int
     assert kinds(plan, "backward") == {}
 
 
+@pytest.mark.slow
 def test_data_and_tensor_parallel_compose() -> None:
     plan = plan_model(
         GPT(layers=2), loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON,
@@ -189,6 +193,7 @@ def test_data_and_tensor_parallel_compose() -> None:
 # -- pipelines -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_one_transfer_for_each_value_boundary_and_direction(tied: bool) -> None:
     plan = plan_model(

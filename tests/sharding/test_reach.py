@@ -134,6 +134,7 @@ def test_a_pin_of_one_dim_opens_nothing_and_is_kept() -> None:
     assert specs["up.bias"] == "f32[64@tp]" and specs["up.weight"] == "f32[64,16]"
 
 
+@pytest.mark.slow
 def test_no_pin_splits_nothing() -> None:
     plan = plan_model(Block(D, 4, True), mean_square, (an_input(),), Mesh(tp=2), {})
     assert not plan.collectives
@@ -180,6 +181,7 @@ class Norms(Block):
         return x + self.mlp(annotate(self.norm2(x), "b t@tp d"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [Sequence, Norms])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_sequence_parallel_is_megatrons(block: type[Block], layers: int) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
@@ -132,6 +133,7 @@ def test_each_repeated_step_stands_just_before_its_first_use() -> None:
     assert at["h_1_again"] < at["grad_blocks_1_mlp_up_weight"] < at["y_2_again"]
 
 
+@pytest.mark.slow
 def test_microbatches_and_stages_keep_the_schedule() -> None:
     stages = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]}
     given: dict[str, Any] = dict(
@@ -200,6 +202,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.tail, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_model_is_a_region() -> None:
     plan = plan_of(Checkpointed(), None)
     assert [r.name for r in plan.regions] == ["blocks.0", "checkpoint 1"]
@@ -225,6 +228,7 @@ def test_each_call_of_a_shared_module_is_a_region() -> None:
     assert regions[0].flops == regions[1].flops > 0
 
 
+@pytest.mark.slow
 def test_ops_inside_autocast_and_no_grad_are_of_their_modules() -> None:
     def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -260,6 +264,7 @@ def test_statistics_of_batch_norm_are_made_once() -> None:
     assert not changed & repeated
 
 
+@pytest.mark.slow
 def test_a_dropout_that_runs_again_has_the_same_number() -> None:
     plan = plan_of(DropoutGPT(), ["blocks.*"], loss=loss_fn, given=batch())
     twice = [s.op.name for s in again(plan) if "dropout" in s.op.call.name]
@@ -268,6 +273,7 @@ def test_a_dropout_that_runs_again_has_the_same_number() -> None:
     assert all(s.op.call == calls[s.op.name] for s in again(plan))
 
 
+@pytest.mark.slow
 def test_without_a_backward_nothing_changes() -> None:
     model = dt.parallelize(GPT(), dt.Mesh(tp=2), MEGATRON, recompute=["blocks.*"])
     found = dt.compile(lambda m, x: m(x), dt.Mesh(tp=2)).plan(model, batch()[0])

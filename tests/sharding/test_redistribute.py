@@ -47,6 +47,7 @@ def pairs(family: Family, count: int) -> list[tuple[TensorSpec, TensorSpec]]:
     return [(rng.choice(specs), rng.choice(specs)) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "count"),
     [
@@ -71,6 +72,7 @@ def test_values_are_exact(number: int, count: int) -> None:
             check_values(src, dst, rng)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30, database=None, derandomize=True)
 @given(st.data())
 def test_values_of_drawn_specs_are_exact(data: st.DataObject) -> None:

@@ -146,6 +146,7 @@ def test_whole_factors_are_not_split() -> None:
     assert rule.factors() == ("b",)
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=2, max_size=3),
     blocks=st.sampled_from([1, 2]),
@@ -184,6 +185,7 @@ def _shapes_with_the_same_size() -> st.SearchStrategy[tuple[tuple[int, ...], tup
     return st.tuples(st.sampled_from(found), st.sampled_from(found))
 
 
+@pytest.mark.slow
 @given(_shapes_with_the_same_size())
 @settings(max_examples=60, deadline=None)
 def test_any_view_is_certified(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:

@@ -105,6 +105,7 @@ def test_a_mean_divides_by_the_global_count(name: str, split: Shard) -> None:
     torch.testing.assert_close(found.gradients, expected.gradients)
 
 
+@pytest.mark.slow
 def test_group_norm_of_strided_shards() -> None:
     """Its backward kernel reads storage in order: a shard gathered along a dim is not in order."""
     tensors = (_randn(4, 6, 5, 5), _randn(6), _randn(6))

@@ -24,6 +24,7 @@ def _planned() -> str:
     return str(plan_model(model, loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON, inputs=inputs))
 
 
+@pytest.mark.slow
 def test_each_layer_by_itself_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four layers planned together, then with a rule, a walk and a choice for every op alone."""
     found = _planned()

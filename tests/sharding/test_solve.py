@@ -61,6 +61,7 @@ def random_nodes(rng: random.Random) -> list[Node]:
     return nodes
 
 
+@pytest.mark.slow
 @settings(max_examples=80, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_as_cheap_as_enumeration(seed: int) -> None:
@@ -121,6 +122,7 @@ def _uniform(num: int, first: int, second: int) -> dict[str, int]:
     return {f"layer{i}.{part}": (first, second)[part] for i in range(num) for part in range(2)}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_repeated_layers_make_one_choice(seed: int) -> None:

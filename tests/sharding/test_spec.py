@@ -111,6 +111,7 @@ def _shards(draw: st.DrawFn, shape: tuple[int, ...]) -> Shard:
     return Shard(dim, blocks, unit)
 
 
+@pytest.mark.slow
 @given(_specs())
 @settings(max_examples=100, deadline=None)
 def test_text_reads_back(spec: TensorSpec) -> None:
@@ -127,6 +128,7 @@ def test_assembling_the_shards_gives_the_tensor(spec: TensorSpec) -> None:
     assert torch.equal(assemble(shards, spec), x)
 
 
+@pytest.mark.slow
 @given(_specs(partial=False))
 @settings(max_examples=60, deadline=None)
 def test_each_rank_holds_its_own_elements_once(spec: TensorSpec) -> None:

@@ -83,6 +83,7 @@ def lacking(plan: TransferPlan, index: int) -> int:
     return total - common
 
 
+@pytest.mark.slow
 def test_each_rank_receives_only_what_it_lacks_and_values_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     for source, target in pairs(8):

@@ -19,6 +19,7 @@ TOPOLOGY = dt.Topology(latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=
 ROWS = dict(inputs=dict(dp=dt.Row()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pins", "placed", "stepped", "within"),
     [

@@ -68,6 +68,7 @@ def test_the_gradients_of_parameters_are_reduced_in_backward() -> None:
     assert {c.name for c in plan.collectives} == {"mean_reduced", "grad_weight_reduced"}
 
 
+@pytest.mark.slow
 def test_a_gpt_block_has_two_reductions_each_way() -> None:
     def loss(logits: Tensor) -> Tensor:
         return logits.square().mean()
@@ -83,6 +84,7 @@ def test_a_gpt_block_has_two_reductions_each_way() -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_pinned_nothing_communicated() -> None:
     assert_collectives(
         Llama(layers=1), TP, {}, spec("i64[4,8]", TP), forward={}, backward={}, loss=squared
