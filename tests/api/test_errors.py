@@ -237,6 +237,23 @@ aten.native_layer_norm.default does not take bf16 and f32 together.
   test_errors.py:N: return F.layer_norm(x, (4,), weight)
 fix: make weight f32, as with .to(torch.float32), or run it under torch.autocast""",
     )
+    # a transposed weight has its own shape; what was cast is not the argument that it was cast from
+    assert_expected_inline(
+        refused(
+            plan_of,
+            lambda x, weight: F.linear(x.bfloat16().relu(), weight),
+            TP2,
+            {},
+            spec("f32[2,4]", TP2),
+            spec("f32[6,4]", TP2),
+        ),
+        """\
+aten.mm.default does not take bf16 and f32 together.
+  relu: bf16[2,4]
+  weight: f32[6,4]
+  test_errors.py:N: lambda x, weight: F.linear(x.bfloat16().relu(), weight),
+fix: make relu f32, as with .to(torch.float32), or run it under torch.autocast""",
+    )
 
 
 def test_item() -> None:

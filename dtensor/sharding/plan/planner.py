@@ -8,6 +8,7 @@ here, before anything runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
@@ -22,6 +23,7 @@ from dtensor.sharding.plan.choose.choose_composites import cheapest
 from dtensor.sharding.plan.choose.question import AxisChoice, inner_mesh, question_of
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
+from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.passes.recompute import recomputed
 from dtensor.sharding.plan.plan import Plan
@@ -113,19 +115,20 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
             where = f"\n  {op.source}: {op.source_text}" if op.source else ""
             raise NoRule(f"{fact}{where}\n{fix}") from None
         if not accepts(found[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
-            raise _mixed(flow, op)
+            raise _mixed(flow, op, found)
     return found
 
 
-def _mixed(flow: Dataflow, op: Op) -> PlanningError:
+def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
     """For operands of dtypes that the op's kernels do not take together."""
     labels = {item.name: item.label for item in flow.inputs}
-    metas: dict[str, Meta] = {}  # by the user's name, where a view of an input has one
-    for name, meta in zip(op.operands, op.call.operands, strict=True):
-        root = name
-        while (maker := flow.producers.get(root)) is not None and len(maker.operands) == 1:
-            root = maker.operands[0]
-        metas[labels.get(root, name)] = meta
+    metas: dict[str, Meta] = {}  # by the user's name; of a view, what it looks at
+    for name in op.operands:
+        while (maker := flow.producers.get(name)) is not None and rearranges(
+            maker, rules[maker.name]
+        ):
+            (name,) = maker.operands
+        metas[labels.get(name, name)] = flow.metas[name]
     widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
     given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
     other = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
