@@ -232,11 +232,11 @@ class TrainStep:
         self._raise_unread()
         call = self._call(batch, kwargs)
         planned = self._plan(call)
-        session = session_for(self.model.mesh)
+        session, groups = session_for(self.model.mesh), self._groups()
         home = session.place_optimizer(
             self.model,
             self.optimizer,
-            self._groups(),
+            groups,
             planned.plan,
             planned.stages,
             masters=self.options.master_weights,
@@ -245,7 +245,7 @@ class TrainStep:
         program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
-        options = {"options": home.options(self._groups())}
+        options = {"options": home.options(groups)}
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
         numbers = numbers_fed(self.model.steps.advance(), "train")
         future = session.run(program.handle, program.feed(call, numbers, options), kept)

@@ -297,9 +297,7 @@ class HostedCluster(Cluster):
 
     def by_rank(self, found: Sequence[Mapping[int, Any]]) -> list[Any]:
         """What hosts gave by rank, as one list."""
-        merged = found[0]
-        for part in found[1:]:
-            merged = {**merged, **part}
+        merged = {rank: given for part in found for rank, given in part.items()}
         return [merged[rank] for rank in range(self.size)]
 
     def _parts(self, items: Sequence[Any], what: str) -> list[Part]:
