@@ -27,6 +27,7 @@ from dtensor.api.plan_call import (
     Options,
     PlanCache,
     Planned,
+    checked_capture,
     parameter_labels,
     plan_call,
 )
@@ -63,6 +64,7 @@ class StepOptions:
     keep_gradients: bool
     recompute: tuple[str, ...]
     master_weights: bool
+    each_call: bool
 
 
 class Loss:
@@ -193,11 +195,7 @@ class TrainStep:
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         groups = self._groups()
 
-        def key() -> object:
-            trained = tuple(p.requires_grad for p in self.model.parameters())
-            return (call.key(), trained, groups)
-
-        def make() -> Planned:
+        def make(graph: Graph | None) -> Planned:
             options = Options(
                 inputs=self.options.inputs,
                 num_microbatches=self.options.schedule.microbatches,
@@ -211,7 +209,9 @@ class TrainStep:
             name = getattr(self.loss_fn, "__name__", "step").strip("<>")
             return plan_call(call, self.model.mesh, "loss", options, name)
 
-        return self.plans.get(key, make)
+        if self.options.each_call:
+            return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
+        return self.plans.get(call, groups, lambda: make(graph))
 
     def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
         known = parameter_labels(graph)
@@ -335,6 +335,7 @@ def train_step(
     keep_gradients: bool = False,
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
+    capture: str = "once",
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -350,6 +351,10 @@ def train_step(
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
+        capture: "once": loss_fn's Python runs once, and again where what it reads has changed.
+            "each call": it runs at each call, so that it may draw from Python's or numpy's random
+            numbers and change attributes; that costs the time of a capture, and where the ops
+            differ, of planning.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -386,6 +391,7 @@ def train_step(
         keep_gradients=keep_gradients,
         recompute=again,
         master_weights=master_weights,
+        each_call=checked_capture(capture),
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
