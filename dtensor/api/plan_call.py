@@ -100,7 +100,7 @@ class BoundCall:
         return capture(fn, args, kwargs, grads=grads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Planned:
     """A plan, what it came from, and which leaf of the call feeds which input.
 
@@ -113,6 +113,9 @@ class Planned:
     model: ParallelModule | None
     request: Request
     stages: StagePlan
+
+    def __repr__(self) -> str:
+        return f"<planned: {self.plan!r}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,7 @@ class OutTree:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Graph:
     """A captured program."""
 
@@ -158,6 +158,10 @@ class Graph:
                 assert backward == (node.meta["phase"] == "backward"), (
                     f"{node.name} is out of phase"
                 )
+
+    def __repr__(self) -> str:
+        num = f"inputs: {len(self.inputs):,}, ops: {len(self.nodes):,}"
+        return f"<graph, {num}, outputs: {len(self.outputs):,}>"
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = []
