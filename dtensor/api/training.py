@@ -168,7 +168,7 @@ class TrainStep:
 
     def __repr__(self) -> str:
         schedule = self.options.schedule
-        order = f"{type(schedule).__name__} of {schedule.microbatches} microbatches"
+        order = f"{type(schedule).__name__}, microbatches: {schedule.microbatches}"
         by = f"{type(self.optimizer).__name__}, {order}, plans: {len(self.plans)}"
         return screen(f"<step of {self._name}: {by}\n  {self.model!r}>")
 
