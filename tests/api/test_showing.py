@@ -90,7 +90,9 @@ def test_a_summary() -> None:
         GPT(layers=2), loss_fn, batch(), dt.Mesh(dp=2, tp=2), MEGATRON,
         inputs=dict(dp=dt.Row()), name="gpt",
     )  # fmt: skip
-    assert_expected_inline(plan.summary(), """\
+    assert_expected_inline(
+        plan.summary(),
+        """\
 plan gpt      mesh(dp=2, tp=2)
 steps         227, of which 12 communicate; AdamW updates 28 parameters
 axis dp       opened by tokens
@@ -107,7 +109,8 @@ longest       mm  models.py:26   x6  15.4 ns
               mm  models.py:100  x3   7.7 ns
 computes      372.74 kFLOP
 predicted     120.32 us a step (H100 SXM, NVLink)
-              compute 196.3 ns, communication 120.12 us""")
+              compute 196.3 ns, communication 120.12 us""",
+    )
 
 
 STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm.*", "head*"]]}
@@ -156,9 +159,12 @@ def test_a_plan_of_nothing() -> None:
 
 def test_what_a_step_and_its_parts_show() -> None:
     step = mlp_step()
-    assert_expected_inline(repr(step), """\
+    assert_expected_inline(
+        repr(step),
+        """\
 <step of square_loss: AdamW, GPipe, microbatches: 1, plans: 0
-  parallelize(MLP, Mesh(tp=2)): 2 of 4 parameters and buffers placed, 1 stage>""")
+  parallelize(MLP, Mesh(tp=2)): 2 of 4 parameters and buffers placed, 1 stage>""",
+    )
     assert_plain(step._repr_html_())
     plan = step.plan(*data())
     assert "plans: 1" in repr(step)
@@ -166,7 +172,9 @@ def test_what_a_step_and_its_parts_show() -> None:
     planned = step.plans.latest
     assert planned is not None
     assert_expected_inline(repr(plan), """<plan square_loss on mesh(tp=2), steps: 25>""")
-    assert_expected_inline(repr(plan.steps[1]), """<compute mm = aten.mm.default(x, permute), forward, stage 0>""")
+    assert_expected_inline(
+        repr(plan.steps[1]), """<compute mm = aten.mm.default(x, permute), forward, stage 0>"""
+    )
     for value in (step, plan, planned, planned.graph, planned.request, plan.flow, plan.steps[1]):
         assert_fits(repr(value))
         assert len(repr(value)) < 300

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Literal, assert_never, cast
 
 from dtensor.sharding.ops.call import is_random
 from dtensor.sharding.plan.dataflow import without_numbers
@@ -122,13 +123,16 @@ class _List:
                 continue
             begin = self._begin(start, period, extent)
             run = self._run(begin, period, (start + extent - begin) // period)
-            if isinstance(run, Run):
-                found.append(run)
-                start = run.stop
-            elif run:  # nothing is numbered
-                start += extent
-            else:  # the first layer differs in what it reads
-                start += period if extent >= 3 * period else 1
+            match run:
+                case Run():
+                    found.append(run)
+                    start = run.stop
+                case "not numbered":
+                    start += extent
+                case "not alike":  # the first layer may differ from the others in what it reads
+                    start += period if extent >= 3 * period else 1
+                case _:
+                    assert_never(run)
         return found
 
     def _periodic(self, start: int) -> tuple[int, int]:
@@ -164,11 +168,10 @@ class _List:
 
         return min(range(start, start + extent % period + 1), key=concerned)
 
-    def _run(self, start: int, period: int, count: int) -> Run | bool:
-        """Of as many layers as agree in what they read; whether the run fails for want of numbers.
-
-        False: the first two do not agree.
-        """
+    def _run(
+        self, start: int, period: int, count: int
+    ) -> Run | Literal["not alike", "not numbered"]:
+        """Of as many layers as agree in what they read."""
         own: dict[str, tuple[int, int, int]] = {}
         for index in range(start, start + period * count):
             for number, name in enumerate(_results(self.steps[index])):
@@ -189,7 +192,7 @@ class _List:
                 break
             agreed, layers = now, layer + 1
         if layers == 1 or any(_OUTSIDE in relations for found in agreed for relations in found):
-            return False
+            return "not alike"
         numbered = [
             (offset, number, relation)
             for offset, found in enumerate(agreed)
@@ -198,7 +201,7 @@ class _List:
             if relation[0] == "label"
         ]
         if not numbered:
-            return True
+            return "not numbered"
         names: list[list[str]] = [[] for _ in range(layers)]
         for layer in range(layers):
             for offset, number, (_, _, by) in numbered:
@@ -384,8 +387,7 @@ def _layer(label: str) -> str:
 
 def _until(label: str, by: Hashable) -> str:
     """The label up to the number that goes up first."""
-    assert isinstance(by, tuple)
-    parts, numbers = label.split("."), iter(by)
+    parts, numbers = label.split("."), iter(cast(tuple[int, ...], by))
     for index, part in enumerate(parts):
         if part.isdigit() and next(numbers):
             return ".".join(parts[: index + 1])

@@ -102,7 +102,7 @@ def render(
     ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: what
     the head says of them.
     """
-    text = [_head(plan), *note, *_axes(plan), *_stored(plan)]
+    text = [_head(plan), *_axes(plan), *_stored(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
