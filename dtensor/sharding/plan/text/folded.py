@@ -94,7 +94,10 @@ def _title(run: Run) -> str:
     """Which layers, how many, and what goes from one to the next."""
     text = f"{', '.join(run.layers)}    x{run.count}, {count_text(run.period, 'step')} each"
     text += f"; of {run.first}"
-    return text + (f", which passes on {', '.join(run.passed)}" if run.passed else "")
+    if run.passed:
+        text += f", which passes on {', '.join(run.passed[:4])}"
+        text += f" and {len(run.passed) - 4} more" if len(run.passed) > 4 else ""
+    return text
 
 
 def _of_layer(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
