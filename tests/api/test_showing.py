@@ -108,7 +108,7 @@ longest       mm  models.py:26   x6  15.4 ns
               mm  models.py:51   x6  12.3 ns
               mm  models.py:100  x3   7.7 ns
 computes      372.74 kFLOP
-predicted     120.32 us a step (H100 SXM, NVLink)
+predicted     120.32 us a step (H100 SXM bf16, NVLink)
               compute 196.3 ns, communication 120.12 us""",
     )
 
@@ -232,11 +232,11 @@ def test_a_trace_and_a_comparison() -> None:
 
 def test_hardware_by_name() -> None:
     both = dt.topologies.h100(nvlink=("tp",), infiniband=["dp"])
-    assert both.title == "H100 SXM, NVLink along tp, 400G InfiniBand along dp"
+    assert both.title == "H100 SXM bf16, NVLink along tp, 400G InfiniBand along dp"
     assert both.bandwidth_of("tp") > 4 * both.bandwidth_of("dp")
     assert dt.topologies.h100() == dt.Topology()
-    assert dt.Topology().title == "H100 SXM, NVLink"
-    assert dt.topologies.a100(infiniband=("dp",)).title == "A100 SXM, 200G InfiniBand along dp"
+    assert dt.Topology().title == "H100 SXM bf16, NVLink"
+    assert dt.topologies.a100(infiniband=("dp",)).title == "A100 SXM bf16, 200G InfiniBand along dp"
     assert dt.topologies.a100().flops < dt.topologies.h100().flops
 
 
@@ -245,7 +245,7 @@ def test_a_name_does_not_hide_what_was_changed() -> None:
     assert replace(laptop, flops=1e9).title == "a laptop's two cores with flops as stated"
     assert replace(laptop, flops=1e9, name="mine").title == "mine with flops as stated"
     assert pickle.loads(pickle.dumps(replace(laptop, flops=1e9))).title.endswith("flops as stated")
-    assert dt.Topology(bandwidth=50e9).title == "H100 SXM, NVLink with bandwidth as stated"
+    assert dt.Topology(bandwidth=50e9).title == "H100 SXM bf16, NVLink with bandwidth as stated"
     assert dt.Topology(bandwidth=50e9, name="ours").title == "ours"
     own = dt.Topology(latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=1e9)
     assert own.title == "hardware as stated"

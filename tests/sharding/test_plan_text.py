@@ -119,7 +119,7 @@ communication per rank and step
   tp  forward  1 all_reduce  512 B sent
 
 compute per rank and step    40.96 kFLOP
-predicted    10.03 us a step (H100 SXM, NVLink): compute 28.4 ns, communication 10.00 us""",
+predicted    10.03 us a step (H100 SXM bf16, NVLink): compute 28.4 ns, communication 10.00 us""",
     )
 
 

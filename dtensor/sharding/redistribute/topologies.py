@@ -32,7 +32,7 @@ def h100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topol
 def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topology:
     """A100 SXM4 80 GB, dense bf16. NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of
     HBM2e, NVLink 300 GB/s each way; a DGX A100 has a port of 200 Gb/s (HDR) for each GPU."""
-    name = "A100 SXM, NVLink"
+    name = "A100 SXM bf16, NVLink"
     host = Topology(bandwidth=130e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
     return _of_hosts(host, "200G InfiniBand", 12.5e9, nvlink, infiniband)
 

@@ -21,7 +21,7 @@ from dtensor.errors import PlanningError, check_kind, check_number
 
 _MAY_BE_ZERO = ("latency", "op_latency", "step_latency")
 _MAIN = {"latency", "bandwidth", "flops", "memory_bandwidth"}
-H100 = "H100 SXM, NVLink"
+H100 = "H100 SXM bf16, NVLink"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@
                   tp  backward   65 all_reduce  1.0 MiB  655.12 us
     longest       mm   modeling_llama.py:164  x288  8.26 us
     computes      278.00 MFLOP
-    predicted     1.40 ms a step (H100 SXM, NVLink)
+    predicted     1.40 ms a step (H100 SXM bf16, NVLink)
                   compute 60.72 us, communication 1.34 ms
 
 All is of one rank and one step; where stages differ, of the stage that has most: of memory, of what
