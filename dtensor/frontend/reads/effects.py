@@ -31,7 +31,7 @@ from torch import nn
 from dtensor.frontend.reads.walk import ITERATORS, MOST_ITEMS, PLAIN, RanCode, Reached
 from dtensor.frontend.source import Source, line_of
 
-_RNN_WEIGHTS = "_flat_weights"  # torch keeps an LSTM's parameters a second time, in a list
+_RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # an LSTM's parameters a second time
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "not there"})()
 
 
@@ -87,7 +87,7 @@ class Before:
         self._copies = [
             (path, holder, _copy(holder))
             for path, holder in found.sized
-            if id(holder) not in weights and not path.endswith(f".{_RNN_WEIGHTS}")
+            if id(holder) not in weights and not path.endswith(_RNN_WEIGHTS)
         ]
         whole = {id(holder) for _, holder, _ in self._copies} | weights
         self._entries = [
@@ -189,7 +189,7 @@ def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
             )
             for key in {**copy, **holder}
             if not _same(copy.get(key, _ABSENT), holder.get(key, _ABSENT))
-            and not (isinstance(key, str) and (key.startswith("__") or key == _RNN_WEIGHTS))
+            and not (isinstance(key, str) and (key.startswith("__") or key in _RNN_WEIGHTS))
         ]
     now = _copy(holder)
     if isinstance(copy, int) or isinstance(now, int):  # too long to be copied
