@@ -31,9 +31,14 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
 class LoadedProgram:
-    """A lowered plan on a session, and how its arguments are cut for the ranks."""
+    """A lowered plan on a session, and how its arguments are cut for the ranks.
 
-    def __init__(self, session: MeshSession, planned: Planned, program: Program) -> None:
+    ``writes``: the parameters and buffers that a run changes.
+    """
+
+    def __init__(
+        self, session: MeshSession, planned: Planned, program: Program, training: bool
+    ) -> None:
         self.session = session
         self.planned = planned
         self.program = program
@@ -41,6 +46,7 @@ class LoadedProgram:
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
         self.handle = session.cluster.load(program)
+        self.writes = _written(planned, training)
 
     def feed(
         self,
@@ -108,11 +114,23 @@ def load(
             roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
         )
         _put_constants(session, planned.plan, state)
-        session.loaded[key] = (planned, LoadedProgram(session, planned, lowered))
+        session.loaded[key] = (
+            planned,
+            LoadedProgram(session, planned, lowered, roles.optimizer is not None),
+        )
     program: LoadedProgram = session.loaded[key][1]
     if planned.model is not None:
         session.place(planned.model, planned.plan, planned.stages)
     return program
+
+
+def _written(planned: Planned, training: bool) -> frozenset[str]:
+    """The parameters that an optimizer updates, and the buffers that forward changes."""
+    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"}
+    if training and planned.request.training is not None:
+        known = {item.label for item in planned.plan.inputs if item.kind == "parameter"}
+        found |= planned.request.training.trained & known
+    return frozenset(found)
 
 
 def _put_constants(session: MeshSession, plan: Plan, state: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ all ranks.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,7 @@ class ShardOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.mastered: set[str] = set()
+        self.seen: dict[str, weakref.ref[torch.Tensor]] = {}  # the shards of the step before
 
     def step(
         self,
@@ -126,6 +128,7 @@ class ShardOptimizer:
             self._regroup([given[NAMES] for given in options])
             options = [{k: v for k, v in given.items() if k != NAMES} for given in options]
         optimizer = self._built(shards, options)
+        self._take_over(shards)
         copied = [
             (self.parameters[name], shard)
             for name, shard in shards.items()
@@ -145,6 +148,19 @@ class ShardOptimizer:
             parameter.grad = None
         for parameter, shard in copied:
             shard.copy_(parameter.data)
+
+    def _take_over(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Shards that are other tensors than at the step before may have other values: a master
+        follows. One that is the same tensor twice is the parameter's memory from then on."""
+        for name, shard in shards.items():
+            parameter, seen = self.parameters[name], self.seen.get(name)
+            if seen is not None and parameter.data_ptr() != shard.data_ptr():
+                if name in self.mastered:
+                    if seen() is not shard:
+                        parameter.data.copy_(_master(shard, parameter.data))
+                elif seen() is shard:
+                    parameter.data = shard.detach()
+            self.seen[name] = weakref.ref(shard)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to."""
@@ -218,20 +234,14 @@ class ShardOptimizer:
     def _parameter(
         self, name: str, shard: torch.Tensor, state: Mapping[str, Mapping[str, Any]]
     ) -> torch.nn.Parameter:
-        """What the optimizer updates for a shard: the shard itself, or its master.
-
-        Of a master that was loaded, elements are taken that the shard is the rounding of: where
-        the model was given other values since, those count.
-        """
+        """What the optimizer updates for a shard: the shard itself, or its master."""
         if not (self.masters and is_narrow(shard.dtype)):
             return torch.nn.Parameter(shard)
         self.mastered.add(name)
-        master = shard.float()
         loaded = state.get(name, {}).get(MASTER)
-        if loaded is not None:
-            loaded = loaded.to(shard.device, torch.float32)
-            master = torch.where(loaded.to(shard.dtype) == shard, loaded, master)
-        return torch.nn.Parameter(master)
+        if loaded is None:
+            return torch.nn.Parameter(shard.float())
+        return torch.nn.Parameter(_master(shard, loaded.to(shard.device, torch.float32)))
 
     def _present(self) -> list[list[str]]:
         """By group, the names of the parameters that the optimizer has."""
@@ -241,6 +251,12 @@ class ShardOptimizer:
         """The optimizer's groups, with empty stand-ins where this rank holds none of a group."""
         real = iter(optimizer.param_groups)
         return [next(real) if names else {} for names in self._present()]
+
+
+def _master(shard: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """The elements of a master that the shard is the rounding of: where the model was given other
+    values since, those count."""
+    return torch.where(master.to(shard.dtype) == shard, master, shard.float())
 
 
 def _fitted(value: Any, parameter: torch.Tensor, key: str) -> Any:
