@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -85,8 +86,9 @@ class Away:
             return _write_all(func, first, args, kwargs)
         if not at_hand((args, kwargs)):
             raise RuntimeError(
-                f"{func} reads a parameter that is on the ranks of a launch, from where it cannot "
-                f"be seen.\nfix: pass p.detach() of each parameter"
+                f"{func} reads a parameter whose value is on the ranks, where it cannot be fetched "
+                f"(under torch.compile, say).\n"
+                f"fix: module.state_dict() before, which fetches all until the next step"
             )
         return func(*args, **kwargs)
 
@@ -148,8 +150,12 @@ def by_holder(tensors: Iterable[Any]) -> list[tuple[Holder, list[Tensor]]]:
 @contextmanager
 def plainly() -> Iterator[None]:
     """Within, tensors that are away are read and written as they are, and no mode of torch's (fake
-    tensors, a default device) changes what is done."""
+    tensors, a default device, vmap, jit.trace) changes what is done."""
     with ExitStack() as stack:
+        tracing = torch._C._get_tracing_state()
+        stack.callback(torch._C._set_tracing_state, tracing)
+        torch._C._set_tracing_state(None)
+        stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())
@@ -195,8 +201,9 @@ _PROPERTIES = """
     is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
     is_vulkan is_xla is_xpu
 """
+# Not dim and is_floating_point: the last that vmap and jvp ask before they wrap what there is.
 _METHODS = """
-    size dim ndimension numel nelement stride is_floating_point is_complex is_signed element_size
+    size ndimension numel nelement stride is_complex is_signed element_size
     __len__ register_hook register_post_accumulate_grad_hook __hash__ requires_grad_ get_device
     is_contiguous storage_offset is_same_size is_conj is_neg is_inference type
 """
@@ -208,7 +215,6 @@ _ASKS_NOTHING = frozenset(
         *(_FOUND[name].__set__ for name in ("grad", "requires_grad")),
         _FOUND["grad"].__delete__,
         torch.numel,
-        torch.is_floating_point,
         torch.is_complex,
         torch.is_signed,
         torch.is_same_size,

@@ -19,9 +19,11 @@ import torch
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.plan_call import BoundCall, Planned
+from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
 from dtensor.daft import Program, Stored
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import named_tensors
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
@@ -114,10 +116,10 @@ def load(
             roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
         )
         _put_constants(session, planned.plan, state)
-        session.loaded[key] = (
-            planned,
-            LoadedProgram(session, planned, lowered, roles.optimizer is not None),
-        )
+        loaded = LoadedProgram(session, planned, lowered, roles.optimizer is not None)
+        if planned.model is not None:
+            check_apart(named_tensors(planned.model.module), loaded.writes)
+        session.loaded[key] = (planned, loaded)
     program: LoadedProgram = session.loaded[key][1]
     if planned.model is not None:
         session.place(planned.model, planned.plan, planned.stages)

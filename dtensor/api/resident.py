@@ -21,11 +21,11 @@ Not here: what is put where (session.py), whole states in and out (state.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
-from itertools import starmap
-from operator import attrgetter, is_not, ne
+from itertools import pairwise, starmap
+from operator import attrgetter, is_not
 from typing import Any, cast
 
 import torch
@@ -121,7 +121,8 @@ class Resident:
     lost: str = ""  # `gone`, once the launch has ended
     _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
     _versions: dict[str, int] = field(default_factory=dict[str, int])
-    _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`
+    _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed
+    _counts: list[int] = field(default_factory=list[int])
     _ahead: int = 1  # how many the next touch fetches
 
     def name(self, label: str) -> str:
@@ -167,7 +168,10 @@ class Resident:
         """Their memory becomes current, in place, a bucket at a time; no touch."""
         known = self.stale & self.own.keys()
         wanted = [label for label in dict.fromkeys(labels) if label in known]
-        self._check_written(wanted)
+        self._refuse(self._written(wanted))
+        self._fetch(wanted)
+
+    def _fetch(self, wanted: Sequence[str]) -> None:
         for bucket in _buckets(wanted, self.specs):
             with plainly():
                 for label, value in self.gather(bucket).items():
@@ -184,7 +188,7 @@ class Resident:
         with as_it_is():
             there = starmap(dict.get, self._slots)
             moved = any(map(is_not, there, self.own.values()))
-            written = any(map(ne, map(_version, self._counted), self._versions.values()))
+            written = list(map(_version, self._counted)) != self._counts
         if moved:
             self._settle_moved()
         if written:
@@ -222,23 +226,27 @@ class Resident:
 
     def _settle_written(self) -> None:
         """Through a view that the user had before; its memory must have been current."""
-        written = [n for n, known in self._versions.items() if _version_of(self.own[n]) != known]
-        self._check_written([label for label in written if label in self.stale])
+        written = self._written(self.own)
+        self._refuse([label for label in written if label in self.stale])
         for label in written:
             if holder_of(self.own[label]) is self:
                 bring_back(self.own[label])
         self.forget(written)
 
-    def _check_written(self, stale: Iterable[str]) -> None:
-        for label in stale:
-            now = _version_of(self.own[label])
-            if self._versions.get(label, now) != now:
-                raise PlanningError(
-                    f"{label} was written through a view of it that was taken before, whose memory "
-                    f"was old: the value is on {self.mesh}.\n"
-                    f"fix: write through the parameter, as in `with torch.no_grad(): p.copy_(x)`, "
-                    f"or take the view anew after each step"
-                )
+    def _written(self, labels: Iterable[str]) -> list[str]:
+        """Those that were, since their versions were noted."""
+        known = self._versions
+        return [n for n in labels if n in known and known[n] != _version_of(self.own[n])]
+
+    def _refuse(self, written: Sequence[str]) -> None:
+        """Where the memory that was written is old."""
+        if written:
+            raise PlanningError(
+                f"{written[0]} was written through a view of it that was taken before, whose "
+                f"memory was old: the value is on {self.mesh}.\n"
+                f"fix: write through the parameter, as in `with torch.no_grad(): p.copy_(x)`, "
+                f"or take the view anew after each step"
+            )
 
     def forget(self, labels: Sequence[str]) -> None:
         """Their shards count no longer; `MeshSession.place` puts the module's values."""
@@ -294,7 +302,8 @@ class Resident:
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
-        parameters = dict(self.model.named_parameters())
+        labels = {id(p): label for label, p in self.model.named_parameters()}
+        held = [p for group in home.optimizer.param_groups for p in group["params"]]
         asked = {label: covering(spec, self.ranks[label]) for label, spec in self.states.items()}
         needed = {rank for ranks in asked.values() for rank in ranks}
         wanted = [[home.name] if rank in needed else [] for rank in range(self.mesh.size)]
@@ -303,17 +312,18 @@ class Resident:
             assert all(isinstance(shard, ShardOptimizer) for shard in shards)
             exports.append(shards[0].export() if shards else {})
         gathered: Entries = {}
-        for label, spec in self.states.items():
-            ranks = [r for r in asked[label] if label in exports[r]]
-            if label not in parameters or not ranks or not exports[ranks[0]][label]:
+        for parameter in held:
+            label = labels.get(id(parameter), "")
+            ranks = [r for r in asked.get(label, ()) if label in exports[r]]
+            if not ranks or not exports[ranks[0]][label]:
                 continue
-            entries = gathered[parameters[label]] = {}
+            spec, entries = self.states[label], gathered.setdefault(parameter, {})
             for key, value in exports[ranks[0]][label].items():
                 if isinstance(value, Tensor) and value.dim() == len(spec.shape) > 0:
                     whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
                     value = assemble_at({r: exports[r][label][key] for r in ranks}, whole)
-                    if not parameters[label].is_meta:
-                        value = value.to(parameters[label].device)
+                    if not parameter.is_meta:
+                        value = value.to(parameter.device)
                 entries[key] = value
         return gathered
 
@@ -339,8 +349,13 @@ class Resident:
                     self.leave(failed(self.mesh, self.cluster.failure))
 
     def come_home(self) -> None:
-        """All that can, in place. A model on meta stays where it is, its optimizer's state too."""
-        self.refresh(list(self.own))
+        """All that can, in place. A model on meta stays where it is, its optimizer's state too.
+
+        PlanningError, when all is home, where a view was written that is not seen.
+        """
+        away = [label for label in self.own if label in self.stale]
+        written = self._written(away)
+        self._fetch(away)
         if not self.on_meta:
             for home in self.optimizers.values():
                 home.come_home()
@@ -348,6 +363,7 @@ class Resident:
             f"is on the meta device: its value was on {self.mesh}, in a launch that has ended.\n"
             f"fix: {LOAD}, with what dt.gather_state_dict(model, opt) gave inside the launch"
         )
+        self._refuse(written)
 
     def leave(self, why: str) -> None:
         """What is only on the cluster is gone; ``why`` follows its name."""
@@ -374,13 +390,14 @@ class Resident:
             owner = module.get_submodule(path)
             slot = owner._parameters if leaf in owner._parameters else owner._buffers
             self._slots.append((slot, leaf))
-        self._counted = [self.own[label] for label in self._versions]
+        self._note_versions(())
 
     def _note_versions(self, labels: Iterable[str]) -> None:
         for label in labels:
             if not self.own[label].is_inference():  # those have none
                 self._versions[label] = _version_of(self.own[label])
         self._counted = [self.own[label] for label in self._versions]
+        self._counts = list(self._versions.values())
 
 
 LOAD = "dt.load_state_dict(model, opt, state)"
@@ -393,6 +410,31 @@ def failed(mesh: Mesh, failure: Exception) -> str:
         f"is lost: its value was on {mesh}, which failed ({reason}).\n"
         f"fix: {LOAD}, with what dt.gather_state_dict gave last"
     )
+
+
+def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
+    """PlanningError where a tensor that a program changes shares memory with another one: on the
+    ranks each would be changed on its own."""
+    with as_it_is():
+        each = {id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}
+        spans = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+            for name, tensor in each.values()
+            if tensor.nbytes and not tensor.is_meta and _is_dense(tensor)
+        )
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end and not written.isdisjoint((one, other)):
+            raise PlanningError(
+                f"{one} and {other} share memory without being one tensor, so on the ranks they "
+                f"would change apart.\n"
+                f"fix: make them one, as in `module.{other} = module.{one}`, or copy one of them"
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill the memory from the first to the last."""
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(steps) == tensor.numel()
 
 
 def _version_of(tensor: Tensor) -> int:

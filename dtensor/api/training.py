@@ -323,7 +323,8 @@ class TrainStep:
     def _step_controller(self) -> None:
         """A step without gradients: torch's LR schedulers want to see one."""
         with as_it_is():
-            kept = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            kept = [(p, p.grad) for p in held if p.grad is not None]
             for parameter, _ in kept:
                 parameter.grad = None
         if _has_hooks(self.optimizer):  # which may read parameters
