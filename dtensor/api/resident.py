@@ -61,7 +61,11 @@ _version = attrgetter("_version")
 @dataclass(slots=True, repr=False)
 class OptimizerHome:
     """One torch optimizer, the table's name of its shards, whether they hold masters, the names by
-    group that the ranks know, and what stands in ``optimizer.state``, first as it was given."""
+    group that the ranks know, and what stands in ``optimizer.state``, first as it was given.
+
+    ``stored``: by parameter, how the tensors of its state are cut, and which ranks have them;
+    ``rest``: the entries of parameters that no program here has used; ``placed``: the last plan.
+    """
 
     optimizer: torch.optim.Optimizer
     name: str
@@ -69,6 +73,9 @@ class OptimizerHome:
     groups: tuple[tuple[str, ...], ...]
     resident: Resident
     given: InitVar[Entries]
+    stored: dict[str, tuple[TensorSpec, tuple[int, ...]]]
+    rest: Entries
+    placed: Plan
     state: AwayState = field(init=False)
 
     def __post_init__(self, given: Entries) -> None:
@@ -109,7 +116,6 @@ class Resident:
     cluster: Cluster
     version: int
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
-    states: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])  # of optimizers
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
     placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
@@ -304,27 +310,32 @@ class Resident:
         """Parameter to its state entries, whole, where the parameter is."""
         labels = {id(p): label for label, p in self.model.named_parameters()}
         held = [p for group in home.optimizer.param_groups for p in group["params"]]
-        asked = {label: covering(spec, self.ranks[label]) for label, spec in self.states.items()}
+        asked = {n: covering(spec, ranks) for n, (spec, ranks) in home.stored.items()}
         needed = {rank for ranks in asked.values() for rank in ranks}
         wanted = [[home.name] if rank in needed else [] for rank in range(self.mesh.size)]
-        exports: list[dict[str, dict[str, Any]]] = []
-        for shards in self.cluster.get(wanted).get():
-            assert all(isinstance(shard, ShardOptimizer) for shard in shards)
-            exports.append(shards[0].export() if shards else {})
+        shards: list[dict[str, dict[str, Any]]] = []
+        for own in self.cluster.get(wanted).get():
+            assert all(isinstance(shard, ShardOptimizer) for shard in own)
+            shards.append(own[0].entries() if own else {})
         gathered: Entries = {}
         for parameter in held:
             label = labels.get(id(parameter), "")
-            ranks = [r for r in asked.get(label, ()) if label in exports[r]]
-            if not ranks or not exports[ranks[0]][label]:
+            ranks = [r for r in asked.get(label, ()) if shards[r].get(label)]
+            if parameter in home.rest:
+                gathered[parameter] = home.rest[parameter]
+            if not ranks:
                 continue
-            spec, entries = self.states[label], gathered.setdefault(parameter, {})
-            for key, value in exports[ranks[0]][label].items():
+            spec, entries = home.stored[label][0], gathered.setdefault(parameter, {})
+            home_device = "cpu" if parameter.is_meta else parameter.device
+            for key, value in shards[ranks[0]][label].items():
                 if isinstance(value, Tensor) and value.dim() == len(spec.shape) > 0:
                     whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-                    value = assemble_at({r: exports[r][label][key] for r in ranks}, whole)
-                    if not parameter.is_meta:
-                        value = value.to(parameter.device)
-                entries[key] = value
+                    found = assemble_at({r: shards[r][label][key].detach() for r in ranks}, whole)
+                    entries[key] = found.to(home_device)
+                elif isinstance(value, Tensor):
+                    entries[key] = value.detach().cpu().clone()
+                else:
+                    entries[key] = value
         return gathered
 
     # -- the end ----------------------------------------------------------------------------------

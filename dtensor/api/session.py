@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from dtensor.api.away import AwayState
+from dtensor.api.away import AwayState, Entries
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import OptimizerHome, Resident
@@ -151,7 +151,6 @@ class MeshSession:
             if item.kind not in ("parameter", "buffer"):
                 continue
             spec = on_mesh(plan, item.held)
-            resident.states[item.label] = on_mesh(plan, item.state)
             ranks = holders(plan, item)
             known = resident.specs.get(item.label)
             if known is not None and known != spec:
@@ -211,28 +210,41 @@ class MeshSession:
                 f"master_weights={home.masters}, this one master_weights={masters}.\n"
                 f"fix: master_weights={home.masters} here too, or an optimizer of its own"
             )
-        # the parameters first: their specs say how the state is cut
+        # the parameters first: what the program takes is checked there
         self.place(model, plan, stages)
-        if home is not None and home.current:
+        if home is not None and home.current and home.placed is plan:
             return home
+        trained = {label for group in groups for label in group}
+        stored = {
+            item.label: (on_mesh(plan, item.state), holders(plan, item))
+            for item in plan.inputs
+            if item.kind == "parameter" and item.label in trained
+        }
+        names = {id(p): label for label, p in model.module.named_parameters()}
+        if home is not None:
+            stored = {**home.stored, **stored}
+            home.stored, home.placed = stored, plan
+            if home.current and stored.keys().isdisjoint(names[id(p)] for p in home.rest):
+                return home
         held: object = optimizer.state
         entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
-        names = {id(p): label for label, p in model.module.named_parameters()}
-        state = {names[id(p)]: kept for p, kept in entries.items() if id(p) in names}
-        trained = {label for group in groups for label in group}
         cut: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.mesh.size)]
-        for item in plan.inputs:
-            if item.kind == "parameter" and item.label in trained and item.label in state:
-                spec = resident.states[item.label]
-                for rank in holders(plan, item):
-                    kept = state[item.label].items()
-                    cut[rank][item.label] = {k: self._cut(v, spec, rank) for k, v in kept}
+        rest: Entries = {}
+        for parameter, kept in entries.items():
+            label = names.get(id(parameter), "")
+            if label not in stored:
+                rest[parameter] = kept
+                continue
+            spec, ranks = stored[label]
+            for rank in ranks:
+                cut[rank][label] = {k: self._cut(v, spec, rank) for k, v in kept.items()}
         kind = type(optimizer)
-        name = (
-            f"{resident.prefix}optimizer {len(resident.optimizers)}" if home is None else home.name
-        )
+        number = len(resident.optimizers)
+        name = f"{resident.prefix}optimizer {number}" if home is None else home.name
         self.put([{name: ShardOptimizer(kind, groups, own, masters)} for own in cut])
-        home = OptimizerHome(optimizer, name, masters, groups, resident, entries)
+        home = OptimizerHome(
+            optimizer, name, masters, groups, resident, entries, stored, rest, plan
+        )
         resident.optimizers[id(optimizer)] = home
         return home
 

@@ -14,8 +14,10 @@ all ranks.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -163,8 +165,16 @@ class ShardOptimizer:
             self.seen[name] = weakref.ref(shard)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to."""
-        return ShardOptimizer, (self.kind, self.groups, self.export(), self.masters)
+        """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to.
+        As arrays of bytes, which Ray moves without copying them."""
+        state = {
+            name: {
+                key: _bytes_of(value) if isinstance(value, torch.Tensor) else value
+                for key, value in entry.items()
+            }
+            for name, entry in self.entries().items()
+        }
+        return _arrived, (self.kind, self.groups, state, self.masters)
 
     def export(self) -> dict[str, dict[str, Any]]:
         """Parameter name to its state entries; tensors on the CPU."""
@@ -173,8 +183,18 @@ class ShardOptimizer:
                 key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                 for key, value in entry.items()
             }
-            for name, entry in self._state().items()
+            for name, entry in self.entries().items()
         }
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Parameter name to its state entries, not copied: what was given for parameters that were
+        not stepped yet, and what there is of others."""
+        if self.optimizer is None:
+            return self.initial
+        now = {name: dict(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
+        for name in self.mastered:
+            now[name][MASTER] = self.parameters[name].data
+        return {**self.initial, **now}
 
     def nbytes(self) -> int:
         """Bytes of the state tensors."""
@@ -185,18 +205,9 @@ class ShardOptimizer:
             if isinstance(value, torch.Tensor)
         )
 
-    def _state(self) -> dict[str, dict[str, Any]]:
-        """What was given for parameters that were not stepped yet, and what there is of others."""
-        if self.optimizer is None:
-            return self.initial
-        now = {name: dict(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
-        for name in self.mastered:
-            now[name][MASTER] = self.parameters[name].data
-        return {**self.initial, **now}
-
     def _regroup(self, groups: Sequence[Sequence[str]]) -> None:
         """The optimizer is built anew at this step, with the state that there is."""
-        self.initial = self._state()
+        self.initial = self.entries()
         self.optimizer = None
         self.groups = tuple(tuple(group) for group in groups)
 
@@ -207,7 +218,7 @@ class ShardOptimizer:
         the program does not use, may get its first one later."""
         if self.optimizer is not None and self.parameters.keys() >= shards.keys():
             return self.optimizer
-        state = self._state()
+        state = self.entries()
         old = self.parameters
         self.parameters = {
             name: old[name] if name in old else self._parameter(name, shards[name], state)
@@ -257,6 +268,42 @@ def _master(shard: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """The elements of a master that the shard is the rounding of: where the model was given other
     values since, those count."""
     return torch.where(master.to(shard.dtype) == shard, master, shard.float())
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A tensor on its way; bf16 has no numpy dtype."""
+
+    data: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _bytes_of(value: torch.Tensor) -> _Bytes:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return _Bytes(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+
+
+def _arrived(
+    kind: type[torch.optim.Optimizer],
+    groups: Sequence[Sequence[str]],
+    state: Mapping[str, Mapping[str, Any]],
+    masters: bool,
+) -> ShardOptimizer:
+    """What it was given may be memory of Ray's, which nobody writes: the first step copies it."""
+
+    def tensor(value: _Bytes) -> torch.Tensor:
+        if not value.data.size:
+            return torch.empty(value.shape, dtype=value.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is read-only
+            return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape)
+
+    given = {
+        name: {k: tensor(v) if isinstance(v, _Bytes) else v for k, v in entry.items()}
+        for name, entry in state.items()
+    }
+    return ShardOptimizer(kind, groups, given, masters)
 
 
 def _fitted(value: Any, parameter: torch.Tensor, key: str) -> Any:
