@@ -153,8 +153,8 @@ def plainly() -> Iterator[None]:
     tensors, a default device, vmap, jit.trace) changes what is done."""
     with ExitStack() as stack:
         tracing = torch._C._get_tracing_state()
-        stack.callback(torch._C._set_tracing_state, tracing)
-        torch._C._set_tracing_state(None)
+        stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())

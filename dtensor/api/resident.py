@@ -43,7 +43,7 @@ from dtensor.api.away import (
     send_away,
 )
 from dtensor.api.parallel import ParallelModule
-from dtensor.daft import Cluster
+from dtensor.daft import Call, Cluster, Function, Handle, Program, RankProgram
 from dtensor.errors import PlanningError
 from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
 from dtensor.sharding.plan.plan import Plan
@@ -76,6 +76,7 @@ class OptimizerHome:
     stored: dict[str, tuple[TensorSpec, tuple[int, ...]]]
     rest: Entries
     placed: Plan
+    reader: Handle | None = None  # the program that sends parts of the state
     state: AwayState = field(init=False)
 
     def __post_init__(self, given: Entries) -> None:
@@ -308,35 +309,31 @@ class Resident:
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
-        labels = {id(p): label for label, p in self.model.named_parameters()}
+        parameters = dict(self.model.named_parameters())
         held = [p for group in home.optimizer.param_groups for p in group["params"]]
         asked = {n: covering(spec, ranks) for n, (spec, ranks) in home.stored.items()}
         needed = {rank for ranks in asked.values() for rank in ranks}
-        wanted = [[home.name] if rank in needed else [] for rank in range(self.mesh.size)]
-        shards: list[dict[str, dict[str, Any]]] = []
-        for own in self.cluster.get(wanted).get():
-            assert all(isinstance(shard, ShardOptimizer) for shard in own)
-            shards.append(own[0].entries() if own else {})
-        gathered: Entries = {}
-        for parameter in held:
-            label = labels.get(id(parameter), "")
-            ranks = [r for r in asked.get(label, ()) if shards[r].get(label)]
-            if parameter in home.rest:
-                gathered[parameter] = home.rest[parameter]
-            if not ranks:
-                continue
-            spec, entries = home.stored[label][0], gathered.setdefault(parameter, {})
-            home_device = "cpu" if parameter.is_meta else parameter.device
-            for key, value in shards[ranks[0]][label].items():
-                if isinstance(value, Tensor) and value.dim() == len(spec.shape) > 0:
-                    whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-                    found = assemble_at({r: shards[r][label][key].detach() for r in ranks}, whole)
-                    entries[key] = found.to(home_device)
-                elif isinstance(value, Tensor):
-                    entries[key] = value.detach().cpu().clone()
-                else:
-                    entries[key] = value
-        return gathered
+        gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
+        gathered |= home.rest
+        for bucket in _buckets(list(asked), {n: spec for n, (spec, _) in home.stored.items()}):
+            shards = self._parts_of(home, bucket, needed)
+            for label in bucket:
+                ranks = [r for r in asked[label] if shards[r].get(label)]
+                if ranks and label in parameters:
+                    parts = {r: shards[r][label] for r in ranks}
+                    entries = _joined(parts, home.stored[label][0], parameters[label])
+                    gathered[parameters[label]] = entries
+        return {parameter: entries for parameter, entries in gathered.items() if entries}
+
+    def _parts_of(
+        self, home: OptimizerHome, labels: list[str], ranks: Set[int]
+    ) -> list[dict[str, dict[str, Any]]]:
+        """By rank, the entries of these parameters; not to be written to."""
+        if home.reader is None:
+            home.reader = self.cluster.load(_reader(home.name, self.mesh.size))
+        asked = [{"labels": labels if r in ranks else []} for r in range(self.mesh.size)]
+        found = self.cluster.run(home.reader, asked).get()
+        return [own["part"].entries() for own in found]
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -423,11 +420,45 @@ def failed(mesh: Mesh, failure: Exception) -> str:
     )
 
 
+def _reader(optimizer: str, size: int) -> Program:
+    call = Call("part_of", (optimizer, "labels"), ("part",), label="send state of the optimizer")
+    rank = RankProgram(
+        instructions=(call,), inputs=("labels",), outputs=("part",), state=(optimizer,)
+    )
+    functions = (("part_of", Function.of(_part_of, "part_of")),)
+    return Program(
+        name="state of the optimizer",
+        ranks=(rank,) * size,
+        functions=functions,
+        stage_of=(0,) * size,
+    )
+
+
+def _part_of(optimizer: ShardOptimizer, labels: Sequence[str]) -> tuple[ShardOptimizer]:
+    return (optimizer.part(labels),)
+
+
+def _joined(
+    parts: Mapping[int, Mapping[str, Any]], spec: TensorSpec, parameter: Tensor
+) -> dict[str, Any]:
+    """A parameter's entries, whole, where it is, from those of the ranks."""
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    entries: dict[str, Any] = {}
+    for key, value in next(iter(parts.values())).items():
+        if isinstance(value, Tensor) and value.dim() == len(spec.shape) > 0:
+            whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
+            found = assemble_at({r: part[key].detach() for r, part in parts.items()}, whole)
+            entries[key] = found.to(device)
+        else:
+            entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return entries
+
+
 def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
     """PlanningError where a tensor that a program changes shares memory with another one: on the
     ranks each would be changed on its own."""
     with as_it_is():
-        each = {id(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}
+        each = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
         spans = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
             for name, tensor in each.values()

@@ -196,6 +196,12 @@ class ShardOptimizer:
             now[name][MASTER] = self.parameters[name].data
         return {**self.initial, **now}
 
+    def part(self, names: Sequence[str]) -> ShardOptimizer:
+        """One with the state of these parameters alone, not copied: what is sent is not all."""
+        entries = self.entries()
+        some = {name: entries[name] for name in names if name in entries}
+        return ShardOptimizer(self.kind, self.groups, some, self.masters)
+
     def nbytes(self) -> int:
         """Bytes of the state tensors."""
         return sum(
