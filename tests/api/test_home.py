@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -720,6 +721,48 @@ def test_a_model_on_meta_stays_where_it_is() -> None:
     with dt.launch(mesh):
         assert float(step(X)) < third
         dt.gather_state_dict(model, opt)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_saves_and_generates(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0,
+        embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    net = transformers.GPT2LMHeadModel(config)
+    plain = copy.deepcopy(net)
+    mesh = dt.Mesh(tp=2)
+    model = dt.parallelize(net, mesh, {"*.c_fc.weight": dict(tp=dt.Column())})
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (net, plain)]
+    step = dt.train_step(model, lambda m, x: m(input_ids=x, labels=x).loss, opts[0])
+    tokens = torch.arange(16).view(2, 8)
+
+    def train() -> None:
+        step(tokens)
+        plain(input_ids=tokens, labels=tokens).loss.backward()
+        opts[1].step()
+        opts[1].zero_grad()
+
+    def check(folder: Path) -> None:
+        net.save_pretrained(folder)
+        read = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        same(read.state_dict(), plain.state_dict(), folder.name)
+        train()
+        found = [
+            m.generate(tokens[:1, :2], max_new_tokens=4, do_sample=False) for m in (net, plain)
+        ]
+        assert torch.equal(*found)
+
+    with dt.launch(mesh):
+        train()
+        check(tmp_path / "inside")
+        train()
+    same(net.state_dict(), plain.state_dict(), "after")
+    with dt.launch(mesh):
+        train()
+        check(tmp_path / "in a second")
 
 
 # -- on Ray ----------------------------------------------------------------------------------------
