@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from dtensor.api.away import ONE_AT_A_TIME
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import fresh_name
 from dtensor.api.loaded_program import load, on_stage
@@ -78,13 +79,17 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = BoundCall.of(self.fn, args, kwargs)
         planned = self._planned(call)
+        with ONE_AT_A_TIME:
+            return self._run(call, planned)
+
+    def _run(self, call: BoundCall, planned: Planned) -> Any:
         session = session_for(self.mesh)
         program = load(session, planned, Roles())
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         future = session.run(program.handle, program.feed(call, numbers), names)
-        if planned.model is not None and any(o.kind == "mutation" for o in planned.plan.outputs):
-            session.resident(planned.model).changed = True
+        if planned.model is not None and program.writes:
+            session.resident(planned.model).wrote(program.writes)
         if session.cluster.failure is not None:
             future.get()
         results: list[DTensor] = []

@@ -18,7 +18,7 @@ Not here: recording and making (frontend.initial).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,10 +34,23 @@ from dtensor.sharding.ops.philox import Pieces, Place
 __all__ = ["Init", "Initial"]
 
 
+class MetaHolder(Protocol):
+    """What of a model is on a cluster: of resident.py."""
+
+    changed: bool
+    unsaved: bool
+
+    def gather(self, labels: Sequence[str]) -> dict[str, torch.Tensor]: ...
+
+
 class Initial:
-    """Recipes of a module's parameters and buffers on the meta device, or values loaded since."""
+    """Recipes of a module's parameters and buffers on the meta device, or values loaded since.
+
+    ``holders``: by name, the ranks that have it, from when it is put there.
+    """
 
     def __init__(self, module: nn.Module, init: Init | None) -> None:
+        self.holders: dict[str, MetaHolder] = {}
         self.loaded: dict[str, torch.Tensor] = {}
         self.recipes: dict[str, Recipe] = {}
         if init is not None:
@@ -46,12 +59,17 @@ class Initial:
 
     def recipe(self, name: str) -> Recipe | None:
         """How a rank makes its shard; None where the whole value is at hand."""
-        return None if name in self.loaded else self.recipes.get(name)
+        return None if name in self.loaded or self._changed(name) else self.recipes.get(name)
+
+    def _changed(self, name: str) -> bool:
+        return name in self.holders and self.holders[name].changed
 
     def value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The whole value; ``tensor`` is the module's own, on the meta device or not."""
         if not tensor.is_meta:
             return tensor
+        if self._changed(name):
+            return self.holders[name].gather([name])[name]
         if name in self.loaded:
             return self.loaded[name]
         if name not in self.recipes:
@@ -69,6 +87,7 @@ class Initial:
         firsts = {keys[key]: value for key, value in state.items() if key in keys}
         for name, tensor in named_tensors(module).items():
             if tensor.is_meta and names[name] in firsts:
+                self.holders.pop(name, None)
                 self.loaded[name] = firsts[names[name]].detach().cpu().clone()
 
 

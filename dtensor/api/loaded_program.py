@@ -19,9 +19,11 @@ import torch
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.plan_call import BoundCall, Planned
+from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
 from dtensor.daft import Program, Stored
 from dtensor.errors import PlanningError
+from dtensor.frontend.graph import named_tensors
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
@@ -31,7 +33,10 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
 class LoadedProgram:
-    """A lowered plan on a session, and how its arguments are cut for the ranks."""
+    """A lowered plan on a session, and how its arguments are cut for the ranks.
+
+    ``writes``: the parameters and buffers that a run changes.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,8 @@ class LoadedProgram:
         planned: Planned,
         program: Program,
         state: Mapping[str, str],
+        *,
+        training: bool,
     ) -> None:
         self.session = session
         self.planned = planned
@@ -47,6 +54,7 @@ class LoadedProgram:
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
         self.handle = session.cluster.load(program)
+        self.writes = _written(planned, training)
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
 
@@ -130,12 +138,25 @@ def load(
         plan = planned.plan
         made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         _put_constants(session, plan, state, made)
-        session.loaded[key] = (planned, LoadedProgram(session, planned, lowered, state))
+        training = roles.optimizer is not None
+        loaded = LoadedProgram(session, planned, lowered, state, training=training)
+        if planned.model is not None:
+            check_apart(named_tensors(planned.model.module), loaded.writes)
+        session.loaded[key] = (planned, loaded)
     program: LoadedProgram = session.loaded[key][1]
     program.put_caught()
     if planned.model is not None:
         session.place(planned.model, planned.plan, planned.stages)
     return program
+
+
+def _written(planned: Planned, training: bool) -> frozenset[str]:
+    """The parameters that an optimizer updates, and the buffers that forward changes."""
+    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"}
+    if training and planned.request.training is not None:
+        known = {item.label for item in planned.plan.inputs if item.kind == "parameter"}
+        found |= planned.request.training.trained & known
+    return frozenset(found)
 
 
 def _put_constants(

@@ -3,8 +3,8 @@
     model = parallelize(GPT(config), Mesh(tp=2), {"*.mlp.up.weight": dict(tp=Row()), ...})
     model.module                       # the original; its parameters keep their identity
 
-The wrapper holds no tensors of its own. Where a program runs, the cluster holds shards; the
-controller's values are copied there at first use, and come back by `gather_state_dict`.
+The wrapper holds no tensors of its own. Where a program runs, the cluster holds shards, made of the
+controller's values at first use. Reading the module's tensors fetches them (resident.py).
 
 Of what is stated besides placements and stages, ``zero=`` and ``recompute=`` are checked here:
 
@@ -49,7 +49,7 @@ class ParallelModule:
     ``placements``: one entry per parameter and buffer; ``stage_plan``: which stage holds which;
     ``settled``: what programs that ran chose for parameters that nothing was stated of, and
     ``settlement`` how often that grew;
-    ``version``: raised when the controller's values change under `load_state_dict`;
+    ``version``: raised when `load_state_dict` gives values to what is on the meta device;
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
     ``zero``: the axis over which state is stored split, and the level;
@@ -131,7 +131,7 @@ class ParallelModule:
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The controller's values, which a running launch leaves as they are."""
+        """The module's, as torch has it: current, also inside a launch."""
         return self.module.state_dict()
 
     def train(self, mode: bool = True) -> ParallelModule:

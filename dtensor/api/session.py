@@ -5,33 +5,34 @@
 Outside a launch there is an implicit in-process session per mesh.
 
 A parallelized module becomes resident at first use: the controller's values are cut into shards
-and put on the ranks; from then on the cluster's values count, until the launch ends, which discards
-them (one warning if they changed and were neither gathered nor loaded elsewhere).
+and put on the ranks, and the module's tensors are away (resident.py). Leaving a launch brings them
+home in place, by an exception too as long as the ranks live; with ``bring_home=False``, and where
+the cluster has failed, what changed is gone, and reading it is an error.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 
+from dtensor.api.away import AwayState, Entries
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
-from dtensor.frontend.graph import named_tensors
+from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
+from dtensor.runtime.shard_optimizer import ShardOptimizer
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -44,43 +45,6 @@ MOST_GARBAGE = 32
 MOST_GARBAGE_BYTES = 2**26
 """How many values that nobody refers to, and bytes of them all, may wait to be dropped: dropping
 them is a call to every actor."""
-
-
-@dataclass(slots=True)
-class OptimizerHome:
-    """One torch optimizer, the table's name of its shards, whether they hold masters, and the
-    names by group that the ranks know."""
-
-    optimizer: torch.optim.Optimizer
-    name: str
-    masters: bool
-    groups: tuple[tuple[str, ...], ...]
-
-    def options(self, groups: tuple[tuple[str, ...], ...]) -> tuple[dict[str, Any], ...]:
-        """What a step is fed: each group's options, and its names where the groups changed."""
-        found = hyperparameters(self.optimizer)
-        if groups == self.groups:
-            return found
-        self.groups = groups
-        return tuple({**given, NAMES: names} for given, names in zip(found, groups, strict=True))
-
-
-@dataclass(slots=True)
-class Resident:
-    """A model's state on the cluster: table names begin with ``prefix``."""
-
-    model: ParallelModule
-    prefix: str
-    version: int
-    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
-    states: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])  # of optimizers
-    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
-    placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
-    changed: bool = False
-
-    def name(self, label: str) -> str:
-        return f"{self.prefix}{label}"
 
 
 class MeshSession:
@@ -164,31 +128,29 @@ class MeshSession:
     def resident(self, model: ParallelModule) -> Resident:
         found = self.residents.get(id(model))
         if found is None:
-            _warn_of_other_values(self, model)
-            found = Resident(model, f"model {len(self.residents)}: ", model.version)
+            prefix = f"model {len(self.residents)}: "
+            found = Resident(model, prefix, self.mesh, self.cluster, model.version)
             self.residents[id(model)] = found
-        if found.version != model.version:  # the controller loaded other values
+        if found.version != model.version:  # other values were loaded for what is on meta
             found.version = model.version
-            found.specs.clear()
-            found.placed = None
-            found.optimizers.clear()
-            found.changed = False
+            found.forget([label for label in model.initial.loaded if label in found.specs])
         return found
 
     def place(self, model: ParallelModule, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
         resident = self.resident(model)
+        resident.settle()
         if resident.placed is plan:
             return
         model.settle(plan, stages)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
+        put: dict[str, TensorSpec] = {}
         for item in plan.inputs:
             if item.kind not in ("parameter", "buffer"):
                 continue
             spec = on_mesh(plan, item.held)
-            resident.states[item.label] = on_mesh(plan, item.state)
             ranks = holders(plan, item)
             known = resident.specs.get(item.label)
             if known is not None and known != spec:
@@ -196,25 +158,31 @@ class MeshSession:
                     f"{item.label} is stored as {known}, this program wants it stored as {spec}"
                 )
             missing = set(ranks) - set(resident.ranks.get(item.label, ()) if known else ())
+            if not missing:
+                continue
             recipe = model.initial.recipe(item.label)
+            whole = None
+            if recipe is None:
+                whole = model.initial.value(item.label, tensors[item.label].detach())
+                _check_as_planned(item.label, whole, spec)
             for rank in sorted(missing):
                 here = self.mesh.coordinates(rank)
-                if recipe is not None:
+                if whole is not None:
+                    values[rank][resident.name(item.label)] = shard_of(whole, spec, here)
+                elif recipe is not None:
                     pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
                     made[rank][item.label] = (recipe, pieces)
-                    continue
-                value = model.initial.value(item.label, tensors[item.label].detach())
-                values[rank][resident.name(item.label)] = shard_of(value, spec, here)
-            if missing:
-                had = set(resident.ranks.get(item.label, ())) if known else set[int]()
-                resident.specs[item.label] = spec
-                resident.ranks[item.label] = tuple(sorted(had | set(ranks)))
+            had = set(resident.ranks.get(item.label, ())) if known else set[int]()
+            resident.ranks[item.label] = tuple(sorted(had | set(ranks)))
+            put[item.label] = spec
         if any(values):
             self.put(values)
         if any(made):  # the ranks make their own shards
             kept = {label: resident.name(label) for wanted in made for label in wanted}
             handle = self.cluster.load(init_program(made, self.cluster.device))
             self.run(handle, [{} for _ in made], kept).get()
+        resident.specs.update(put)
+        resident.keep({label: tensors[label] for label in put})
         resident.placed = plan
 
     def place_optimizer(
@@ -227,38 +195,56 @@ class MeshSession:
         *,
         masters: bool,
     ) -> OptimizerHome:
-        """The optimizer's state goes to the cluster with its first step: each rank gets a
-        `ShardOptimizer` of the parameters that it holds. A tensor of its parameter's shape is cut
-        as the plan says that the state is stored; numbers are copied.
+        """The optimizer's state goes to the cluster with its first step, and anew where somebody
+        has looked at it since: each rank gets a `ShardOptimizer` of the parameters that it holds. A
+        tensor of its parameter's shape is cut as the plan says that the state is stored; numbers
+        are copied.
 
         PlanningError where two steps share an optimizer and one of them wants masters.
         """
         resident = self.resident(model)
         home = resident.optimizers.get(id(optimizer))
-        if home is not None:
-            if home.masters != masters:
-                raise PlanningError(
-                    f"two steps share a {type(optimizer).__name__}: one has "
-                    f"master_weights={home.masters}, this one master_weights={masters}.\n"
-                    f"fix: master_weights={home.masters} here too, or an optimizer of its own"
-                )
-            return home
-        # the parameters first: their specs say how the state is cut
+        if home is not None and home.masters != masters:
+            raise PlanningError(
+                f"two steps share a {type(optimizer).__name__}: one has "
+                f"master_weights={home.masters}, this one master_weights={masters}.\n"
+                f"fix: master_weights={home.masters} here too, or an optimizer of its own"
+            )
+        # the parameters first: what the program takes is checked there
         self.place(model, plan, stages)
-        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
-        names = {id(p): label for label, p in model.module.named_parameters()}
-        state = {names[id(p)]: kept for p, kept in optimizer.state.items() if id(p) in names}
+        if home is not None and home.current and home.placed is plan:
+            return home
         trained = {label for group in groups for label in group}
+        stored = {
+            item.label: (on_mesh(plan, item.state), holders(plan, item))
+            for item in plan.inputs
+            if item.kind == "parameter" and item.label in trained
+        }
+        names = {id(p): label for label, p in model.module.named_parameters()}
+        if home is not None:
+            stored = {**home.stored, **stored}
+            home.stored, home.placed = stored, plan
+            if home.current and stored.keys().isdisjoint(names[id(p)] for p in home.rest):
+                return home
+        held: object = optimizer.state
+        entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
         cut: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.mesh.size)]
-        for item in plan.inputs:
-            if item.kind == "parameter" and item.label in trained and item.label in state:
-                spec = resident.states[item.label]
-                for rank in holders(plan, item):
-                    kept = state[item.label].items()
-                    cut[rank][item.label] = {k: self._cut(v, spec, rank) for k, v in kept}
+        rest: Entries = {}
+        for parameter, kept in entries.items():
+            label = names.get(id(parameter), "")
+            if label not in stored:
+                rest[parameter] = kept
+                continue
+            spec, ranks = stored[label]
+            for rank in ranks:
+                cut[rank][label] = {k: self._cut(v, spec, rank) for k, v in kept.items()}
         kind = type(optimizer)
+        number = len(resident.optimizers)
+        name = f"{resident.prefix}optimizer {number}" if home is None else home.name
         self.put([{name: ShardOptimizer(kind, groups, own, masters)} for own in cut])
-        home = OptimizerHome(optimizer, name, masters, groups)
+        home = OptimizerHome(
+            optimizer, name, masters, groups, resident, entries, stored, rest, plan
+        )
         resident.optimizers[id(optimizer)] = home
         return home
 
@@ -287,43 +273,41 @@ class MeshSession:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def close(self, *, quiet: bool) -> None:
+    def close(self, *, bring_home: bool = True) -> None:
+        """What was changed comes home, unless it shall not or cannot; then the ranks end."""
         if self.closed:
             return
-        self.closed = True
-        for part in self.parts.values():
-            part.close(quiet=quiet)
-        self.cluster.close()
-        lost = [r.model for r in self.residents.values() if r.changed]
-        if lost and not quiet:
+        try:
+            for session in (self, *self.parts.values()):
+                for resident in session.residents.values():
+                    resident.end(bring_home)
+            if bring_home and self.cluster.failure is None:
+                self._tell_of_unsaved()
+        finally:
+            self.closed = True
+            for part in self.parts.values():
+                part.closed = True
+                part.cluster.close()
+            self.cluster.close()
+
+    def _tell_of_unsaved(self) -> None:
+        every = (r for session in (self, *self.parts.values()) for r in session.residents.values())
+        count = sum(1 for resident in every if resident.on_meta and resident.unsaved)
+        if count:
             warnings.warn(
-                f"the launch ended with changed state of {len(lost)} model(s) that was not "
-                f"gathered; the controller's values are those from before. fix: "
-                f"state = dt.gather_state_dict(model, opt) inside the launch",
-                stacklevel=4,
+                f"the launch ended with changed state of {count} model(s) on the meta device that "
+                f"was not gathered: it is gone. fix: state = dt.gather_state_dict(model, opt) "
+                f"inside the launch",
+                stacklevel=5,
             )
 
 
-def _warn_of_other_values(session: MeshSession, model: ParallelModule) -> None:
-    """The implicit session's values of a model do not follow it into a launch."""
-    for other in _implicit.values():
-        home = other.residents.get(id(model))
-        if other is not session and home is not None and home.changed:
-            home.changed = False
-            warnings.warn(
-                "the model was changed outside this launch and not gathered; the launch starts "
-                "from the controller's values, those from before. fix: before the launch, "
-                "dt.load_state_dict(model, opt, dt.gather_state_dict(model, opt))",
-                stacklevel=_outside(),
-            )
-
-
-def _outside() -> int:
-    """How many frames up the first caller is that is not of this package: what a warning names."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("dtensor."):
-        frame, level = frame.f_back, level + 1
-    return level
+def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None:
+    if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+        raise PlanningError(
+            f"{label} is {type_text(value)} now, and the program was planned for {spec}.\n"
+            f"fix: change the model before its first step, or make the step anew"
+        )
 
 
 # -- which session ---------------------------------------------------------------------------------
@@ -344,7 +328,9 @@ def session_for(mesh: Mesh) -> MeshSession:
                 f"fix: dt.launch({mesh!r}), or leave the launch first"
             )
         return session
-    if mesh not in _implicit or _implicit[mesh].cluster.failure is not None:
+    if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
+        _implicit.pop(mesh).close()
+    if mesh not in _implicit:
         _implicit[mesh] = MeshSession(mesh, launch_cluster(mesh.size), "compiled")
     return _implicit[mesh]
 
@@ -364,8 +350,12 @@ def launch(
     deadline_s: float = 60.0,
     call_deadline_s: float = 3600.0,
     mode: Mode = "compiled",
+    bring_home: bool = True,
 ) -> Iterator[MeshSession]:
     """Start the ranks of ``mesh``; what runs inside the block runs there.
+
+    At its end the values of models and the state of their optimizers come home, in place: what the
+    controller's module and optimizer have is current again. Models on the meta device stay away.
 
     Args:
         backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank.
@@ -376,6 +366,8 @@ def launch(
         call_deadline_s: seconds that one computation of a rank may take, for which a warning is
             given after `deadline_s`.
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
+        bring_home: False leaves what changed behind, unless `gather_state_dict` has written it;
+            reading it is a RuntimeError from then on, until `load_state_dict`.
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
@@ -396,6 +388,7 @@ def launch(
         )
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
+    check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     if _launched:
         raise PlanningError("a launch is running already; leave it before starting another")
     cluster = launch_cluster(
@@ -408,13 +401,9 @@ def launch(
     )
     session = MeshSession(mesh, cluster, mode)
     _launched.append(session)
-    failed = False
     try:
         yield session
         session.settle()
-    except BaseException:
-        failed = True
-        raise
     finally:
         _launched.remove(session)
-        session.close(quiet=failed or cluster.failure is not None)
+        session.close(bring_home=bring_home)

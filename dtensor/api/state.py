@@ -8,25 +8,24 @@ alone reads and writes them. Master weights are entries "master_param" of the op
 float32 as their moments; from a state without them the next step makes them anew. "step" is the
 number of the next training step, which random numbers depend on; it is there once a step was taken.
 
-Not here: how an optimizer's state comes to the cluster (`MeshSession.place_optimizer`).
+Not here: how values come to the cluster (session.py) and back (resident.py).
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Set
+from typing import Any, cast
 
 import torch
 
+from dtensor.api.away import ONE_AT_A_TIME, AwayState, as_it_is, by_holder, label_of
 from dtensor.api.initial import names_in_state
 from dtensor.api.parallel import ParallelModule, check_parallel
-from dtensor.api.session import MeshSession, OptimizerHome, Resident, session_for
+from dtensor.api.resident import Resident
 from dtensor.errors import PlanningError, check_kind
-from dtensor.runtime.shard_optimizer import ShardOptimizer
-from dtensor.sharding.spec.shards import assemble_at
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.frontend.graph import named_tensors
 
 _OPTIMIZER = torch.optim.Optimizer | None
 
@@ -36,34 +35,56 @@ def gather_state_dict(
 ) -> dict[str, Any]:
     """The model's and the optimizer's state, whole, on the CPU. Waits for running steps.
 
-    What is not on the cluster (outside a launch, or unused so far) is the controller's value.
+    The controller's module and optimizer have the same values afterwards, unless they are on the
+    meta device. RuntimeError where values were left behind in a launch that has ended.
     """
     check_parallel("gather_state_dict", model)
     check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
-    held = model.module.state_dict()
-    resident = _resident(model)
-    from_ranks: dict[str, torch.Tensor] = {}
-    if resident is not None:
-        session, home = resident
-        from_ranks = _gather_model(session, home)
-        home.changed = False
-    names = names_in_state(model.module)
-    values = {
-        key: from_ranks[names[key]]
-        if names[key] in from_ranks
-        else model.initial.value(names[key], t).detach().cpu().clone()
-        for key, t in held.items()
-    }
+    with ONE_AT_A_TIME:
+        return _gathered(model, optimizer)
+
+
+def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    with as_it_is():
+        for holder, tensors in by_holder(named_tensors(model.module).values()):
+            assert isinstance(holder, Resident)
+            holder.refresh([label_of(tensor) for tensor in tensors])
+        held = model.module.state_dict()
+        names = names_in_state(model.module)
+        on_meta = _gathered_from_meta(model, {names[key] for key, t in held.items() if t.is_meta})
+        values = {
+            key: on_meta[names[key]] if t.is_meta else t.detach().cpu().clone()
+            for key, t in held.items()
+        }
     state: dict[str, Any] = {"model": values}
     if model.steps.present():
         state["step"] = model.steps.present()
     if optimizer is not None:
-        state["optimizer"] = copy.deepcopy(optimizer.state_dict())
-        if resident is not None and id(optimizer) in resident[1].optimizers:
-            session, home = resident
-            gathered = _gather_optimizer(session, home, home.optimizers[id(optimizer)])
-            state["optimizer"] = _in_torch_format(model, optimizer, gathered)
+        state["optimizer"] = copy.deepcopy(_torch_state(optimizer))
     return state
+
+
+def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
+    """Values that the module itself has no memory for."""
+    tensors, holders = named_tensors(model.module), model.initial.holders
+    found: dict[str, torch.Tensor] = {}
+    for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
+        found |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
+        holder.unsaved = False
+    rest = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - found.keys())}
+    return {**found, **{n: value.detach().cpu().clone() for n, value in rest.items()}}
+
+
+def _torch_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()`, current, which counts as no look at it."""
+    held: object = optimizer.state
+    if not isinstance(held, AwayState):
+        return optimizer.state_dict()
+    optimizer.state = held.plain()
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state = cast(Any, held)
 
 
 def load_state_dict(
@@ -71,7 +92,7 @@ def load_state_dict(
 ) -> None:
     """Load what `gather_state_dict` (or torch) gave, inside or outside a launch.
 
-    The controller's tensors change in place; a running launch takes them over at its next step.
+    The controller's tensors change in place; the cluster takes them over at the next step.
     Raises as torch does for names and shapes that do not fit.
     """
     check_parallel("load_state_dict", model)
@@ -110,65 +131,3 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
                 continue
             if (held.dtype, held.device) != (value.dtype, value.device):
                 optimizer.state[parameter][key] = value.detach().clone()
-
-
-def _resident(model: ParallelModule) -> tuple[MeshSession, Resident] | None:
-    session = session_for(model.mesh)
-    home = session.residents.get(id(model))
-    if home is None or home.version != model.version or not home.specs:
-        return None
-    return session, home
-
-
-def _gather_model(session: MeshSession, home: Resident) -> dict[str, torch.Tensor]:
-    labels = list(home.specs)
-    wanted = [
-        [home.name(label) for label in labels if rank in home.ranks[label]]
-        for rank in range(session.mesh.size)
-    ]
-    session.check()
-    found = session.cluster.get(wanted).get()
-    tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
-    gathered: dict[str, torch.Tensor] = {}
-    for label in labels:
-        shards = {r: tables[r][home.name(label)] for r in home.ranks[label]}
-        gathered[label] = assemble_at(shards, home.specs[label])
-    return gathered
-
-
-def _gather_optimizer(
-    session: MeshSession, home: Resident, optimizer: OptimizerHome
-) -> dict[str, dict[str, Any]]:
-    """Parameter name to its state entries, whole."""
-    found = session.cluster.get([[optimizer.name]] * session.mesh.size).get()
-    exports: list[dict[str, dict[str, Any]]] = []
-    for (shard,) in found:
-        assert isinstance(shard, ShardOptimizer)
-        exports.append(shard.export())
-    gathered: dict[str, dict[str, Any]] = {}
-    for label, spec in home.states.items():
-        ranks = [r for r in home.ranks[label] if label in exports[r]]
-        if not ranks or not exports[ranks[0]][label]:
-            continue
-        gathered[label] = {}
-        for key, value in exports[ranks[0]][label].items():
-            if isinstance(value, torch.Tensor) and value.dim() == len(spec.shape) > 0:
-                whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-                value = assemble_at({r: exports[r][label][key] for r in ranks}, whole)
-            gathered[label][key] = value
-    return gathered
-
-
-def _in_torch_format(
-    model: ParallelModule, optimizer: torch.optim.Optimizer, gathered: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`opt.state_dict()` with the gathered entries: parameters by number, in group order."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    state: dict[int, Any] = {}
-    number = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if names[id(parameter)] in gathered:
-                state[number] = gathered[names[id(parameter)]]
-            number += 1
-    return {**optimizer.state_dict(), "state": state}

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.optim.optimizer as hooks
 
+from dtensor.api.away import ONE_AT_A_TIME, as_it_is
 from dtensor.api.loaded_program import load, on_stage
 from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
 from dtensor.api.plan_call import (
@@ -246,6 +248,12 @@ class TrainStep:
         self._raise_unread()
         call = self._call(batch, kwargs)
         planned = self._plan(call)
+        with ONE_AT_A_TIME:
+            loss = self._run(call, planned)
+        self._step_controller()
+        return loss
+
+    def _run(self, call: BoundCall, planned: Planned) -> Loss:
         session, groups = session_for(self.model.mesh), self._groups()
         home = session.place_optimizer(
             self.model,
@@ -264,13 +272,12 @@ class TrainStep:
         numbers = numbers_fed(self.model.steps.advance(), "train")
         future = session.run(program.handle, program.feed(call, numbers, options), kept)
         self._last = planned
-        session.resident(self.model).changed = True
+        session.resident(self.model).wrote(program.writes, home)
         loss = Loss(future, planned, session)
         self._running.append(loss)
         if session is not self._session:
             self._session = session
             session.settling.append(self._settle)
-        self._step_controller()
         return loss
 
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -328,10 +335,16 @@ class TrainStep:
 
     def _step_controller(self) -> None:
         """A step without gradients: torch's LR schedulers want to see one."""
-        kept = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
-        for parameter, _ in kept:
-            parameter.grad = None
-        self.optimizer.step()
+        with as_it_is():
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            kept = [(p, p.grad) for p in held if p.grad is not None]
+            for parameter, _ in kept:
+                parameter.grad = None
+        if _has_hooks(self.optimizer):  # which may read parameters
+            self.optimizer.step()
+        else:
+            with as_it_is():
+                self.optimizer.step()
         for parameter, grad in kept:
             parameter.grad = grad
 
@@ -410,6 +423,13 @@ def train_step(
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
     return step
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user's functions run around its step."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    everyone = hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks
+    return bool(own or everyone)
 
 
 class _GroupNames:

@@ -14,7 +14,10 @@ all ranks.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,6 +114,7 @@ class ShardOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.mastered: set[str] = set()
+        self.seen: dict[str, weakref.ref[torch.Tensor]] = {}  # the shards of the step before
 
     def step(
         self,
@@ -126,6 +130,7 @@ class ShardOptimizer:
             self._regroup([given[NAMES] for given in options])
             options = [{k: v for k, v in given.items() if k != NAMES} for given in options]
         optimizer = self._built(shards, options)
+        self._take_over(shards)
         copied = [
             (self.parameters[name], shard)
             for name, shard in shards.items()
@@ -146,9 +151,30 @@ class ShardOptimizer:
         for parameter, shard in copied:
             shard.copy_(parameter.data)
 
+    def _take_over(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Shards that are other tensors than at the step before may have other values: a master
+        follows. One that is the same tensor twice is the parameter's memory from then on."""
+        for name, shard in shards.items():
+            parameter, seen = self.parameters[name], self.seen.get(name)
+            if seen is not None and parameter.data_ptr() != shard.data_ptr():
+                if name in self.mastered:
+                    if seen() is not shard:
+                        parameter.data.copy_(_master(shard, parameter.data))
+                elif seen() is shard:
+                    parameter.data = shard.detach()
+            self.seen[name] = weakref.ref(shard)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to."""
-        return ShardOptimizer, (self.kind, self.groups, self.export(), self.masters)
+        """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to.
+        As arrays of bytes, which Ray moves without copying them."""
+        state = {
+            name: {
+                key: _bytes_of(value) if isinstance(value, torch.Tensor) else value
+                for key, value in entry.items()
+            }
+            for name, entry in self.entries().items()
+        }
+        return _arrived, (self.kind, self.groups, state, self.masters)
 
     def export(self) -> dict[str, dict[str, Any]]:
         """Parameter name to its state entries; tensors on the CPU."""
@@ -157,8 +183,24 @@ class ShardOptimizer:
                 key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
                 for key, value in entry.items()
             }
-            for name, entry in self._state().items()
+            for name, entry in self.entries().items()
         }
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Parameter name to its state entries, not copied: what was given for parameters that were
+        not stepped yet, and what there is of others."""
+        if self.optimizer is None:
+            return self.initial
+        now = {name: dict(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
+        for name in self.mastered:
+            now[name][MASTER] = self.parameters[name].data
+        return {**self.initial, **now}
+
+    def part(self, names: Sequence[str]) -> ShardOptimizer:
+        """One with the state of these parameters alone, not copied: what is sent is not all."""
+        entries = self.entries()
+        some = {name: entries[name] for name in names if name in entries}
+        return ShardOptimizer(self.kind, self.groups, some, self.masters)
 
     def nbytes(self) -> int:
         """Bytes of the state tensors."""
@@ -169,18 +211,9 @@ class ShardOptimizer:
             if isinstance(value, torch.Tensor)
         )
 
-    def _state(self) -> dict[str, dict[str, Any]]:
-        """What was given for parameters that were not stepped yet, and what there is of others."""
-        if self.optimizer is None:
-            return self.initial
-        now = {name: dict(self.optimizer.state.get(p, {})) for name, p in self.parameters.items()}
-        for name in self.mastered:
-            now[name][MASTER] = self.parameters[name].data
-        return {**self.initial, **now}
-
     def _regroup(self, groups: Sequence[Sequence[str]]) -> None:
         """The optimizer is built anew at this step, with the state that there is."""
-        self.initial = self._state()
+        self.initial = self.entries()
         self.optimizer = None
         self.groups = tuple(tuple(group) for group in groups)
 
@@ -191,7 +224,7 @@ class ShardOptimizer:
         the program does not use, may get its first one later."""
         if self.optimizer is not None and self.parameters.keys() >= shards.keys():
             return self.optimizer
-        state = self._state()
+        state = self.entries()
         old = self.parameters
         self.parameters = {
             name: old[name] if name in old else self._parameter(name, shards[name], state)
@@ -218,20 +251,14 @@ class ShardOptimizer:
     def _parameter(
         self, name: str, shard: torch.Tensor, state: Mapping[str, Mapping[str, Any]]
     ) -> torch.nn.Parameter:
-        """What the optimizer updates for a shard: the shard itself, or its master.
-
-        Of a master that was loaded, elements are taken that the shard is the rounding of: where
-        the model was given other values since, those count.
-        """
+        """What the optimizer updates for a shard: the shard itself, or its master."""
         if not (self.masters and is_narrow(shard.dtype)):
             return torch.nn.Parameter(shard)
         self.mastered.add(name)
-        master = shard.float()
         loaded = state.get(name, {}).get(MASTER)
-        if loaded is not None:
-            loaded = loaded.to(shard.device, torch.float32)
-            master = torch.where(loaded.to(shard.dtype) == shard, loaded, master)
-        return torch.nn.Parameter(master)
+        if loaded is None:
+            return torch.nn.Parameter(shard.float())
+        return torch.nn.Parameter(_master(shard, loaded.to(shard.device, torch.float32)))
 
     def _present(self) -> list[list[str]]:
         """By group, the names of the parameters that the optimizer has."""
@@ -241,6 +268,48 @@ class ShardOptimizer:
         """The optimizer's groups, with empty stand-ins where this rank holds none of a group."""
         real = iter(optimizer.param_groups)
         return [next(real) if names else {} for names in self._present()]
+
+
+def _master(shard: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """The elements of a master that the shard is the rounding of: where the model was given other
+    values since, those count."""
+    return torch.where(master.to(shard.dtype) == shard, master, shard.float())
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """A tensor on its way; bf16 has no numpy dtype."""
+
+    data: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _bytes_of(value: torch.Tensor) -> _Bytes:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return _Bytes(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+
+
+def _arrived(
+    kind: type[torch.optim.Optimizer],
+    groups: Sequence[Sequence[str]],
+    state: Mapping[str, Mapping[str, Any]],
+    masters: bool,
+) -> ShardOptimizer:
+    """What it was given may be memory of Ray's, which nobody writes: the first step copies it."""
+
+    def tensor(value: _Bytes) -> torch.Tensor:
+        if not value.data.size:
+            return torch.empty(value.shape, dtype=value.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is read-only
+            return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape)
+
+    given = {
+        name: {k: tensor(v) if isinstance(v, _Bytes) else v for k, v in entry.items()}
+        for name, entry in state.items()
+    }
+    return ShardOptimizer(kind, groups, given, masters)
 
 
 def _fitted(value: Any, parameter: torch.Tensor, key: str) -> Any:

@@ -43,7 +43,7 @@ def out_of_range(which: str) -> tuple[Tensor, Tensor]:
 def test_an_exception_in_the_model(backend: str) -> None:
     """At float(loss), with the root cause in later losses and calls; then a launch works anew."""
     run = Run.of("pp2")
-    good, bad = batch(), out_of_range("tokens")
+    good, bad, start = batch(), out_of_range("tokens"), run.state()
     with dt.launch(run.mesh, backend=backend, deadline_s=NEVER_S):  # type: ignore[arg-type]
         float(run.step(*good))
         failing = run.step(*bad)
@@ -57,6 +57,12 @@ def test_an_exception_in_the_model(backend: str) -> None:
             run.step(*good)
         with pytest.raises(TaskError, match="index out of range"):
             run.state()
+    with (
+        pytest.raises(RuntimeError, match=r"is lost(.|\n)*fix: dt\.load_state_dict"),
+        dt.launch(run.mesh, backend=backend),  # type: ignore[arg-type]
+    ):
+        run.step(*good)
+    dt.load_state_dict(run.model, run.optimizer, start)
     with dt.launch(run.mesh, backend=backend):  # type: ignore[arg-type]
         loss = float(run.step(*good))
         run.state()
@@ -84,18 +90,24 @@ def test_what_nobody_read_raises_at_the_next_call() -> None:
 @pytest.mark.slow
 def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
     run = Run.of("tp2")
+    start = run.state()
     with pytest.raises(TaskError, match="index out of range"), dt.launch(run.mesh):
         run.step(*out_of_range("tokens"))
+    dt.load_state_dict(run.model, run.optimizer, start)
     with dt.launch(run.mesh):  # and only once
         float(run.step(*batch()))
         run.state()
 
 
 @pytest.mark.slow
-def test_outside_a_launch_the_next_call_starts_anew() -> None:
+def test_outside_a_launch_the_next_call_starts_from_what_is_loaded() -> None:
     run = Run.of("tp2")
+    start = run.state()
     with pytest.raises(TaskError, match="index out of range"):
         float(run.step(*out_of_range("tokens")))
+    with pytest.raises(RuntimeError, match="is lost"):
+        run.step(*batch())
+    dt.load_state_dict(run.model, run.optimizer, start)
     with pytest.raises(TaskError, match="index out of range"):
         run.step.gradients(*out_of_range("tokens"))
     first = float(run.step(*batch()))

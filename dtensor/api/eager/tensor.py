@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dtensor.api.away import Away, at_hand
 from dtensor.api.eager.dispatch import dispatch, like_spec
 from dtensor.api.eager.functions import torch_function
 from dtensor.api.eager.run import execute, fetch, own_value, spec_of
@@ -139,6 +140,8 @@ class DTensor(CellTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(kind, Away) for kind in types):
+            at_hand((args, kwargs))
         return torch_function(func, args, kwargs or {})
 
     @classmethod

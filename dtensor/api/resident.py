@@ -1,0 +1,514 @@
+"""What of a model is on a cluster, and what the module's own tensors are meanwhile.
+
+    resident.keep("up.weight", tensor)         # its shards were put: the tensor is away (away.py)
+    resident.wrote({"up.weight"})              # a step changed the shards
+    tensor.sum()                               # bring: gathered, written in place, plain again
+    resident.settle()                          # before the next step: was it written? then it is
+                                               # forgotten here, and put anew; else it is away again
+    resident.come_home()                       # the launch ends: all of it, in place
+
+Each value has one home. A tensor that was put is away until somebody touches it; one that was
+touched is compared with what was brought before the next program runs, so no way of writing through
+it is missed. Between touches a step costs one look at the module: whether the same objects stand in
+it, unwritten. An optimizer's state is the same: `opt.state` is an `AwayState` while the ranks have
+it, and what was looked at is put anew.
+
+Tensors on the meta device have no memory to come home to: they stay where they are, and
+`Initial.holder` knows who has them.
+
+Not here: what is put where (session.py), whole states in and out (state.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import InitVar, dataclass, field
+from itertools import pairwise, starmap
+from operator import attrgetter, is_not
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dtensor.api.away import (
+    AwayState,
+    Entries,
+    as_it_is,
+    bring_back,
+    by_holder,
+    holder_of,
+    label_of,
+    plainly,
+    send_away,
+)
+from dtensor.api.parallel import ParallelModule
+from dtensor.daft import Call, Cluster, Function, Handle, Program, RankProgram
+from dtensor.errors import PlanningError
+from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.spec.shards import Where, assemble_at, held
+from dtensor.sharding.spec.spec import TensorSpec
+
+BUCKET_BYTES = 2**26
+"""What comes home at a time: the controller holds no more than this twice."""
+
+_version = attrgetter("_version")
+
+
+@dataclass(slots=True, repr=False)
+class OptimizerHome:
+    """One torch optimizer, the table's name of its shards, whether they hold masters, the names by
+    group that the ranks know, and what stands in ``optimizer.state``, first as it was given.
+
+    ``stored``: by parameter, how the tensors of its state are cut, and which ranks have them;
+    ``rest``: the entries of parameters that no program here has used; ``placed``: the last plan.
+    """
+
+    optimizer: torch.optim.Optimizer
+    name: str
+    masters: bool
+    groups: tuple[tuple[str, ...], ...]
+    resident: Resident
+    given: InitVar[Entries]
+    stored: dict[str, tuple[TensorSpec, tuple[int, ...]]]
+    rest: Entries
+    placed: Plan
+    reader: Handle | None = None  # the program that sends parts of the state
+    state: AwayState = field(init=False)
+
+    def __post_init__(self, given: Entries) -> None:
+        self.state = AwayState(given, lambda: self.resident.gather_optimizer(self))
+        self.optimizer.state = cast(Any, self.state)
+
+    @property
+    def current(self) -> bool:
+        """Whether the ranks' state is what the optimizer's is: nobody has looked or replaced it."""
+        held: object = self.optimizer.state
+        return held is self.state and not self.state.touched
+
+    def options(self, groups: tuple[tuple[str, ...], ...]) -> tuple[dict[str, Any], ...]:
+        """What a step is fed: each group's options, and its names where the groups changed."""
+        found = hyperparameters(self.optimizer)
+        if groups == self.groups:
+            return found
+        self.groups = groups
+        return tuple({**given, NAMES: names} for given, names in zip(found, groups, strict=True))
+
+    def come_home(self) -> None:
+        if self.current:
+            self.optimizer.state = self.state.plain()
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Resident:
+    """A model's state on a cluster: table names begin with ``prefix``.
+
+    ``own``: label to the module's tensor whose shards were put, those on meta left out;
+    ``stale``: labels whose shards are newer than the module's memory; ``touched``: label to a copy
+    of what the user was shown.
+    """
+
+    model: ParallelModule
+    prefix: str
+    mesh: Mesh
+    cluster: Cluster
+    version: int
+    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
+    placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
+    own: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    stale: set[str] = field(default_factory=set[str])
+    touched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    changed: bool = False  # its values are not those that the model began with
+    unsaved: bool = False  # and were not gathered since
+    lost: str = ""  # `gone`, once the launch has ended
+    _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
+    _versions: dict[str, int] = field(default_factory=dict[str, int])
+    _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed
+    _counts: list[int] = field(default_factory=list[int])
+    _ahead: int = 1  # how many the next touch fetches
+
+    def name(self, label: str) -> str:
+        return f"{self.prefix}{label}"
+
+    @property
+    def gone(self) -> str:
+        """Why the values are out of reach for good, or ""."""
+        if not self.lost and self.cluster.failure is not None:
+            return failed(self.mesh, self.cluster.failure)
+        return self.lost
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether tensors of the model have no memory here."""
+        return len(self.own) < len(self.specs)
+
+    # -- the user's side --------------------------------------------------------------------------
+
+    def bring(self, tensors: Sequence[Tensor]) -> None:
+        """See `away.Holder`. What is read in order is fetched more and more at a time."""
+        labels = [label_of(tensor) for tensor in tensors]
+        if self.gone:
+            raise RuntimeError(f"{labels[0]} {self.gone}") from self.cluster.failure
+        if not self.stale.isdisjoint(labels):
+            self.refresh([*labels, *self._following(labels[-1])])
+            self._ahead *= 2
+        with plainly():
+            for label, tensor in zip(labels, tensors, strict=True):
+                bring_back(tensor)
+                self.touched[label] = tensor.detach().clone()
+
+    def give_up(self, tensor: Tensor) -> None:
+        """See `away.Holder`: what is gone is nobody's any more."""
+
+    def _following(self, label: str) -> list[str]:
+        """Stale labels after this one, as many as a touch fetches, and one bucket at most."""
+        order = list(self.own)
+        rest = [n for n in order[order.index(label) + 1 :] if n in self.stale][: self._ahead - 1]
+        return next(_buckets(rest, self.specs), [])
+
+    def refresh(self, labels: Iterable[str]) -> None:
+        """Their memory becomes current, in place, a bucket at a time; no touch."""
+        known = self.stale & self.own.keys()
+        wanted = [label for label in dict.fromkeys(labels) if label in known]
+        self._refuse(self._written(wanted))
+        self._fetch(wanted)
+
+    def _fetch(self, wanted: Sequence[str]) -> None:
+        for bucket in _buckets(wanted, self.specs):
+            with plainly():
+                for label, value in self.gather(bucket).items():
+                    own = self.own[label]
+                    with torch.inference_mode() if own.is_inference() else nullcontext():
+                        own.copy_(value)
+            self.stale.difference_update(bucket)
+            self._note_versions(bucket)
+
+    def settle(self) -> None:
+        """Before a program runs: what may have been written is put anew, or away again."""
+        if self.touched:
+            self._settle_touched()
+        with as_it_is():
+            there = starmap(dict.get, self._slots)
+            moved = any(map(is_not, there, self.own.values()))
+            written = list(map(_version, self._counted)) != self._counts
+        if moved:
+            self._settle_moved()
+        if written:
+            self._settle_written()
+        if self.on_meta:  # another may have that now
+            holders = self.model.initial.holders
+            self.forget([n for n in self.specs if holders.get(n, self) is not self])
+
+    def _settle_touched(self) -> None:
+        touched, self.touched = self.touched, {}
+        changed: list[str] = []
+        for label, shown in touched.items():
+            tensor = self.own[label]
+            for holder, _ in by_holder([tensor]):  # another has it now
+                holder.bring([tensor])
+            if _same(tensor, shown):
+                send_away(tensor, self, label)
+            else:
+                changed.append(label)
+        self._note_versions(touched)
+        self.forget(changed)
+
+    def _settle_moved(self) -> None:
+        """Another object that stands in a tensor's place is put; the old one keeps its value."""
+        moved = [
+            label
+            for (slot, leaf), (label, tensor) in zip(self._slots, self.own.items(), strict=True)
+            if slot.get(leaf) is not tensor
+        ]
+        self.refresh(moved)
+        for label in moved:
+            if holder_of(self.own[label]) is self:
+                bring_back(self.own[label])
+        self.forget(moved)
+
+    def _settle_written(self) -> None:
+        """Through a view that the user had before; its memory must have been current."""
+        written = self._written(self.own)
+        self._refuse([label for label in written if label in self.stale])
+        for label in written:
+            if holder_of(self.own[label]) is self:
+                bring_back(self.own[label])
+        self.forget(written)
+
+    def _written(self, labels: Iterable[str]) -> list[str]:
+        """Those that were, since their versions were noted."""
+        known = self._versions
+        return [n for n in labels if n in known and known[n] != _version_of(self.own[n])]
+
+    def _refuse(self, written: Sequence[str]) -> None:
+        """Where the memory that was written is old."""
+        if written:
+            raise PlanningError(
+                f"{written[0]} was written through a view of it that was taken before, whose "
+                f"memory was old: the value is on {self.mesh}.\n"
+                f"fix: write through the parameter, as in `with torch.no_grad(): p.copy_(x)`, "
+                f"or take the view anew after each step"
+            )
+
+    def forget(self, labels: Sequence[str]) -> None:
+        """Their shards count no longer; `MeshSession.place` puts the module's values."""
+        if labels:
+            for label in labels:
+                for known in (self.specs, self.ranks, self.own, self._versions):
+                    known.pop(label, None)
+            self.stale.difference_update(labels)
+            self.placed = None
+            self._note_slots()
+
+    # -- the ranks' side --------------------------------------------------------------------------
+
+    def keep(self, tensors: dict[str, Tensor]) -> None:
+        """Shards of these were put, and are the value from now on."""
+        for label, tensor in tensors.items():
+            self.touched.pop(label, None)
+            if self.cluster.device.type == "meta":
+                continue  # it computes nothing: the values are here
+            if tensor.is_meta:
+                before = self.model.initial.holders.get(label)
+                self.changed |= before is not None and before.changed
+                self.model.initial.holders[label] = self
+            else:
+                self.own[label] = tensor
+                send_away(tensor, self, label)
+        self._note_slots()
+        self._note_versions(self.own.keys() & tensors)
+
+    def wrote(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
+        """A program that was called changes these, and the optimizer's state."""
+        if self.cluster.device.type != "meta":
+            if optimizer is not None:
+                optimizer.state.changed()
+            self.stale |= labels
+            self._ahead = 1
+            self.changed = self.unsaved = True
+
+    def gather(self, labels: Sequence[str]) -> dict[str, Tensor]:
+        """The whole values, on the CPU. Waits for running steps."""
+        if self.lost:
+            raise RuntimeError(f"{labels[0]} {self.lost}")
+        asked = {label: covering(self.specs[label], self.ranks[label]) for label in labels}
+        wanted = [
+            [label for label in labels if rank in asked[label]] for rank in range(self.mesh.size)
+        ]
+        found = self.cluster.get([[self.name(n) for n in own] for own in wanted]).get()
+        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
+        return {
+            label: assemble_at({r: tables[r][label] for r in asked[label]}, self.specs[label])
+            for label in labels
+        }
+
+    def gather_optimizer(self, home: OptimizerHome) -> Entries:
+        """Parameter to its state entries, whole, where the parameter is."""
+        parameters = dict(self.model.named_parameters())
+        held = [p for group in home.optimizer.param_groups for p in group["params"]]
+        asked = {n: covering(spec, ranks) for n, (spec, ranks) in home.stored.items()}
+        needed = {rank for ranks in asked.values() for rank in ranks}
+        gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
+        gathered |= home.rest
+        for bucket in _buckets(list(asked), {n: spec for n, (spec, _) in home.stored.items()}):
+            shards = self._parts_of(home, bucket, needed)
+            for label in bucket:
+                ranks = [r for r in asked[label] if shards[r].get(label)]
+                if ranks and label in parameters:
+                    parts = {r: shards[r][label] for r in ranks}
+                    entries = _joined(parts, home.stored[label][0], parameters[label])
+                    gathered[parameters[label]] = entries
+        return {parameter: entries for parameter, entries in gathered.items() if entries}
+
+    def _parts_of(
+        self, home: OptimizerHome, labels: list[str], ranks: Set[int]
+    ) -> list[dict[str, dict[str, Any]]]:
+        """By rank, the entries of these parameters; not to be written to."""
+        if home.reader is None:
+            home.reader = self.cluster.load(_reader(home.name, self.mesh.size))
+        asked = [{"labels": labels if r in ranks else []} for r in range(self.mesh.size)]
+        found = self.cluster.run(home.reader, asked).get()
+        return [own["part"].entries() for own in found]
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def end(self, bring_home: bool) -> None:
+        """The cluster is about to end."""
+        failure = self.cluster.failure
+        if failure is not None:
+            self.leave(failed(self.mesh, failure))
+        elif not bring_home:
+            self.leave(
+                f"is not here: its value was on {self.mesh}, in a launch that has ended with "
+                f"bring_home=False.\n"
+                f"fix: leave bring_home out, or call dt.gather_state_dict(model, opt) inside the "
+                f"launch"
+            )
+        else:
+            try:
+                self.come_home()
+            finally:
+                if self.cluster.failure is not None:
+                    self.leave(failed(self.mesh, self.cluster.failure))
+
+    def come_home(self) -> None:
+        """All that can, in place. A model on meta stays where it is, its optimizer's state too.
+
+        PlanningError, when all is home, where a view was written that is not seen.
+        """
+        away = [label for label in self.own if label in self.stale]
+        written = self._written(away)
+        self._fetch(away)
+        if not self.on_meta:
+            for home in self.optimizers.values():
+                home.come_home()
+        self.leave(
+            f"is on the meta device: its value was on {self.mesh}, in a launch that has ended.\n"
+            f"fix: {LOAD}, with what dt.gather_state_dict(model, opt) gave inside the launch"
+        )
+        self._refuse(written)
+
+    def leave(self, why: str) -> None:
+        """What is only on the cluster is gone; ``why`` follows its name."""
+        self.lost = why
+        for home in self.optimizers.values():
+            if home.current and home.state.stale:
+                home.state.gone = f"the state of {type(home.optimizer).__name__} {why}"
+            else:
+                home.come_home()
+        for label, tensor in self.own.items():
+            if holder_of(tensor) is self and label not in self.stale:
+                bring_back(tensor)
+        holders = self.model.initial.holders
+        for label in [label for label in holders if holders[label] is self and not self.changed]:
+            del holders[label]  # made anew, they are the same
+
+    # -- what is looked at before each step -------------------------------------------------------
+
+    def _note_slots(self) -> None:
+        module = self.model.module
+        self._slots = []
+        for label in self.own:
+            path, _, leaf = label.rpartition(".")
+            owner = module.get_submodule(path)
+            slot = owner._parameters if leaf in owner._parameters else owner._buffers
+            self._slots.append((slot, leaf))
+        self._note_versions(())
+
+    def _note_versions(self, labels: Iterable[str]) -> None:
+        for label in labels:
+            if not self.own[label].is_inference():  # those have none
+                self._versions[label] = _version_of(self.own[label])
+        self._counted = [self.own[label] for label in self._versions]
+        self._counts = list(self._versions.values())
+
+
+LOAD = "dt.load_state_dict(model, opt, state)"
+
+
+def failed(mesh: Mesh, failure: Exception) -> str:
+    """Why what was on a cluster that failed is gone."""
+    reason = str(failure).partition("\n")[0]
+    return (
+        f"is lost: its value was on {mesh}, which failed ({reason}).\n"
+        f"fix: {LOAD}, with what dt.gather_state_dict gave last"
+    )
+
+
+def _reader(optimizer: str, size: int) -> Program:
+    call = Call("part_of", (optimizer, "labels"), ("part",), label="send state of the optimizer")
+    rank = RankProgram(
+        instructions=(call,), inputs=("labels",), outputs=("part",), state=(optimizer,)
+    )
+    functions = (("part_of", Function.of(_part_of, "part_of")),)
+    return Program(
+        name="state of the optimizer",
+        ranks=(rank,) * size,
+        functions=functions,
+        stage_of=(0,) * size,
+    )
+
+
+def _part_of(optimizer: ShardOptimizer, labels: Sequence[str]) -> tuple[ShardOptimizer]:
+    return (optimizer.part(labels),)
+
+
+def _joined(
+    parts: Mapping[int, Mapping[str, Any]], spec: TensorSpec, parameter: Tensor
+) -> dict[str, Any]:
+    """A parameter's entries, whole, where it is, from those of the ranks."""
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    entries: dict[str, Any] = {}
+    for key, value in next(iter(parts.values())).items():
+        if isinstance(value, Tensor) and value.dim() == len(spec.shape) > 0:
+            whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
+            found = assemble_at({r: part[key].detach() for r, part in parts.items()}, whole)
+            entries[key] = found.to(device)
+        else:
+            entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return entries
+
+
+def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
+    """PlanningError where a tensor that a program changes shares memory with another one: on the
+    ranks each would be changed on its own."""
+    with as_it_is():
+        each = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
+        spans = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+            for name, tensor in each.values()
+            if tensor.nbytes and not tensor.is_meta and _is_dense(tensor)
+        )
+    for (_, end, one), (begin, _, other) in pairwise(spans):
+        if begin < end and not written.isdisjoint((one, other)):
+            raise PlanningError(
+                f"{one} and {other} share memory without being one tensor, so on the ranks they "
+                f"would change apart.\n"
+                f"fix: make them one, as in `module.{other} = module.{one}`, or copy one of them"
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill the memory from the first to the last."""
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(steps) == tensor.numel()
+
+
+def _version_of(tensor: Tensor) -> int:
+    with as_it_is():
+        return tensor._version
+
+
+def _same(tensor: Tensor, shown: Tensor) -> bool:
+    alike = tensor.shape == shown.shape and tensor.dtype == shown.dtype
+    return alike and tensor.device == shown.device and torch.equal(tensor, shown)
+
+
+def _buckets(labels: Sequence[str], specs: dict[str, TensorSpec]) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    nbytes = 0
+    for label in labels:
+        spec = specs[label]
+        size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+        if bucket and nbytes + size > BUCKET_BYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(label)
+        nbytes += size
+    if bucket:
+        yield bucket
+
+
+def covering(spec: TensorSpec, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Of the ranks that hold a value, one for each different shard; all, where it is pending."""
+    if any(isinstance(p, Partial) for p in spec.placements):
+        return tuple(ranks)
+    first: dict[Where, int] = {}
+    for rank in ranks:
+        first.setdefault(held(spec, spec.mesh.coordinates(rank)), rank)
+    return tuple(first.values())

@@ -1,0 +1,783 @@
+"""One home for the weights: every way in which plain torch reads or writes a module, between steps
+inside a launch, outside one, after one and in a second one, gives what plain torch gives."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import _pytree as pytree
+
+import dtensor as dt
+from dtensor.api.away import Away
+from dtensor.api.session import session_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
+
+
+class Net(nn.Module):
+    """Uneven rows, a number, a parameter with other strides, a tied one, buffers that change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(4, 4).t())
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("count", torch.tensor(0.0))
+        self.register_buffer("mean", torch.zeros(4, 2).t(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        self.mean.mul_(0.9).add_(x.mean(), alpha=0.1)
+        h = self.down(self.up(x @ self.turned).tanh()) * self.scale
+        return self.second(self.first(h).tanh())
+
+
+def loss_fn(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (net(x) - y).square().mean()
+
+
+PINS = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass
+class Twins:
+    """A parallelized module and the same in plain torch, which move on together."""
+
+    mesh: dt.Mesh
+    net: Net
+    model: dt.ParallelModule
+    optimizer: Optimizer
+    step: dt.TrainStep
+    plain: Net
+    plain_optimizer: Optimizer
+
+    @staticmethod
+    def of(mesh: dt.Mesh | None = None, **options: Any) -> Twins:
+        torch.manual_seed(0)
+        net, mesh = Net(), mesh or dt.Mesh(tp=2)
+        plain = copy.deepcopy(net)
+
+        def adam(of: nn.Module) -> Optimizer:
+            return torch.optim.AdamW(of.parameters(), lr=1e-2, eps=1e-3)
+
+        model = dt.parallelize(net, mesh, PINS if "tp" in mesh.axes else {}, **options)
+        optimizer = adam(net)
+        step = dt.train_step(model, loss_fn, optimizer)
+        return Twins(mesh, net, model, optimizer, step, plain, adam(plain))
+
+    def train(self, times: int = 1) -> None:
+        for seed in range(times):
+            x, y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(seed))
+            loss = self.step(x, y)
+            self.plain_optimizer.zero_grad()
+            expected = loss_fn(self.plain, x, y)
+            expected.backward()
+            self.plain_optimizer.step()
+            self.plain_optimizer.zero_grad()
+            assert abs(float(loss) - float(expected)) < 1e-5
+
+    def do(self, way: Way, name: str) -> None:
+        """The same to both, with the same result."""
+        expected = way(self.plain, self.plain_optimizer)
+        same(way(self.net, self.optimizer), expected, name)
+
+    def check(self, when: str) -> None:
+        """Parameters, buffers and the optimizer's state."""
+        same(tensors_of(self.net), tensors_of(self.plain), when)
+        same(self.optimizer.state_dict(), self.plain_optimizer.state_dict(), when)
+
+
+def tensors_of(net: nn.Module) -> dict[str, Tensor]:
+    return {**dict(net.named_parameters()), **dict(net.named_buffers())}
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    (a, one), (b, other) = pytree.tree_flatten(found), pytree.tree_flatten(expected)
+    assert one == other, what
+    for x, y in zip(a, b, strict=True):
+        if isinstance(y, Tensor):
+            text = what
+            torch.testing.assert_close(
+                x, y, rtol=1e-5, atol=1e-5, msg=lambda m, t=text: f"{t}: {m}"
+            )
+        elif isinstance(y, float | np.ndarray):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=what)
+        else:
+            assert x == y, what
+
+
+# -- ways of reading and writing -------------------------------------------------------------------
+
+Way = Callable[[Any, Optimizer], Any]
+
+
+def stored(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def averaged(net: nn.Module, _: Optimizer) -> Any:
+    ema = AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    ema.update_parameters(net)
+    return ema.module.state_dict()
+
+
+def averaged_by_hand(net: nn.Module, _: Optimizer) -> Any:
+    ema = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
+    for name, p in net.named_parameters():
+        ema[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+    return ema
+
+
+def with_a_hook(net: nn.Module, _: Optimizer) -> Any:
+    seen: dict[str, Tensor] = {}
+    handle = net.register_state_dict_post_hook(lambda m, state, prefix, meta: seen.update(state))
+    net.state_dict()
+    handle.remove()
+    return seen
+
+
+READS: dict[str, Way] = {
+    "item": lambda net, _: net.scale.item(),
+    "float": lambda net, _: float(net.scale),
+    "format": lambda net, _: f"{net.count:.3f}",
+    "sum": lambda net, _: net.up.weight.sum(),
+    "norm": lambda net, _: net.up.weight.norm().item(),
+    "detach": lambda net, _: net.up.weight.detach(),
+    "data": lambda net, _: net.up.weight.data,
+    "clone": lambda net, _: net.up.weight.clone(),
+    "tolist": lambda net, _: net.up.bias.tolist(),
+    "index": lambda net, _: net.up.weight[1, 2],
+    "iterate": lambda net, _: [row.sum() for row in net.up.weight],
+    "transpose": lambda net, _: net.turned.T,
+    "view": lambda net, _: net.first.weight.view(-1),
+    "numpy": lambda net, _: net.up.weight.detach().numpy(),
+    "asarray": lambda net, _: np.asarray(net.mean),
+    "from_dlpack": lambda net, _: torch.from_dlpack(net.up.weight.detach()),
+    "storage": lambda net, _: bytes(net.count.untyped_storage())[:3],
+    "compare": lambda net, _: (net.up.weight > 0.1).sum(),
+    "equal": lambda net, _: torch.equal(net.first.weight, net.second.weight),
+    "matmul": lambda net, _: X @ net.turned,
+    "stack": lambda net, _: torch.stack([p.norm() for p in net.parameters()]),
+    "cat": lambda net, _: torch.cat([p.flatten() for p in net.parameters()]),
+    "foreach": lambda net, _: torch._foreach_norm(list(net.parameters())),
+    "parameters_to_vector": lambda net, _: parameters_to_vector(net.up.parameters()),
+    "state_dict": lambda net, _: net.state_dict(),
+    "state_dict keep_vars": lambda net, _: net.state_dict(keep_vars=True),
+    "state_dict hook": with_a_hook,
+    "named_parameters": lambda net, _: dict(net.named_parameters()),
+    "named_buffers": lambda net, _: dict(net.named_buffers()),
+    "buffer": lambda net, _: float(net.count),
+    "deepcopy": lambda net, _: copy.deepcopy(net).state_dict(),
+    "deepcopy of a parameter": lambda net, _: copy.deepcopy(net.up.weight),
+    "deepcopy of a buffer": lambda net, _: copy.deepcopy(net.mean),
+    "deepcopy of the state": lambda net, _: copy.deepcopy(net.state_dict()),
+    "copy": lambda net, _: copy.copy(net.up.weight),
+    "pickle": lambda net, _: pickle.loads(pickle.dumps(net)).state_dict(),
+    "save the module": lambda net, _: stored(net).state_dict(),
+    "save the state": lambda net, _: stored(net.state_dict()),
+    "AveragedModel": averaged,
+    "EMA by hand": averaged_by_hand,
+    "forward": lambda net, _: net(X),
+    "forward without gradients": lambda net, _: torch.no_grad()(net)(X),
+    "forward in inference mode": lambda net, _: torch.inference_mode()(net)(X).clone(),
+    "gradient": lambda net, _: torch.autograd.grad(net(X).sum(), net.up.weight)[0],
+    "functional_call": lambda net, _: torch.func.functional_call(
+        net, {n: p * 2 for n, p in net.named_parameters()}, (X,)
+    ),
+    "vmap": lambda net, _: torch.func.vmap(lambda row: row * 2)(net.up.weight),
+    "out": lambda net, _: torch.add(net.up.weight.detach(), 1, out=torch.empty(5, 4)),
+    "grad": lambda net, _: net.up.weight.grad,
+    "shapes": lambda net, _: [(p.shape, p.dtype, p.requires_grad) for p in net.parameters()],
+    "print": lambda net, _: repr(net.count),
+    "opt.state": lambda net, opt: opt.state[net.up.weight]["exp_avg"],
+    "opt.state items": lambda net, opt: [len(entry) for entry in opt.state.values()],
+    "opt.state_dict": lambda net, opt: opt.state_dict(),
+    "deepcopy of the optimizer": lambda net, opt: copy.deepcopy(opt).state_dict(),
+    "pickle of the optimizer": lambda net, opt: pickle.loads(pickle.dumps(opt)).state_dict(),
+    "both in one pickle": lambda net, opt: stored([net, opt])[1].state_dict(),
+}
+
+
+def halve(net: nn.Module, _: Optimizer) -> None:
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.5)
+
+
+def write_row(net: Any, _: Optimizer) -> None:
+    with torch.no_grad():
+        net.up.weight[0].mul_(2)
+
+
+def write_by_numpy(net: Any, _: Optimizer) -> None:
+    net.up.weight.detach().numpy()[1] = 0.25
+
+
+def give_data(net: Any, _: Optimizer) -> None:
+    net.up.weight.data = net.up.weight.data * 0.9
+
+
+def foreach_write(net: nn.Module, _: Optimizer) -> None:
+    torch._foreach_mul_([p.data for p in net.parameters()], 0.9)
+
+
+def load(net: nn.Module, _: Optimizer) -> None:
+    net.load_state_dict({name: value * 1.1 for name, value in net.state_dict().items()})
+
+
+def load_some(net: Any, _: Optimizer) -> None:
+    net.load_state_dict({"up.bias": torch.arange(5.0) / 9}, strict=False)
+
+
+def reset(net: Any, _: Optimizer) -> None:
+    torch.manual_seed(3)
+    net.down.reset_parameters()
+    nn.init.normal_(net.up.weight, std=0.3)
+
+
+def step_of_torch(net: nn.Module, _: Optimizer) -> None:
+    """With an optimizer of its own, fused, which `_version` does not see."""
+    torch.manual_seed(4)
+    fused = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+    net(X).square().mean().backward()
+    fused.step()
+    fused.zero_grad()
+
+
+def swap_and_back(net: nn.Module, _: Optimizer) -> Any:
+    """Weights of an average for an evaluation, then the own ones again."""
+    own = copy.deepcopy(net.state_dict())
+    net.load_state_dict({name: value * 0.5 for name, value in own.items()})
+    found = net(X).detach()
+    net.load_state_dict(own)
+    return found
+
+
+def write_buffers(net: Any, _: Optimizer) -> None:
+    net.count.fill_(40.0)
+    net.mean[0] = 3.0
+
+
+def give_buffer(net: Any, _: Optimizer) -> None:
+    net.count.data = torch.tensor(7.0)
+
+
+def round_to_half(net: nn.Module, _: Optimizer) -> None:
+    net.half().float()
+
+
+def write_state(net: Any, opt: Optimizer) -> None:
+    opt.state[net.up.weight]["exp_avg"].zero_()
+
+
+def reload_state(_: nn.Module, opt: Optimizer) -> None:
+    state = copy.deepcopy(opt.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"].mul_(0.5)
+    opt.load_state_dict(state)
+
+
+def drop_state(_: nn.Module, opt: Optimizer) -> None:
+    opt.state.clear()
+
+
+def cool(_: nn.Module, opt: Optimizer) -> None:
+    opt.param_groups[0]["lr"] *= 0.9
+
+
+def constrain(net: Any, _: Optimizer) -> None:
+    net.up.weight.data.renorm_(2, 0, 0.5)
+
+
+def prune(net: Any, _: Optimizer) -> None:
+    net.down.weight.data[net.down.weight.data.abs() < 0.1] = 0
+
+
+WRITES: dict[str, Way] = {
+    "no_grad mul_": halve,
+    "a row": write_row,
+    "data.mul_": lambda net, _: net.up.weight.data.mul_(0.5),
+    "data.copy_": lambda net, _: net.up.weight.data.copy_(torch.ones(5, 4) / 3),
+    "data =": give_data,
+    "data[...] =": prune,
+    "renorm_": constrain,
+    "numpy": write_by_numpy,
+    "foreach": foreach_write,
+    "vector_to_parameters": lambda net, _: vector_to_parameters(
+        parameters_to_vector(net.up.parameters()) * 0.9, net.up.parameters()
+    ),
+    "load_state_dict": load,
+    "load_state_dict of a part": load_some,
+    "init": reset,
+    "a fused step of torch": step_of_torch,
+    "an average and back": swap_and_back,
+    "buffers": write_buffers,
+    "data = of a buffer": give_buffer,
+    "half and float": round_to_half,
+    "opt.state": write_state,
+    "opt.load_state_dict": reload_state,
+    "opt.state.clear": drop_state,
+    "lr": cool,
+}
+WAYS = {**READS, **WRITES}
+
+
+# -- when ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_between_steps_inside_a_launch() -> None:
+    twins = Twins.of()
+    with dt.launch(twins.mesh):
+        for name, way in WAYS.items():
+            twins.train(1)
+            twins.do(way, name)
+        twins.train(2)
+        twins.check("inside")
+        twins.train(1)
+    twins.check("after")
+
+
+@pytest.mark.slow
+def test_between_steps_outside_a_launch() -> None:
+    twins = Twins.of()
+    for name, way in WAYS.items():
+        twins.train(1)
+        twins.do(way, name)
+    twins.train(2)
+    twins.check("outside")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", ["inside", "at its start", "outside"])
+def test_after_a_launch_and_in_a_second(second: str) -> None:
+    twins = Twins.of()
+    for name, way in WAYS.items():
+        with dt.launch(twins.mesh):
+            twins.train(1)
+            if second == "inside":
+                twins.do(way, name)
+        if second == "at its start":
+            with dt.launch(twins.mesh):
+                twins.do(way, name)
+                twins.train(1)
+        elif second == "outside":
+            assert not any(isinstance(t, Away) for t in tensors_of(twins.net).values())
+            twins.do(way, name)
+    twins.train(1)
+    twins.check("at the end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (dt.Mesh(dp=2), dict(zero={"dp": 3})),
+        (dt.Mesh(dp=2, tp=2), dict(zero={"dp": 1})),
+        (
+            dt.Mesh(pp=2),
+            dict(stages={"pp": [["up*", "turned", "mean", "count"], ["down*", "scale", "first*"]]}),
+        ),
+    ],
+    ids=["zero3", "zero1_tp2", "pp2"],
+)
+def test_under_other_placements(mesh: dt.Mesh, options: dict[str, Any]) -> None:
+    twins = Twins.of(mesh, **options)
+    with dt.launch(twins.mesh):
+        for name, way in WAYS.items():
+            twins.train(1)
+            twins.do(way, name)
+        twins.train(1)
+    twins.check("after")
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+def test_objects_memory_and_aliases_are_those_from_before() -> None:
+    twins = Twins.of()
+    net = twins.net
+    before = {name: (t, t.data_ptr()) for name, t in tensors_of(net).items()}
+    view, array = net.turned.detach().t(), net.mean.numpy()
+    with dt.launch(twins.mesh):
+        twins.train(3)
+        float(net.scale)
+        twins.train(1)
+    for name, tensor in tensors_of(net).items():
+        assert tensor is before[name][0] and tensor.data_ptr() == before[name][1]
+        assert type(tensor) is (nn.Parameter if name in dict(net.named_parameters()) else Tensor)
+    assert net.second.weight is net.first.weight
+    same(view, twins.plain.turned.detach().t(), "a view")
+    same(array, twins.plain.mean.numpy(), "an array")
+
+
+def test_own_reads_fetch_nothing() -> None:
+    twins = Twins.of()
+    scheduler = torch.optim.lr_scheduler.StepLR(twins.optimizer, 1)
+    with dt.launch(twins.mesh) as session:
+        x, y = torch.randn(2, 6, 4)
+        twins.step(x, y)
+        for _ in range(3):
+            calls = session.cluster.calls
+            twins.step(x, y)
+            scheduler.step()  # warnings are errors here
+            twins.step.plan(x, y)
+            assert session.cluster.calls == calls + twins.mesh.size
+        assert all(isinstance(t, Away) for t in tensors_of(twins.net).values())
+        shapes = [(p.shape, p.requires_grad, p.device) for p in twins.net.parameters()]
+        assert len(shapes) == 7 and isinstance(twins.net.up.weight, Away)
+
+
+def test_what_is_touched_is_fetched_alone() -> None:
+    twins = Twins.of()
+    with dt.launch(twins.mesh):
+        twins.train(1)
+        float(twins.net.scale)
+        away = {name for name, t in tensors_of(twins.net).items() if isinstance(t, Away)}
+        assert set(tensors_of(twins.net)) - away == {"scale"}
+        home = session_for(twins.mesh).resident(twins.model)
+        put: list[Any] = []
+        session_for(twins.mesh).cluster.put = put.append  # type: ignore[method-assign]
+        twins.train(1)
+        assert not put and not home.touched  # it was not written, so it was not sent
+        with torch.no_grad():
+            twins.net.scale.add_(1)
+        del session_for(twins.mesh).cluster.put
+        twins.plain.scale.data.add_(1)
+        twins.train(1)
+
+
+@pytest.mark.slow
+def test_several_wrappers_of_one_module() -> None:
+    twins = Twins.of()
+    here, there = (
+        dt.parallelize(twins.net, twins.mesh, {}),
+        dt.parallelize(twins.net, dt.Mesh(), {}),
+    )
+    inside = dt.compile(lambda net, x: net(x), twins.mesh)
+    outside = dt.compile(lambda net, x: net(x), dt.Mesh())
+    for _ in range(2):
+        with dt.launch(twins.mesh):
+            twins.train(2)
+            same(inside(here, X).full_tensor(), twins.plain(X).detach(), "in the launch")
+            twins.train(1)
+        same(outside(there, X).full_tensor(), twins.plain(X).detach(), "on another mesh")
+        twins.train(1)
+        same(outside(there, X).full_tensor(), twins.plain(X).detach(), "after a step outside")
+    twins.check("at the end")
+
+
+def test_the_wrapper_reads_as_the_module_does() -> None:
+    twins = Twins.of()
+    with dt.launch(twins.mesh):
+        twins.train(2)
+        same(twins.model.state_dict(), twins.plain.state_dict(), "state_dict")
+        twins.train(1)
+        same(copy.deepcopy(twins.model).module.state_dict(), twins.plain.state_dict(), "deepcopy")
+        twins.train(1)
+        same(float(twins.model.scale), float(twins.plain.scale), "an attribute")
+
+
+@pytest.mark.slow
+def test_an_argument_and_an_eager_operand_are_current() -> None:
+    twins = Twins.of()
+    times = dt.compile(lambda x, w: x @ w, twins.mesh)
+    with dt.launch(twins.mesh):
+        twins.train(2)
+        same(times(X, twins.net.turned).full_tensor(), (X @ twins.plain.turned).detach(), "arg")
+        twins.train(1)
+        rows = dt.distribute(twins.net.up.weight, twins.mesh, tp=dt.Row())
+        same(rows.full_tensor().detach(), twins.plain.up.weight.detach(), "distribute")
+        twins.train(1)
+        product = dt.distribute(X, twins.mesh) * twins.net.scale.item()
+        same(product.full_tensor(), X * twins.plain.scale.item(), "a number")
+
+
+def test_a_scheduler_and_hooks_of_the_optimizer() -> None:
+    twins = Twins.of()
+    seen: list[Tensor] = []
+    twins.optimizer.register_step_post_hook(
+        lambda opt, args, kwargs: seen.append(twins.net.up.weight.detach().clone())
+    )
+    with dt.launch(twins.mesh):
+        for _ in range(3):
+            twins.train(1)
+            same(seen[-1], twins.plain.up.weight.detach(), "in the hook")
+
+
+@pytest.mark.slow
+def test_another_thread_reads_while_steps_run() -> None:
+    twins, stop, seen = Twins.of(), threading.Event(), set[float]()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(float(twins.net.scale.detach()))
+
+    reader = threading.Thread(target=read)
+    with dt.launch(twins.mesh):
+        twins.train(1)
+        reader.start()
+        twins.train(20)
+        stop.set()
+        reader.join()
+    twins.check("after")
+    assert len(seen) > 1
+
+
+@pytest.mark.slow
+def test_an_object_in_a_tensors_place() -> None:
+    twins = Twins.of()
+    with dt.launch(twins.mesh):
+        twins.train(1)
+        old = twins.net.count
+        for net in (twins.net, twins.plain):
+            net.count = torch.tensor(9.0)
+        twins.train(1)
+        assert float(old) == 1.0 and float(twins.net.count) == 10.0
+        twins.net.load_state_dict(copy.deepcopy(twins.plain.state_dict()), assign=True)
+        evaluate = dt.compile(lambda net, x: net(x), twins.mesh)
+        same(evaluate(twins.model, X).full_tensor(), twins.plain(X).detach(), "assigned")
+
+
+# -- what is not seen, and what is gone ------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_view_that_was_written_is_sent_or_refused() -> None:
+    twins = Twins.of()
+    view = twins.net.up.weight.detach()
+    with pytest.raises(dt.PlanningError, match=r"up\.weight was written through a view"):  # noqa: SIM117
+        with dt.launch(twins.mesh):
+            evaluate = dt.compile(lambda net, x: net.up(x), twins.mesh)
+            evaluate(twins.model, X)
+            for weight in (view, twins.plain.up.weight.detach()):
+                weight.mul_(0.5)  # its memory is current: nothing was trained yet
+            same(evaluate(twins.model, X).full_tensor(), twins.plain.up(X).detach(), "a view")
+            twins.train(2)
+            view.mul_(0.5)
+            twins.step(X, X)
+    twins.check("all but that write came home")
+
+
+def test_memory_that_two_parameters_share_is_refused() -> None:
+    twins = Twins.of()
+    twins.net.first.weight.data = twins.net.turned.data.t()
+    with pytest.raises(dt.PlanningError, match="share memory without being one tensor"):
+        twins.step(X, X)
+    flat = torch.randn(20 + 5)  # parts of one memory that do not overlap are fine
+    twins.net.first.weight.data = torch.randn(4, 4)
+    twins.net.up.weight.data, twins.net.up.bias.data = flat[:20].view(5, 4), flat[20:]
+    float(twins.step(X, X))
+
+
+LEFT = r"up\.weight is not here: its value was on mesh\(tp=2\)(.|\n)*fix: leave bring_home out"
+
+
+@pytest.mark.slow
+def test_values_that_stay_away_are_refused_until_others_are_loaded() -> None:
+    twins = Twins.of()
+    start = copy.deepcopy(dt.gather_state_dict(twins.model, twins.optimizer))
+    with dt.launch(twins.mesh, bring_home=False):
+        twins.train(1)
+    net = twins.net
+    for name in ("sum", "clone", "detach", "tolist"):
+        with pytest.raises(RuntimeError, match=LEFT):
+            getattr(net.up.weight, name)()
+    for read in (net.state_dict, lambda: copy.deepcopy(net), lambda: net(X)):
+        with pytest.raises(RuntimeError, match="is not here"):
+            read()
+    for read in (twins.optimizer.state_dict, lambda: twins.optimizer.state[net.up.weight]):
+        with pytest.raises(RuntimeError, match="the state of AdamW is not here"):
+            read()
+    with pytest.raises(RuntimeError, match="is not here"):
+        dt.gather_state_dict(twins.model, twins.optimizer)
+    with pytest.raises(RuntimeError, match="is not here"):
+        twins.step(X, X)
+    with pytest.raises(RuntimeError, match="is not here"), dt.launch(twins.mesh):
+        twins.step(X, X)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        net.load_state_dict({**start["model"], "up.weight": torch.ones(3)})
+    with pytest.raises(RuntimeError, match=LEFT):
+        net.up.weight.sum()
+    dt.load_state_dict(twins.model, twins.optimizer, start)
+    net.mean.zero_()  # no part of a state
+    again = Twins.of()
+    with dt.launch(twins.mesh):
+        for one, other in zip(range(2), range(2), strict=True):
+            x = X * (one + 1)
+            assert float(twins.step(x, x)) == float(again.step(x, X * (other + 1)))
+
+
+def test_what_was_gathered_is_here() -> None:
+    twins = Twins.of()
+    with dt.launch(twins.mesh, bring_home=False):
+        twins.train(2)
+        dt.gather_state_dict(twins.model, twins.optimizer)
+        assert isinstance(twins.net.up.weight, Away)  # that is no touch
+    twins.check("after")
+    with dt.launch(twins.mesh):
+        twins.train(1)
+    twins.check("after the second")
+
+
+def test_an_exception_leaves_the_launch_and_values_come_home() -> None:
+    twins = Twins.of()
+    with pytest.raises(KeyError, match="mine"), dt.launch(twins.mesh):
+        twins.train(2)
+        raise KeyError("mine")
+    twins.check("after")
+
+
+def test_bring_home_is_a_truth_value() -> None:
+    with (
+        pytest.raises(dt.PlanningError, match="bring_home is 'no'"),
+        dt.launch(
+            dt.Mesh(),
+            bring_home="no",  # type: ignore[arg-type]
+        ),
+    ):
+        pass
+
+
+# -- masters, meta ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placed", ["tp2", "zero"])
+def test_a_written_parameter_sets_its_master(placed: str) -> None:
+    """One that is written becomes what was written; the others go on from their masters."""
+    losses: list[list[float]] = []
+    for parted in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).bfloat16()
+        mesh, zero = (dt.Mesh(tp=2), None) if placed == "tp2" else (dt.Mesh(dp=2), {"dp": 3})
+        pins = {"0.weight": dict(tp=dt.Row())} if placed == "tp2" else {}
+        model = dt.parallelize(net, mesh, pins, zero=zero)
+        opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        step = dt.train_step(model, lambda m, x: m(x).square().mean(), opt, master_weights=True)
+        x = X.bfloat16()
+        found: list[float] = []
+        with dt.launch(mesh):
+            found += [float(step(x)) for _ in range(3)]
+            with torch.no_grad():
+                net[0].weight.mul_(0.5)
+            wanted = net[0].weight.detach().clone()
+            if parted:  # through a state, which makes masters anew where they do not fit
+                state = dt.gather_state_dict(model, opt)
+                dt.load_state_dict(model, opt, state)
+            float(step(x * 0))
+            assert (net[0].weight - wanted).abs().max() < 0.02
+            found += [float(step(x)) for _ in range(3)]
+        losses.append(found)
+        assert opt.state[net[0].weight]["master_param"].dtype == torch.float32
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_model_on_meta_stays_where_it_is() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(4, 4)
+    mesh = dt.Mesh(tp=2)
+    model = dt.parallelize(net, mesh, {"weight": dict(tp=dt.Row())}, init="reset")
+    opt = torch.optim.AdamW(net.parameters(), lr=0.1)
+    step = dt.train_step(model, lambda m, x: m(x).square().mean(), opt)
+    with dt.launch(mesh):  # nothing changed: nothing is lost
+        dt.compile(lambda m, x: m(x), mesh)(model, X)
+    first = float(step(X))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with dt.launch(mesh):  # goes on from the implicit session's
+            second = float(step(X))
+            state = dt.gather_state_dict(model, opt)
+            third = float(step(X))
+    assert first > second > third
+    assert [("not gathered" in str(w.message), w.filename) for w in caught] == [(True, __file__)]
+    for read in (lambda: dt.gather_state_dict(model), lambda: step(X), opt.state_dict):
+        with pytest.raises(RuntimeError, match=r"launch that has ended(.|\n)*load_state_dict"):
+            read()
+    dt.load_state_dict(model, opt, state)
+    assert float(step(X)) == third
+    with dt.launch(mesh):
+        assert float(step(X)) < third
+        dt.gather_state_dict(model, opt)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_saves_and_generates(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0,
+        embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    net = transformers.GPT2LMHeadModel(config)
+    plain = copy.deepcopy(net)
+    mesh = dt.Mesh(tp=2)
+    model = dt.parallelize(net, mesh, {"*.c_fc.weight": dict(tp=dt.Column())})
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (net, plain)]
+    step = dt.train_step(model, lambda m, x: m(input_ids=x, labels=x).loss, opts[0])
+    tokens = torch.arange(16).view(2, 8)
+
+    def train() -> None:
+        step(tokens)
+        plain(input_ids=tokens, labels=tokens).loss.backward()
+        opts[1].step()
+        opts[1].zero_grad()
+
+    def check(folder: Path) -> None:
+        net.save_pretrained(folder)
+        read = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        same(read.state_dict(), plain.state_dict(), folder.name)
+        train()
+        found = [
+            m.generate(tokens[:1, :2], max_new_tokens=4, do_sample=False) for m in (net, plain)
+        ]
+        assert torch.equal(*found)
+
+    with dt.launch(mesh):
+        train()
+        check(tmp_path / "inside")
+        train()
+    same(net.state_dict(), plain.state_dict(), "after")
+    with dt.launch(mesh):
+        train()
+        check(tmp_path / "in a second")
+
+
+# -- on Ray ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [dt.Mesh(tp=2), dt.Mesh(dp=2)], ids=str)
+def test_on_ray(ray_session: Iterator[None], mesh: dt.Mesh) -> None:
+    twins = Twins.of(mesh, zero={"dp": 3} if "dp" in mesh.axes else None)
+    with dt.launch(mesh, backend="ray"):
+        for name, way in WAYS.items():
+            twins.train(1)
+            twins.do(way, name)
+        twins.train(1)
+    twins.check("after")
+    twins.train(1)
+    twins.check("outside")
