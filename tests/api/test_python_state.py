@@ -1181,7 +1181,6 @@ def in_dtensor(make: Callable[[], Made]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
-@pytest.mark.filterwarnings("ignore:the launch ended with changed state")
 @pytest.mark.parametrize("name", WAYS)
 def test_it_is_as_in_torch_or_refused(name: str) -> None:
     make, refused = WAYS[name]
@@ -1254,7 +1253,6 @@ def test_a_clock_is_said_to_be_read_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the launch ended with changed state")
 def test_a_step_that_is_captured_at_each_call_draws_as_torch_does() -> None:
     def between(self: Any, h: Tensor) -> Tensor:
         self.calls += 1
