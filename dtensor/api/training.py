@@ -242,7 +242,7 @@ class TrainStep:
             masters=self.options.master_weights,
         )
         roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
-        program = load(session, planned, roles, self.grid)
+        program = load(session, planned, roles, planned.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
         options = {"options": home.options(groups)}
@@ -271,7 +271,7 @@ class TrainStep:
         if batch or kwargs:
             call = self._call(batch, kwargs)
             planned = self._plan(call)
-            program = load(session, planned, Roles(gradients=True), self.grid)
+            program = load(session, planned, Roles(gradients=True), planned.grid)
             numbers = numbers_fed(self.model.steps.present(), "train")
             found = session.run(program.handle, program.feed(call, numbers), {}).get()
             for label, spec in _gradient_specs(planned).items():
@@ -342,7 +342,9 @@ def train_step(
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
         inputs: placements of every argument with the batch dim, or argument name to placements.
-        schedule: such as OneFOneB, with its number of microbatches; default one microbatch.
+        schedule: such as OneFOneB, with its number of microbatches; default one microbatch. They
+            need not divide the batch, which is cut as torch.chunk cuts: 30 rows in 8 are 7 of 4 and
+            one of 2, 9 rows in 4 are 3 of 3, and 3 microbatches run.
         clip_grad_norm: the global norm that gradients are scaled down to.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.

@@ -293,21 +293,6 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide_into_microbatches() -> None:
-    batch = torch.randn(10, 16), torch.randn(10, 16)
-    text = refused(train, squared_error, *batch, microbatches=4, inputs=dict(dp=Row()))
-    assert_expected_inline(
-        text,
-        """\
-the batch does not divide into microbatches.
-  x: f32[10,16], dim 0 of 10
-  microbatches=4 x dp=2: 8 parts
-fix: microbatches=5, or a batch that is a multiple of 8""",
-    )
-    train(squared_error, *batch, microbatches=5, inputs=dict(dp=Row()))  # the fix
-
-
-@pytest.mark.slow
 def test_a_loss_that_mixes_rows() -> None:
     def contrastive(model: nn.Module, x: Tensor) -> Tensor:
         z = F.normalize(model(x), dim=-1)

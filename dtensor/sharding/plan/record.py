@@ -125,6 +125,7 @@ class PlanRecord:
     num_stages: int
     stage_ranks: tuple[int, ...]  # by stage, its coordinate on the stage axis
     num_microbatches: int
+    microbatches_stated: int | None  # where the batch has rows for fewer
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
     outputs: tuple[PlannedOutput, ...]

@@ -82,6 +82,7 @@ class Request:
     split_results: a result on which nothing is stated may stay split as it comes out.
     pending_results: likewise one that comes out pending; it is priced as if it were reduced.
     search: "predictable" splits only what pins reach; "free" lifts that.
+    microbatches_stated: how many were asked for, where the batch has rows for fewer.
     zero: an axis and a level: what of the parameters is stored split over it.
     recompute: full names of the modules whose forward runs again in the backward.
     stages: where "auto" chose them, each stage's patterns; they are printed.
@@ -101,6 +102,7 @@ class Request:
     stage_axis: str | None = None
     stage_ranks: tuple[int, ...] = ()
     num_microbatches: int = 1
+    microbatches_stated: int | None = None
     timetable: Timetable | None = None
     topology: Topology = field(default_factory=Topology)
     training: Training | None = None

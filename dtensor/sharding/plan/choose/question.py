@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.opened_factors import Rules
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.record import Opened
@@ -62,14 +61,10 @@ class Question:
 
 
 def inner_mesh(request: Request) -> Mesh:
-    """What specs are stated on: the mesh without the stage axis, with the microbatches' axis.
-
-    Raises PlanningError where the batch does not divide into microbatches.
-    """
+    """What specs are stated on: the mesh without the stage axis, with the microbatches' axis."""
     inner = request.mesh.without(request.stage_axis) if request.stage_axis else request.mesh
     if request.num_microbatches == 1:
         return inner
-    _check_batch(request, inner)
     return inner.extended(MICROBATCH_AXIS, request.num_microbatches)
 
 
@@ -147,31 +142,3 @@ def _pins(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
                 value=value, placement=shard, by=value
             )
     return pins
-
-
-def _check_batch(request: Request, inner: Mesh) -> None:
-    """Every rank must get the same number of rows in every microbatch."""
-    metas = request.flow.metas
-    labels = {i.name: i.label for i in request.flow.inputs}
-    for value in request.batch:
-        size = metas[value].shape[0]
-        split = {
-            axis: inner.axis_size(axis)
-            for axis, p in request.pins.get(value, {}).items()
-            if isinstance(p, Shard) and p.dim == 0
-        }
-        parts = request.num_microbatches
-        for num in split.values():
-            parts *= num
-        if size % parts:
-            over = "".join(f" x {axis}={n}" for axis, n in split.items())
-            near = [
-                n for n in range(1, size + 1) if size % (n * parts // request.num_microbatches) == 0
-            ]
-            best = min(near, key=lambda n: (abs(n - request.num_microbatches), n), default=1)
-            raise PlanningError(
-                f"the batch does not divide into microbatches.\n"
-                f"  {labels[value]}: {metas[value]}, dim 0 of {size}\n"
-                f"  microbatches={request.num_microbatches}{over}: {parts} parts\n"
-                f"fix: microbatches={best}, or a batch that is a multiple of {parts}"
-            )

@@ -74,6 +74,7 @@ def emit(
         num_stages=flow.num_stages,
         stage_ranks=request.stage_ranks,
         num_microbatches=request.num_microbatches,
+        microbatches_stated=request.microbatches_stated,
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
         outputs=outputs,

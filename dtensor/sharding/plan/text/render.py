@@ -278,8 +278,10 @@ def _head(plan: PlanRecord) -> str:
     parts = [f"plan {plan.name}", str(plan.mesh)]
     if plan.num_stages > 1:
         parts.append(f"{plan.num_stages} stages over {plan.stage_axis}")
-    if plan.num_microbatches > 1:
-        parts.append(f"{plan.num_microbatches} microbatches (axis {MICROBATCH_AXIS}, in time)")
+    stated = f" of {plan.microbatches_stated}" if plan.microbatches_stated else ""
+    if plan.num_microbatches > 1 or stated:
+        num = f"{plan.num_microbatches}{stated} microbatches"
+        parts.append(num + f" (axis {MICROBATCH_AXIS}, in time)" * (plan.num_microbatches > 1))
     if plan.num_stages == 1:
         parts += ["stage 0 of 1", _ranks(plan, 0)]
     return "    ".join(parts)
