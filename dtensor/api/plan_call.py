@@ -252,6 +252,7 @@ def _request(
         training=options.training(graph) if options.training else None,
         search=options.search,
         zero=model.zero if model is not None else None,
+        misaligned=model.misaligned if model is not None else "error",
         recompute=_recomputed(model, options, flow),
         auto=stages.patterns if stages.auto else (),
     )

@@ -20,6 +20,7 @@ from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 Search = Literal["predictable", "free"]
+OnMisaligned = Literal["error", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class Request:
     search: "predictable" splits only what pins reach; "free" lifts that.
     microbatches_stated: how many were asked for, where the batch has rows for fewer.
     zero: an axis and a level: what of the parameters is stored split over it.
+    misaligned: "error" refuses a parameter's pin that does not line up with the program; "gather"
+        takes it as how the parameter is stored.
     recompute: full names of the modules whose forward runs again in the backward.
     stages: where "auto" chose them, each stage's patterns; they are printed.
     """
@@ -110,6 +113,7 @@ class Request:
     split_results: bool = False
     pending_results: bool = False
     zero: tuple[str, int] | None = None
+    misaligned: OnMisaligned = "error"
     recompute: frozenset[str] = frozenset()
     auto: tuple[tuple[str, ...], ...] = ()
 
@@ -118,6 +122,11 @@ class Request:
         if not self.stage_ranks:
             num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
             object.__setattr__(self, "stage_ranks", dealt(self.flow.num_stages, num))
+
+    @property
+    def stores_split(self) -> bool:
+        """Whether parameters may be stored otherwise than they are used."""
+        return self.zero is not None or self.misaligned == "gather"
 
 
 def checked_search(search: str) -> Search:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dtensor.sharding.plan.choose.opened_factors import Rules
 from dtensor.sharding.plan.dataflow import Dataflow, Op
-from dtensor.sharding.plan.record import Opened
+from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import Pin, Request
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.rules.rule import Strategy
@@ -31,6 +31,7 @@ class AxisChoice:
     strategies: Mapping[str, Strategy]
     inputs: Mapping[str, Placement]
     opened: tuple[Opened, ...]
+    misaligned: Mapping[str, Misaligned]  # by input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Question:
     mixed: frozenset[str]  # values that depend on the batch and on parameters
     bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
     split_results: bool = False  # a result on which nothing is stated may stay split
+    gathers: bool = False  # pins that do not line up with the program are storage
 
     def labels(self) -> dict[str, str]:
         return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}
@@ -98,6 +100,7 @@ def question_of(request: Request, inner: Mesh, rules: Rules) -> Question:
         free=request.search == "free",
         bucketed=request.training is not None,
         split_results=request.split_results,
+        gathers=request.misaligned == "gather",
         mixed=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
     )
 

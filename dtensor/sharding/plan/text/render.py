@@ -40,7 +40,7 @@ from dtensor.sharding.plan.cost.seconds import (
     stage_flops,
     stage_seconds,
 )
-from dtensor.sharding.plan.record import Hint, PlanRecord, Region
+from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
@@ -199,6 +199,7 @@ def _bucket(plan: PlanRecord, step: Bucket) -> _Line:
         f"{step.kind}({_count(len(step.of), noun)}, {step.axis})",
         f"one bucket of {size_text(size)}{wider}",
         _sent(plan, step, step.stage),
+        step.source,
         more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", WIDTH)),
     )
 
@@ -307,7 +308,7 @@ def _ranks(plan: PlanRecord, stage: int) -> str:
 def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
     for item in plan.inputs:
         if stage in item.stages:
-            yield item.name, item.spec
+            yield item.name, item.base
     for step in plan.steps:
         if isinstance(step, Compute | Convert) and step.stage == stage:
             yield from results_of(step)
@@ -358,13 +359,25 @@ def _chosen(plan: PlanRecord) -> list[str]:
 
 def _stored(plan: PlanRecord) -> list[str]:
     """What is stored split, and over which axis."""
+    groups: dict[Misaligned, list[str]] = {}
+    for item in plan.inputs:
+        for pin in item.misaligned:
+            groups.setdefault(pin, []).append(item.label)
+    lines: list[str] = []
+    for pin, labels in groups.items():
+        at = f" ({pin.source})" if pin.source else ""
+        text = (
+            f"{', '.join(collapse(labels))} as {pin.placement!r} on {pin.axis}, which does not "
+            f"line up: {pin.why}{at}; gathered before use; pinned by {pin.by}"
+        )
+        lines += wrapped(text, "stored  ", WIDTH)
     if plan.zero is None:
-        return []
+        return lines
     axis, level = plan.zero
     whole = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
     kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
     text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
-    return wrapped(text, "zero    ", WIDTH)
+    return [*lines, *wrapped(text, "zero    ", WIDTH)]
 
 
 def _inputs(plan: PlanRecord, stage: int) -> list[str]:
