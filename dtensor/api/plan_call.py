@@ -38,6 +38,7 @@ from dtensor.api.stating.stages import NO_STAGES, StagePlan
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
+from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, Param
 from dtensor.numerics import dtype_name
@@ -133,6 +134,7 @@ class Options:
     search: Search = "predictable"
     graph: Graph | None = None
     recompute: tuple[str, ...] = ()
+    per_microbatch: bool = False  # of batch norm's statistics
 
 
 class PlanCache:
@@ -233,7 +235,7 @@ def _request(
     fewer = num_microbatches < options.num_microbatches
     if fewer and timetable is not None:
         timetable = GridTimetable(timetable.grid.first(num_microbatches))
-    return Request(
+    request = Request(
         name=name,
         flow=flow,
         mesh=mesh,
@@ -256,6 +258,7 @@ def _request(
         recompute=_recomputed(model, options, flow),
         auto=stages.patterns if stages.auto else (),
     )
+    return per_microbatch(request) if options.per_microbatch else request
 
 
 def _with_rows(

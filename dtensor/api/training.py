@@ -33,7 +33,7 @@ from dtensor.api.plan_call import (
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError, Future
-from dtensor.errors import PlanningError, check_callable, check_kind, check_number
+from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
@@ -63,6 +63,7 @@ class StepOptions:
     keep_gradients: bool
     recompute: tuple[str, ...]
     master_weights: bool
+    batch_norm: str
 
 
 class Loss:
@@ -207,6 +208,7 @@ class TrainStep:
                 search=self.options.search,
                 recompute=self.options.recompute,
                 graph=graph,
+                per_microbatch=self.options.batch_norm == "per_microbatch",
             )
             name = getattr(self.loss_fn, "__name__", "step").strip("<>")
             return plan_call(call, self.model.mesh, "loss", options, name)
@@ -335,6 +337,7 @@ def train_step(
     keep_gradients: bool = False,
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
+    batch_norm: str = "whole_batch",
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -352,6 +355,10 @@ def train_step(
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
+        batch_norm: over what it takes its statistics where there are microbatches. "whole_batch"
+            is refused, for each microbatch would have to wait for all; with "per_microbatch" the
+            step is torch's loop over the microbatches, each of all ranks' rows: running
+            statistics move once for each, in their order. Other ops that mix rows are refused.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -372,6 +379,7 @@ def train_step(
     check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
     if master_weights:
         check_masters(optimizer)
+    check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
     if again and model.recompute:
         raise PlanningError(
@@ -388,6 +396,7 @@ def train_step(
         keep_gradients=keep_gradients,
         recompute=again,
         master_weights=master_weights,
+        batch_norm=batch_norm,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())

@@ -140,7 +140,7 @@ def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
 def test_sums_over_the_axis_are_scattered_in_each_backward() -> None:
     """The rows of the batch and the parameter over one axis: as ZeRO's level 3."""
     pins = {"q.weight": dict(dp=dt.Row())}
-    options = dict(inputs=dict(dp=dt.Row()), schedule=dt.GPipe(microbatches=2))
+    options: dict[str, Any] = dict(inputs=dict(dp=dt.Row()), schedule=dt.GPipe(microbatches=2))
     plan = step_of(dt.Mesh(dp=4), pins, **options)[2].plan(X)
     nbytes = 352 * 16 * 4 * 3 // 4
     assert [
@@ -183,7 +183,7 @@ def test_every_pin_that_is_refused_as_misaligned_runs_as_storage() -> None:
             name: dict(tp=random_shard(draw, weights[name]))
             for name in draw.sample(sorted(weights), draw.choice([1, 2]))
         }
-        given = dict(loss=loss_fn, clip_grad_norm=1.0)
+        given: dict[str, Any] = dict(loss=loss_fn, clip_grad_norm=1.0)
         try:
             step_of(mesh, pins, module=make_model(), misaligned="error", **given)[2].plan(*data[0])
             continue
@@ -216,7 +216,7 @@ def trained(
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_bits_are_those_of_a_replicated_parameter(microbatches: int) -> None:
-    given = dict(schedule=dt.GPipe(microbatches=microbatches))
+    given: dict[str, Any] = dict(schedule=dt.GPipe(microbatches=microbatches))
     replicated = trained(TP4, {"q.weight": dict(tp=dt.Replicate())}, "error", **given)
     assert_same_bits(trained(TP4, PINS, **given), replicated)
 
@@ -253,7 +253,9 @@ def test_with_other_options(name: str) -> None:
 @pytest.mark.slow
 def test_master_weights_of_16_bits_lie_as_the_parameter_is_stored() -> None:
     def run(shard: dt.Placement, misaligned: str) -> dict[str, Any]:
-        given = dict(module=Heads().bfloat16(), master_weights=True, make=torch_adamw)
+        given: dict[str, Any] = dict(
+            module=Heads().bfloat16(), master_weights=True, make=torch_adamw
+        )
         return trained(TP4, {"q.weight": dict(tp=shard)}, misaligned, loss=in_float, **given)
 
     def in_float(model: nn.Module, x: Tensor) -> Tensor:

@@ -158,6 +158,7 @@ class PlanRecord:
     bubble: float = 0.0  # of the schedule, with this plan's stages
     waiting: tuple[float, ...] = ()  # seconds of a step, by rank of the stage axis; from these
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
+    by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
     zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""

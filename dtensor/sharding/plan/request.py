@@ -88,7 +88,8 @@ class Request:
     misaligned: "error" refuses a parameter's pin that does not line up with the program; "gather"
         takes it as how the parameter is stored.
     recompute: full names of the modules whose forward runs again in the backward.
-    stages: where "auto" chose them, each stage's patterns; they are printed.
+    auto: where the stages were chosen, each stage's patterns; they are printed.
+    by_microbatch: the modules whose statistics are of one microbatch; they are printed.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Request:
     misaligned: OnMisaligned = "error"
     recompute: frozenset[str] = frozenset()
     auto: tuple[tuple[str, ...], ...] = ()
+    by_microbatch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         checked_search(self.search)

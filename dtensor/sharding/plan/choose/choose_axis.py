@@ -240,7 +240,9 @@ def _input_node(
         wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else kept
         ends = [priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())]
         if item.name in question.mutations:
-            ends.append([((question.mutations[item.name], kept), 0.0)])
+            moved = question.mutations[item.name]
+            in_time = (placed, PARTIAL) if priced.axis == MICROBATCH_AXIS else (kept,)
+            ends.append([((moved, p), 0.0) for p in in_time])
         for combination in itertools.product(*ends):
             reads = tuple(read for read, _ in combination)
             cost = sum(cost for _, cost in combination)

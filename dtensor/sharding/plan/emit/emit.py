@@ -74,6 +74,7 @@ def emit(
         opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
         topology=request.topology,
         zero=request.zero,
+        by_microbatch=request.by_microbatch,
         pinned=tuple(
             (axis, value, request.pinned_by.get(value, value))
             for value, placements in request.pins.items()

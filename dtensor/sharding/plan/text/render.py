@@ -92,7 +92,7 @@ class _Line:
 
 def render(plan: PlanRecord) -> str:
     """The text of the plan; deterministic, without a trailing newline."""
-    lines = [_head(plan), *_axes(plan), *_stored(plan)]
+    lines = [_head(plan), *_axes(plan), *_stored(plan), *_statistics(plan)]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             lines += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
@@ -378,6 +378,17 @@ def _stored(plan: PlanRecord) -> list[str]:
     kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
     text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
     return [*lines, *wrapped(text, "zero    ", WIDTH)]
+
+
+def _statistics(plan: PlanRecord) -> list[str]:
+    """What takes the statistics of one microbatch, not of the batch."""
+    if not plan.by_microbatch:
+        return []
+    text = (
+        f"statistics of each microbatch, running ones move {plan.num_microbatches} times a step: "
+        f"{', '.join(collapse(plan.by_microbatch))}"
+    )
+    return wrapped(text, "batch norm  ", WIDTH)
 
 
 def _inputs(plan: PlanRecord, stage: int) -> list[str]:
