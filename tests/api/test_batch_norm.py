@@ -122,6 +122,7 @@ PLACED = {
     "dp2 zero 3": Placed(axes=dict(dp=2), zero={"dp": 3}),
     "tp2": Placed(axes=dict(tp=2), pins=HALVES),
     "dp2 tp2": Placed(axes=dict(dp=2, tp=2), pins=HALVES),
+    "dp2 whole": Placed(axes=dict(dp=2), schedule=dt.GPipe(1)),
     "recompute": Placed(axes=dict(dp=2), recompute=["bn", "bn2"]),
     "pp2 1F1B": Placed(axes=dict(pp=2), stages=STAGES, schedule=dt.OneFOneB(4)),
     "pp2 GPipe": Placed(axes=dict(pp=2), stages=STAGES, schedule=dt.GPipe(4)),
@@ -231,7 +232,7 @@ def test_a_frozen_batch_norm_is_of_its_running_statistics() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["single"])
+@pytest.mark.parametrize("name", ["single", "dp2", "dp2 whole"])
 def test_under_autocast(name: str) -> None:
     """Statistics of bf16 are float32, and so are running ones."""
 
@@ -242,7 +243,8 @@ def test_under_autocast(name: str) -> None:
             return y.float()
 
     expected = Narrow()
-    parts = microbatches(16, PLACED[name].axes.get("dp", 1), 4)
+    placed = PLACED[name]
+    parts = microbatches(16, placed.axes.get("dp", 1), placed.schedule.microbatches)
     losses = [looped(expected, sgd(expected), data(0), parts)]
     found, state = train(PLACED[name], Narrow, [data(0)])
     assert found == pytest.approx(losses, rel=2e-2)
@@ -252,19 +254,21 @@ def test_under_autocast(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_running_statistics_of_16_bits() -> None:
+@pytest.mark.parametrize("name", ["single", "dp2", "dp2 whole"])
+def test_running_statistics_of_16_bits(name: str) -> None:
     def narrow() -> nn.Module:
         return Net().bfloat16()
 
     x, y = data(0)
-    found, state = train(PLACED["single"], narrow, [(x.bfloat16(), y)])
+    placed = PLACED[name]
+    found, state = train(placed, narrow, [(x.bfloat16(), y)])
     expected = narrow()
-    parts = microbatches(16, 1, 4)
+    parts = microbatches(16, placed.axes.get("dp", 1), placed.schedule.microbatches)
     losses = [looped(expected, sgd(expected), (x.bfloat16(), y), parts)]
     assert found == pytest.approx(losses, rel=2e-2)
-    wanted = expected.state_dict()["bn.running_mean"]
-    assert state["model"]["bn.running_mean"].dtype == torch.bfloat16
-    torch.testing.assert_close(state["model"]["bn.running_mean"], wanted, rtol=5e-2, atol=5e-3)
+    mean, wanted = state["model"]["bn.running_mean"], expected.state_dict()["bn.running_mean"]
+    assert mean.dtype == torch.bfloat16
+    torch.testing.assert_close(mean, wanted, rtol=5e-2, atol=5e-3)
 
 
 # -- what is said ----------------------------------------------------------------------------------
