@@ -356,9 +356,10 @@ def train_step(
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
         batch_norm: over what it takes its statistics where there are microbatches. "whole_batch"
-            is refused, for each microbatch would have to wait for all; with "per_microbatch" the
-            step is torch's loop over the microbatches, each of all ranks' rows: running
-            statistics move once for each, in their order. Other ops that mix rows are refused.
+            is refused, for each microbatch would have to wait for all; with "per_microbatch" batch
+            norms do as in torch's loop over the microbatches, each of all ranks' rows: running
+            statistics move once for each, in their order. Other ops that mix rows are refused;
+            other buffers are those of the whole batch.
 
     Raises PlanningError, here and at the first `plan` or call.
     """

@@ -246,6 +246,32 @@ class _Writer:
         apart = self.one(aten.reshape.default, vector, [cut.num, size])
         return self.one(aten.sum.dim_IntList, apart, [0], name=name)
 
+    # -- running statistics ----------------------------------------------------------------------
+
+    def weights(
+        self, num: int, turn: int, turns: int, momentum: float, dtype: torch.dtype
+    ) -> _Value:
+        """[m 1]: of each microbatch's statistic, by how many moves come after its own."""
+        how: dict[str, Any] = dict(dtype=dtype, device=torch.device("cpu"))
+        after = self.one(aten.arange.start_step, 0, num, 1, **how)
+        after = self.one(aten.mul.Tensor, after, -float(turns))
+        after = self.one(aten.add.Tensor, after, float(num * turns - 1 - turn))
+        kept = self.one(aten.pow.Scalar, 1.0 - momentum, after)
+        return self.one(aten.unsqueeze.default, self.one(aten.mul.Tensor, kept, momentum), 1)
+
+    def moved(
+        self, old: _Value, new: _Value, column: _Value, keep: float, name: str | None
+    ) -> None:
+        """The running statistic ``old``, of which ``keep`` is left, after all microbatches."""
+        num, dtype = column.fake.shape[0], new.fake.dtype
+        apart = self.one(aten.reshape.default, new, [num, old.fake.shape[0]])
+        added = self.one(aten.sum.dim_IntList, self.one(aten.mul.Tensor, apart, column), [0])
+        if old.fake.dtype != dtype:
+            old = self.one(aten._to_copy.default, old, dtype=dtype)
+        if keep != 1.0:
+            old = self.one(aten.mul.Tensor, old, keep)
+        self.one(aten.add.Tensor, old, added, name=name)
+
 
 def _meta(fake: torch.Tensor) -> Meta:
     return Meta(tuple(int(s) for s in fake.shape), fake.dtype)
@@ -343,35 +369,14 @@ class _Calls:
                     device=torch.device("cpu"),
                 )
                 given = (w.tiled(weight, cut), w.tiled(bias, cut), blank, blank, train, 1.0, eps)
-                y, _, _, *new = w.all(
-                    target, (None, *op.results[1:3], None, None), w.wide(x, cut), *given
-                )
-                assert y is not None
+                made = w.all(target, (None, *op.results[1:3], None, None), w.wide(x, cut), *given)
+                y, _, _, *new = (v for v in made if v is not None)
                 w.narrow(y, cut, op.results[0])
+                turn, turns = self.turns[op.name]
+                column = w.weights(cut.num, turn, turns, momentum, new[0].fake.dtype)
+                keep = 1.0 if turn else (1.0 - momentum) ** (cut.num * turns)
                 for old, one, name in zip((mean, var), new, op.results[3:], strict=True):
-                    assert one is not None
-                    self._move(w, op, old, one, momentum, name)
-
-    def _move(
-        self, w: _Writer, op: Op, old: _Value, new: _Value, momentum: float, name: str | None
-    ) -> None:
-        """The running statistic ``old`` after this call in all microbatches."""
-        cut, (turn, turns) = self.cuts[op.name], self.turns[op.name]
-        keep, moves = 1.0 - momentum, cut.num * turns
-        dtype = new.fake.dtype
-        how: dict[str, Any] = dict(dtype=dtype, device=torch.device("cpu"))
-        after = w.one(aten.arange.start_step, 0, cut.num, 1, **how)  # how many moves come later
-        after = w.one(aten.mul.Tensor, after, -float(turns))
-        after = w.one(aten.add.Tensor, after, float(moves - 1 - turn))
-        factors = w.one(aten.mul.Tensor, w.one(aten.pow.Scalar, keep, after), momentum)
-        column = w.one(aten.unsqueeze.default, factors, 1)
-        apart = w.one(aten.reshape.default, new, [cut.num, old.fake.shape[0]])
-        added = w.one(aten.sum.dim_IntList, w.one(aten.mul.Tensor, apart, column), [0])
-        if old.fake.dtype != dtype:
-            old = w.one(aten._to_copy.default, old, dtype=dtype)
-        if turn == 0:
-            old = w.one(aten.mul.Tensor, old, keep**moves)
-        w.one(aten.add.Tensor, old, added, name=name)
+                    w.moved(old, one, column, keep, name)
 
 
 def _argument(op: Op, at: int) -> str:
