@@ -274,6 +274,7 @@ def test_running_statistics_of_16_bits(name: str) -> None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_plan_says_so() -> None:
     text = str(PLACED["dp2"].step(Net())[2].plan(*data(0)))
     assert_expected_inline(

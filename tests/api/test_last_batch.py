@@ -124,6 +124,7 @@ def test_random_numbers_do_not_depend_on_how_a_batch_is_cut() -> None:
     assert losses(dt.Mesh(dp=2), 4, ROWS) == pytest.approx(whole, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "inputs", "stated", "actions"),
     [
@@ -149,6 +150,7 @@ def test_the_plan_says_how_many_microbatches_have_rows(
     assert all(c.times == actions for c in reduced)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_a_short_batch_has_its_bubble() -> None:
     run = Run.of(PLACED["pp2"], loss=loss_fn, schedule=dt.OneFOneB(microbatches=4))
     plan = run.step.plan(*data(2))

@@ -214,6 +214,7 @@ def trained(
         return {"losses": losses, **dt.gather_state_dict(model, optimizer)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_bits_are_those_of_a_replicated_parameter(microbatches: int) -> None:
     given: dict[str, Any] = dict(schedule=dt.GPipe(microbatches=microbatches))
@@ -387,6 +388,7 @@ def test_a_word_that_is_neither() -> None:
         dt.parallelize(MLP(), TP4, {}, misaligned="gathr")
 
 
+@pytest.mark.slow
 def test_a_pin_that_lines_up_is_used_as_pinned() -> None:
     pins = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
     x = torch.empty(8, 16)
