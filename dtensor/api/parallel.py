@@ -193,11 +193,10 @@ def parallelize(
             gradients too, at 3 the parameters too, which are gathered before use and then freed.
         recompute: globs over names of modules whose activations are not kept for the backward but
             computed again; `train_step` takes it too.
-        misaligned: what becomes of a placement that fits its parameter and does not line up with
-            what a program does to the dim (352 rows over 4 ranks, used as 22 heads of 16): "error"
-            refuses it when planning, with one that does; "gather" stores the parameter, its
-            gradient and the optimizer's state so, and gathers it before use, in each forward and
-            backward. It then opens nothing: the plan computes as if the pin were Replicate().
+        misaligned: what becomes of a placement that does not line up with what a program does to
+            the dim (352 rows over 4 ranks, used as 22 heads of 16): "error" refuses it, with one
+            that does; "gather" stores the parameter, its gradient and the optimizer's state so,
+            gathers it before use, and computes as if it were Replicate().
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does

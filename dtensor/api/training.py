@@ -345,9 +345,8 @@ def train_step(
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
         inputs: placements of every argument with the batch dim, or argument name to placements.
-        schedule: such as OneFOneB, with its number of microbatches; default one microbatch. They
-            need not divide the batch, which is cut as torch.chunk cuts: 30 rows in 8 are 7 of 4 and
-            one of 2, 9 rows in 4 are 3 of 3, and 3 microbatches run.
+        schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
+            as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
         clip_grad_norm: the global norm that gradients are scaled down to.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.
@@ -355,11 +354,10 @@ def train_step(
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
-        batch_norm: over what it takes its statistics where there are microbatches. "whole_batch"
-            is refused, for each microbatch would have to wait for all; with "per_microbatch" batch
-            norms do as in torch's loop over the microbatches, each of all ranks' rows: running
-            statistics move once for each, in their order. Other ops that mix rows are refused;
-            other buffers are those of the whole batch.
+        batch_norm: its statistics where there are microbatches. "whole_batch" is refused, as each
+            would wait for all; "per_microbatch" is as torch's loop over the microbatches, each of
+            all ranks' rows: running ones move once for each, in their order. Other buffers are
+            those of the whole batch, other ops that mix rows are refused.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
