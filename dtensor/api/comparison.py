@@ -15,7 +15,7 @@ The table shows what decides first, then bytes by axis and phase, then memory:
 
     strategy    mesh         step        bubble   collectives   sent       memory
     tp4         mesh(tp=4)   1.21 ms *   0%       24            48.0 MiB   1.2 GiB *
-    dp4         no plan: the batch does not divide into microbatches.
+    dp4         no plan: result 0 is neither a sum nor a mean over the rows of the batch.
 
 ``*`` marks the least of a column; in the first block the least of the strategies that fit, if any
 does. ``!`` marks memory above what a rank's device has. A column in which all are alike has no

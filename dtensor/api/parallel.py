@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -35,10 +35,10 @@ from dtensor.api.stating.patterns import is_patterns, listing, matches, names_of
 from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of
-from dtensor.errors import PlanningError, check_kind
+from dtensor.errors import PlanningError, check_kind, check_word
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.request import dealt
+from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
@@ -53,6 +53,7 @@ class ParallelModule:
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
     ``zero``: the axis over which state is stored split, and the level;
+    ``misaligned``: what becomes of pins that do not line up with a program;
     ``recompute``: globs over names of modules whose forward runs again in the backward.
     """
 
@@ -65,8 +66,10 @@ class ParallelModule:
         init: Init | None = None,
         zero: tuple[str, int] | None = None,
         recompute: tuple[str, ...] = (),
+        misaligned: OnMisaligned = "error",
     ) -> None:
         self.module = module
+        self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
         self.initial = Initial(module, init)
@@ -171,6 +174,7 @@ def parallelize(
     init: Init | None = None,
     zero: Mapping[str, int] | None = None,
     recompute: Sequence[str] | None = None,
+    misaligned: str = "error",
 ) -> ParallelModule:
     """Place a module's parameters by globs over their names; the module is not changed.
 
@@ -189,6 +193,10 @@ def parallelize(
             gradients too, at 3 the parameters too, which are gathered before use and then freed.
         recompute: globs over names of modules whose activations are not kept for the backward but
             computed again; `train_step` takes it too.
+        misaligned: what becomes of a placement that does not line up with what a program does to
+            the dim (352 rows over 4 ranks, used as 22 heads of 16): "error" refuses it, with one
+            that does; "gather" stores the parameter, its gradient and the optimizer's state so,
+            gathers it before use, and computes as if it were Replicate().
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
@@ -203,7 +211,9 @@ def parallelize(
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
     again = recompute_of(recompute, module)
     split = zero_of(zero, mesh, plan.axis)
-    return ParallelModule(module, mesh, placed, plan, init, split, again)
+    check_word("misaligned", misaligned, get_args(OnMisaligned))
+    stores = cast(OnMisaligned, misaligned)
+    return ParallelModule(module, mesh, placed, plan, init, split, again, stores)
 
 
 def check_parallel(verb: str, model: object) -> None:
@@ -220,7 +230,7 @@ def _chosen(plan: Plan) -> dict[str, dict[str, Placement]]:
     found: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:
         if item.kind in ("parameter", "buffer"):
-            split = restated(item.spec)
+            split = restated(item.base)
             whole = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in split]
             found[item.label] = {**split, **dict.fromkeys(whole, REPLICATE)}
     return found

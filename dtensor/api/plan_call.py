@@ -42,12 +42,14 @@ from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
+from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Graph, Param
 from dtensor.frontend.reads.reads import Reads
 from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.actions import GridTimetable
+from dtensor.runtime.schedule import Grid
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow, Input
@@ -56,8 +58,8 @@ from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request, Search, Training
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.placements import Placement, Shard, index_sets, refine
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 Grads = Literal["none", "loss", "tangents"]
 
@@ -110,7 +112,7 @@ class BoundCall:
 class Planned:
     """A plan, what it came from, and which leaf of the call feeds which input.
 
-    ``stages``: those of the plan, which "auto" has chosen.
+    ``stages``: those of the plan, which "auto" has chosen; ``grid``: its schedule.
     """
 
     plan: Plan
@@ -119,6 +121,7 @@ class Planned:
     model: ParallelModule | None
     request: Request
     stages: StagePlan
+    grid: Grid | None
 
     def same(self) -> bool:
         """Whether all that the capture read is the very same; False may be a false alarm."""
@@ -151,6 +154,7 @@ class Options:
     graph: Graph | None = None
     recompute: tuple[str, ...] = ()
     each_call: bool = False
+    per_microbatch: bool = False  # of batch norm's statistics
 
 
 class PlanCache:
@@ -284,6 +288,7 @@ def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name:
         model=model,
         request=request,
         stages=stages,
+        grid=request.timetable.grid if isinstance(request.timetable, GridTimetable) else None,
     )
 
 
@@ -312,7 +317,13 @@ def _request(
                 settled.add(item.name)
             stated[item.name] = {**model.settled[item.label], **stated.get(item.name, {})}
     timetable = options.timetable
-    return Request(
+    num_microbatches = options.num_microbatches
+    if num_microbatches > 1:
+        num_microbatches = _with_rows(num_microbatches, flow, stated, found.batch, mesh)
+    fewer = num_microbatches < options.num_microbatches
+    if fewer and timetable is not None:
+        timetable = GridTimetable(timetable.grid.first(num_microbatches))
+    request = Request(
         name=name,
         flow=flow,
         mesh=mesh,
@@ -324,15 +335,37 @@ def _request(
         split_results=options.split_results,
         stage_axis=stages.axis,
         stage_ranks=stages.ranks if timetable is None else timetable.grid.home(),
-        num_microbatches=options.num_microbatches,
+        num_microbatches=num_microbatches,
+        microbatches_stated=options.num_microbatches if fewer else None,
         timetable=timetable,
         topology=options.topology or Topology(),
         training=options.training(graph) if options.training else None,
         search=options.search,
         zero=model.zero if model is not None else None,
+        misaligned=model.misaligned if model is not None else "error",
         recompute=_recomputed(model, options, flow),
         auto=stages.patterns if stages.auto else (),
     )
+    return per_microbatch(request) if options.per_microbatch else request
+
+
+def _with_rows(
+    num: int,
+    flow: Dataflow,
+    pins: Mapping[str, Mapping[str, Placement]],
+    batch: tuple[str, ...],
+    mesh: Mesh,
+) -> int:
+    """How many of ``num`` microbatches have rows: the first, for a batch is cut as torch.chunk
+    cuts. Those that do are cut alike where there are no others."""
+    most = 1
+    for name in batch:
+        meta = flow.metas[name]
+        if rows := meta.shape[0]:
+            cuts = make_spec(meta.shape, meta.dtype, mesh, pins.get(name, {})).cuts(0)
+            cut = index_sets(refine(Shard(0), cuts, rows), rows, num)
+            most = max(most, sum(map(bool, cut)))
+    return most
 
 
 def _arguments(flow: Dataflow, graph: Graph) -> list[tuple[Input, Arg]]:

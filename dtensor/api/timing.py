@@ -47,10 +47,11 @@ def simulate(
         batch, topology = batch[:-1], batch[-1]
     _check_step("simulate", step)
     check_topology(topology)
-    grid = step.grid if isinstance(step, TrainStep) else None
-    if step.plans.latest is not None and not batch and not kwargs:
-        return simulated(step.plans.latest.plan, grid, topology)
-    return simulated(step.plan(*batch, **kwargs), grid, topology)
+    if step.plans.latest is None or batch or kwargs:
+        step.plan(*batch, **kwargs)
+    planned = step.plans.latest
+    assert planned is not None, "what was planned is the latest"
+    return simulated(planned.plan, planned.grid, topology)
 
 
 def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace:

@@ -36,7 +36,7 @@ from dtensor.api.plan_call import (
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError, Future
-from dtensor.errors import PlanningError, check_callable, check_kind, check_number
+from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
@@ -68,6 +68,7 @@ class StepOptions:
     recompute: tuple[str, ...]
     master_weights: bool
     each_call: bool
+    batch_norm: str
 
 
 class Loss:
@@ -218,6 +219,7 @@ class TrainStep:
                 search=self.options.search,
                 recompute=self.options.recompute,
                 graph=graph,
+                per_microbatch=self.options.batch_norm == "per_microbatch",
             )
             return plan_call(call, self.model.mesh, "loss", options, self._name)
 
@@ -264,7 +266,7 @@ class TrainStep:
             masters=self.options.master_weights,
         )
         roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
-        program = load(session, planned, roles, self.grid)
+        program = load(session, planned, roles, planned.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
         options = {"options": home.options(groups)}
@@ -292,7 +294,7 @@ class TrainStep:
         if batch or kwargs:
             call = self._call(batch, kwargs)
             planned = self._plan(call)
-            program = load(session, planned, Roles(gradients=True), self.grid)
+            program = load(session, planned, Roles(gradients=True), planned.grid)
             numbers = numbers_fed(self.model.steps.present(), "train")
             found = session.run(program.handle, program.feed(call, numbers), {}).get()
             for label, spec in _gradient_specs(planned).items():
@@ -363,6 +365,7 @@ def train_step(
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
     capture: str = "once",
+    batch_norm: str = "whole_batch",
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -370,7 +373,8 @@ def train_step(
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
         inputs: placements of every argument with the batch dim, or argument name to placements.
-        schedule: such as OneFOneB, with its number of microbatches; default one microbatch.
+        schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
+            as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
         clip_grad_norm: the global norm that gradients are scaled down to.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.
@@ -382,6 +386,10 @@ def train_step(
             "each call": it runs at each call, so that it may draw from Python's or numpy's random
             numbers and change attributes; that costs the time of a capture, and where the ops
             differ, of planning.
+        batch_norm: its statistics where there are microbatches. "whole_batch" is refused, as each
+            would wait for all; "per_microbatch" is as torch's loop over the microbatches, each of
+            all ranks' rows: running ones move once for each, in their order. Other buffers are
+            those of the whole batch, other ops that mix rows are refused.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -402,6 +410,7 @@ def train_step(
     check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
     if master_weights:
         check_masters(optimizer)
+    check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
     if again and model.recompute:
         raise PlanningError(
@@ -419,6 +428,7 @@ def train_step(
         recompute=again,
         master_weights=master_weights,
         each_call=checked_capture(capture),
+        batch_norm=batch_norm,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())

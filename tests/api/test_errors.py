@@ -90,7 +90,8 @@ the pin tp=Shard(0) on q.weight does not line up with what the program does to t
   q.weight: f32[352,16], dim 0: 4 ranks hold 88, 88, 88, 88 of 352
   aten.reshape.default sees it as 22 x 16 in mm: f32[8,352]
   test_errors.py:N: return self.q(x).view(b, t, self.heads, 16).softmax(-1)
-fix: tp=Shard(0, unit=16), which lines up""",
+fix: tp=Shard(0, unit=16), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
     plan_of(Heads(22), TP4, {"q.weight": dict(tp=Shard(0, unit=16))}, x)  # the fix
 
@@ -105,7 +106,8 @@ the pin tp=Shard(0) on qkv.weight does not line up with what the program does to
   qkv.weight: f32[48,16], dim 0: 2 ranks hold 24, 24 of 48
   aten.split.Tensor sees it as 3 parts of 16, 16, 16 in reshape_1: f32[2,4,48]
   models.py:N: q, k, v = self.qkv(x).chunk(3, dim=-1)
-fix: tp=Shard(0, blocks=3), which lines up""",
+fix: tp=Shard(0, blocks=3), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
     plan_of(model, TP2, {"qkv.weight": dict(tp=Shard(0, blocks=3))}, x)  # the fix
 
@@ -122,7 +124,8 @@ the pin tp=Shard(0) on blocks.0.attn.k.weight (*.attn.k.weight) does not line up
   aten.reshape.default sees it as 2 x 8 in mm_1: f32[32,16]
   models.py:N: k = self.k(x).view(b, t, self.groups, self.size).transpose(1, 2)
   2 parts over 4 ranks: 1, 1, 0, 0
-fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up""",
+fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
     split = Mesh(tp=2, tp_rep=2)
     plan_of(model, split, pins, spec("i64[4,8]", split))  # the fix
@@ -141,7 +144,8 @@ the pin tp=Shard(0, blocks=3) on qkv.weight does not line up with what the progr
   aten.reshape.default sees it as 4 x 6 in v: f32[2,4,24]
   models.py:N: v = v.view(b, t, self.heads, d // self.heads).transpose(1, 2)
   4 parts over 3 ranks: 2, 2, 0
-fix: an axis of 2 ranks, Mesh(tp=2), and tp=Shard(0, blocks=3), which lines up""",
+fix: an axis of 2 ranks, Mesh(tp=2), and tp=Shard(0, blocks=3), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
     plan_of(model, TP2, pins, spec("f32[2,4,24]", TP2))  # the fix
 
@@ -157,7 +161,8 @@ the pin tp=Shard(0) on q.weight does not line up with what the program does to t
   q.weight: f32[320,16], dim 0: 4 ranks hold 80, 80, 80, 80 of 320
   aten.reshape.default sees it as 20 x 16 in mm: f32[8,320]
   test_errors.py:N: return self.q(x).view(b, t, self.heads, 16).softmax(-1)
-fix: tp=Shard(0, unit=16), which lines up""",
+fix: tp=Shard(0, unit=16), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
     plan_of(Heads(20), mesh, {"q.weight": dict(dp=Row(), tp=Shard(0, unit=16))}, x)  # the fix
 
@@ -290,21 +295,6 @@ fix: define it with torch.library.custom_op and register_autograd, which capture
 
 def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).pow(2).mean()
-
-
-@pytest.mark.slow
-def test_a_batch_that_does_not_divide_into_microbatches() -> None:
-    batch = torch.randn(10, 16), torch.randn(10, 16)
-    text = refused(train, squared_error, *batch, microbatches=4, inputs=dict(dp=Row()))
-    assert_expected_inline(
-        text,
-        """\
-the batch does not divide into microbatches.
-  x: f32[10,16], dim 0 of 10
-  microbatches=4 x dp=2: 8 parts
-fix: microbatches=5, or a batch that is a multiple of 8""",
-    )
-    train(squared_error, *batch, microbatches=5, inputs=dict(dp=Row()))  # the fix
 
 
 @pytest.mark.slow

@@ -158,8 +158,10 @@ class Reads:
 
     def _same_hooks(self) -> bool:
         """Whether the hooks that were made since are others'."""
+        if self._hooks_here() != self._numbers_of_hooks:
+            return False
         self._hooks = RemovableHandle.next_id
-        return self._hooks_here() == self._numbers_of_hooks
+        return True
 
     def _hooks_here(self) -> list[int]:
         spaces = [vars(o) for o in self._objects if isinstance(o, nn.Module)]

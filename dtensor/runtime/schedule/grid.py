@@ -139,6 +139,13 @@ class Grid:
         """The stages that a rank holds, ascending."""
         return tuple(sorted({action.stage for action in self.order(rank)}))
 
+    def first(self, num_microbatches: int) -> Grid:
+        """The grid without the microbatches after the first ones: a batch may have few rows."""
+        if num_microbatches >= self.num_microbatches:
+            return self
+        orders = [self.order(rank) for rank in range(self.num_ranks)]
+        return place([[a for a in order if a.microbatch < num_microbatches] for order in orders])
+
     def home(self) -> tuple[int, ...]:
         """The rank of each stage."""
         found = {a.stage: rank for _, rank, a in self.actions()}

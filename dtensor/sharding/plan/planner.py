@@ -80,7 +80,7 @@ def placed(request: Request, flow: Dataflow) -> PlanRecord:
 def finished(plan: PlanRecord, request: Request) -> PlanRecord:
     """The last passes over the steps; the plan without recomputation goes the same way."""
     plain = None if plan.plain is None else finished(plan.plain, request)
-    if request.zero is not None:
+    if request.stores_split:
         plan = gather_stored(plan)
     if request.timetable is not None:
         plan = scheduled(plan, request.timetable)

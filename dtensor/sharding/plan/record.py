@@ -41,11 +41,27 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Misaligned:
+    """A pin that does not line up with the program and so says how the value is stored alone.
+
+    ``by``: what the user wrote it for; ``why``: what an op, on the user's line ``source``, makes of
+    the dim.
+    """
+
+    axis: str
+    placement: Shard
+    by: str
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedInput:
     """Where an input lives: its plan value per stage, and the placement that it is used at.
 
-    ``stored``: of a parameter under ``zero`` (its level), the spec of what is kept split: at 1 its
-    optimizer state, at 2 its gradient too, at 3 the parameter itself.
+    ``misaligned``: pins of which it is used whole, and ``pinned``: its spec with them; ``stored``:
+    of a parameter under ``zero`` (its level), the spec of what is kept split: at 1 its optimizer
+    state, at 2 its gradient too, at 3 the parameter itself.
     """
 
     name: str
@@ -55,16 +71,23 @@ class PlannedInput:
     stages: tuple[int, ...]
     stored: TensorSpec | None = None
     zero: int = 0
+    misaligned: tuple[Misaligned, ...] = ()
+    pinned: TensorSpec | None = None
+
+    @property
+    def base(self) -> TensorSpec:
+        """The spec under which the input is held, but for ``zero``."""
+        return self.spec if self.pinned is None else self.pinned
 
     @property
     def held(self) -> TensorSpec:
         """The spec under which the ranks hold the input between programs."""
-        return self.stored if self.stored is not None and self.zero == 3 else self.spec
+        return self.stored if self.stored is not None and self.zero == 3 else self.base
 
     @property
     def state(self) -> TensorSpec:
         """The spec of a parameter's optimizer state."""
-        return self.spec if self.stored is None else self.stored
+        return self.base if self.stored is None else self.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +148,7 @@ class PlanRecord:
     num_stages: int
     stage_ranks: tuple[int, ...]  # by stage, its coordinate on the stage axis
     num_microbatches: int
+    microbatches_stated: int | None  # where the batch has rows for fewer
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
     outputs: tuple[PlannedOutput, ...]
@@ -134,6 +158,7 @@ class PlanRecord:
     bubble: float = 0.0  # of the schedule, with this plan's stages
     waiting: tuple[float, ...] = ()  # seconds of a step, by rank of the stage axis; from these
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
+    by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
     zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""

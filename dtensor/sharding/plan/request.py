@@ -20,6 +20,7 @@ from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 Search = Literal["predictable", "free"]
+OnMisaligned = Literal["error", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +83,13 @@ class Request:
     split_results: a result on which nothing is stated may stay split as it comes out.
     pending_results: likewise one that comes out pending; it is priced as if it were reduced.
     search: "predictable" splits only what pins reach; "free" lifts that.
+    microbatches_stated: how many were asked for, where the batch has rows for fewer.
     zero: an axis and a level: what of the parameters is stored split over it.
+    misaligned: "error" refuses a parameter's pin that does not line up with the program; "gather"
+        takes it as how the parameter is stored.
     recompute: full names of the modules whose forward runs again in the backward.
-    stages: where "auto" chose them, each stage's patterns; they are printed.
+    auto: where the stages were chosen, each stage's patterns; they are printed.
+    by_microbatch: the modules whose statistics are of one microbatch; they are printed.
     """
 
     name: str
@@ -101,6 +106,7 @@ class Request:
     stage_axis: str | None = None
     stage_ranks: tuple[int, ...] = ()
     num_microbatches: int = 1
+    microbatches_stated: int | None = None
     timetable: Timetable | None = None
     topology: Topology = field(default_factory=Topology)
     training: Training | None = None
@@ -108,8 +114,10 @@ class Request:
     split_results: bool = False
     pending_results: bool = False
     zero: tuple[str, int] | None = None
+    misaligned: OnMisaligned = "error"
     recompute: frozenset[str] = frozenset()
     auto: tuple[tuple[str, ...], ...] = ()
+    by_microbatch: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<request of a plan of {self.name} on {self.mesh}: {self.flow!r}>"
@@ -119,6 +127,11 @@ class Request:
         if not self.stage_ranks:
             num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
             object.__setattr__(self, "stage_ranks", dealt(self.flow.num_stages, num))
+
+    @property
+    def stores_split(self) -> bool:
+        """Whether parameters may be stored otherwise than they are used."""
+        return self.zero is not None or self.misaligned == "gather"
 
 
 def checked_search(search: str) -> Search:

@@ -13,9 +13,9 @@ What a step communicates and costs is in cost/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, assert_never
+from typing import ClassVar, Literal, TypeVar, assert_never
 
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.redistribute.moves import Move, MoveKind
@@ -23,6 +23,8 @@ from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.spec import TensorSpec
 
 StepPhase = Literal["forward", "backward", "optimizer"]
+BUCKET_BYTES = 32 * 2**20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -102,7 +104,8 @@ class Bucket:
     the backward and all_gather of the parameters of a layer (``of``: their labels), both of them
     once a microbatch. A gather starts where the step stands and is waited for at the first use.
     Without ``results`` it gathers updated parameters: the operands are inputs of the plan, of which
-    each rank has its slice, and the whole values are written there.
+    each rank has its slice, and the whole values are written there. ``source``: the user's lines
+    with which the pins of what is gathered do not line up.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Bucket:
     of: tuple[str, ...]
     phase: StepPhase = "optimizer"
     once: bool = False
+    source: str = ""
 
     @property
     def kind(self) -> MoveKind:
@@ -170,6 +174,19 @@ class Update:
 
 
 Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
+
+
+def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
+    """The items in order, in buckets of at most BUCKET_BYTES, or of one item that is larger."""
+    buckets: list[list[T]] = []
+    size = 0
+    for item, nbytes in zip(items, sizes, strict=True):
+        if not buckets or size + nbytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(item)
+        size += nbytes
+    return buckets
 
 
 def unused(name: str, taken: set[str]) -> str:

@@ -77,6 +77,11 @@ def _blamed(flow: Dataflow, op: Op, possible: Possible, axis: str) -> PlanningEr
     what = f"needs the {pending[0]} over all rows" if pending else "mixes rows"
     fact = f"{op.call.name} {what} of the batch, so microbatches would change the result."
     fix = "fix: use microbatches=1, or write the loss as a mean or sum over rows"
+    if op.over_batch:
+        fix = (
+            'fix: train_step(..., batch_norm="per_microbatch"), whose statistics are those of each '
+            "microbatch, or microbatches=1"
+        )
     return PlanningError("\n".join([fact, *operands, *_line(op), fix]))
 
 

@@ -61,15 +61,17 @@ def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> Ax
         axis,
         num,
         free=question.free and axis != MICROBATCH_AXIS,
+        gathers=question.gathers,
         labels=question.labels(),
     )
+    pins = {value: pin for value, pin in pins.items() if value not in reached.misaligned}
     canonical = Canonical(flow, num)
     strategies = _restrict(question, reached, pins, axis, num)
     priced = Prices(question, axis, done)
     nodes = [_op_node(op, strategies[op.name], canonical, priced) for op in flow.ops]
     choices = {i.name: _input_choices(question, i, reached, pins, axis) for i in flow.inputs}
     for item in flow.inputs:
-        nodes.append(_input_node(question, item, choices[item.name], canonical, priced))
+        nodes.append(_input_node(question, item, choices[item.name], reached, canonical, priced))
     for output in flow.outputs:
         if output.kind == "result":
             stated = question.wanted.get(axis, {}).get(output.value)
@@ -96,6 +98,7 @@ def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> Ax
             for i in flow.inputs
         },
         opened=reached.opened,
+        misaligned=reached.misaligned,
     )
 
 
@@ -210,7 +213,7 @@ def _input_choices(
     pins: Mapping[str, Pin],
     axis: str,
 ) -> tuple[Placement, ...]:
-    if axis == MICROBATCH_AXIS:
+    if axis == MICROBATCH_AXIS or item.name in reached.misaligned:
         return (REPLICATE,)
     if item.name in pins:
         return (pins[item.name].placement,)
@@ -223,17 +226,23 @@ def _input_node(
     question: Question,
     item: Input,
     choices: Sequence[Placement],
+    reached: Reach,
     canonical: Canonical,
     priced: Prices,
 ) -> Node:
-    """An input is written at one of its placements; its gradients end at the same one."""
+    """An input is written at one of its placements; its gradients end at the same one, or as it is
+    stored where its pin does not line up."""
     options: list[Option] = []
+    pinned = reached.misaligned.get(item.name)
     for placement in choices:
         placed = canonical(item.name, placement)
-        wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else placed
+        kept = placed if pinned is None else canonical(item.name, pinned.placement)
+        wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else kept
         ends = [priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())]
         if item.name in question.mutations:
-            ends.append([((question.mutations[item.name], placed), 0.0)])
+            moved = question.mutations[item.name]
+            in_time = (placed, PARTIAL) if priced.axis == MICROBATCH_AXIS else (kept,)
+            ends.append([((moved, p), 0.0) for p in in_time])
         for combination in itertools.product(*ends):
             reads = tuple(read for read, _ in combination)
             cost = sum(cost for _, cost in combination)

@@ -101,10 +101,20 @@ def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
 
 def _written_out(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
     ops: list[Op] = []
+    metas = dict(flow.metas)
     taken = {*flow.metas, *(op.name for op in flow.ops)}
     for op in flow.ops:
-        found = op.expand(op.call) if op.expand is not None and _kind(op) in kinds else None
-        ops += [op] if found is None else _steps(op, found, taken)
+        out = op.expand is not None and _kind(op) in kinds
+        # statistics of 16-bit values are float32 where they are written out
+        operands = tuple(metas[name] for name in op.operands)
+        if operands != op.call.operands:
+            op = replace(op, call=replace(op.call, operands=operands))
+        found = op.expand(op.call) if out and op.expand is not None else None
+        made = [op] if found is None else list(_steps(op, found, taken))
+        for each in made:
+            results = zip(each.results, each.call.results, strict=True)
+            metas.update((name, meta) for name, meta in results if name and meta is not None)
+        ops += made
     return replace(flow, ops=tuple(ops)).pruned(flow.outputs)
 
 

@@ -1,10 +1,13 @@
-"""The error for a pin that does not line up with what the program does to its dim.
+"""A pin that does not line up with what the program does to its dim: the error, or what is noted.
 
     q.weight f32[352,16] pinned Row() over tp=4, viewed as 22 heads of 16: ranks would hold 88 rows,
     5 heads and a half.  fix: state tp=Shard(0, unit=16), which was tried on the whole program.
 
 Where no blocks and no unit give each rank a part (2 kv heads over 4 ranks), a smaller axis is
-proposed, tried likewise. Not here: finding the pin and the place (opened_factors.py).
+proposed, tried likewise. With misaligned="gather" the pin is how the value is stored: it is used
+whole, gathered before that as with ZeRO's level 3 (passes/gather_stored.py), and its gradient and
+the optimizer's state lie as it is stored. Not here: finding the pin and the place
+(opened_factors.py).
 """
 
 from __future__ import annotations
@@ -14,12 +17,24 @@ from collections.abc import Callable, Mapping
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.plan.record import Misaligned
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Dim, Rule
 from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets
 
 LinesUp = Callable[[Shard, int], bool]  # whether a shard over so many ranks goes through
+Crooked = tuple[Op, str, Shard]  # the op where it shows, the value as it reads or writes it
 _MAX_AXES_TRIED = 3
+_AS_STORAGE = 'or parallelize(..., misaligned="gather"): stored so, and gathered before use'
+
+
+def as_storage(rules: Mapping[str, Rule], pin: Pin, crooked: Crooked, axis: str) -> Misaligned:
+    """The pin as storage, with the reason."""
+    op, value, shard = crooked
+    assert isinstance(pin.placement, Shard)
+    rule = rules[op.name]
+    why = f"{op.call.name} sees it as {_describe(rule, _dim_of(rule, op, value, shard))}"
+    return Misaligned(axis, pin.placement, pin.by, why, op.source)
 
 
 def misaligned(
@@ -27,15 +42,12 @@ def misaligned(
     rules: Mapping[str, Rule],
     pin: Pin,
     label: str,
-    crooked: tuple[Op, str, Shard],
+    crooked: Crooked,
     axis: str,
     num: int,
     lines_up: LinesUp,
 ) -> PlanningError:
-    """``crooked``: the op where it shows, the value as it reads or writes it, and its shard.
-
-    ``label``: the user's name of what is pinned.
-    """
+    """``label``: the user's name of what is pinned."""
     op, value, shard = crooked
     rule = rules[op.name]
     assert isinstance(pin.placement, Shard)
@@ -47,14 +59,15 @@ def misaligned(
         f"program does to that dim.",
         f"  {label}: {meta}, dim {at}: {num} ranks hold "
         f"{_counts(pin.placement, meta.shape[at], num)} of {meta.shape[at]}",
-        f"  {op.call.name} sees it as {_describe(rule, dim)} in {value}: {flow.metas[value]}",
+        f"  {as_storage(rules, pin, crooked, axis).why} in {value}: {flow.metas[value]}",
     ]
     if op.source:
         lines.append(f"  {op.source}: {op.source_text}")
     whole = min((rule.size[product[0]] for product in dim if product), default=1)
     fix = _proposal(flow, rules, pin, dim, rule, num, lines_up)
     if fix is not None:
-        return PlanningError("\n".join([*lines, f"fix: {axis}={fix}, which lines up"]))
+        lines += [f"fix: {axis}={fix}, which lines up", f"  {_AS_STORAGE}"]
+        return PlanningError("\n".join(lines))
     if any(not s for s in index_sets(Shard(0), whole, num)):
         lines.append(f"  {whole} parts over {num} ranks: {_counts(Shard(0), whole, num)}")
     for fewer in _fewer(num, whole):
@@ -65,8 +78,11 @@ def misaligned(
             mesh = f"split the axis, as in Mesh({axis}={fewer}, {axis}_rep={num // fewer})"
         else:
             mesh = f"an axis of {fewer} ranks, Mesh({axis}={fewer})"
-        return PlanningError("\n".join([*lines, f"fix: {mesh}, and {axis}={fix}, which lines up"]))
-    return PlanningError("\n".join([*lines, f"fix: {axis}=Replicate(), or another dim"]))
+        lines += [f"fix: {mesh}, and {axis}={fix}, which lines up", f"  {_AS_STORAGE}"]
+        return PlanningError("\n".join(lines))
+    return PlanningError(
+        "\n".join([*lines, f"fix: {axis}=Replicate(), or another dim", f"  {_AS_STORAGE}"])
+    )
 
 
 def _fewer(num: int, whole: int) -> list[int]:

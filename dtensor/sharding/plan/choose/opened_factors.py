@@ -9,7 +9,8 @@ ever split on that axis, so Megatron's pins give Megatron's collectives and noth
 
 A pin on a 1-D parameter opens nothing. An annotation opens its factor up to the next contraction.
 A pin that does not line up with a view or a split on its way is an error with a proposal that was
-tried. The result lists, for every op, the one-axis strategies that the planner may choose from.
+tried, or opens nothing and is storage (misaligned.py). The result lists, for every op, the one-axis
+strategies that the planner may choose from.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dtensor.sharding.plan.choose.misaligned import misaligned
+from dtensor.sharding.plan.choose.misaligned import Crooked, as_storage, misaligned
 from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
-from dtensor.sharding.plan.dataflow import Dataflow, Op
-from dtensor.sharding.plan.record import Opened
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -40,11 +41,13 @@ Rules = Mapping[str, Rule]  # by op name
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """For one axis: the strategies of each op, the shardings of each value, what was opened."""
+    """For one axis: the strategies of each op, the shardings of each value, what was opened; the
+    parameters whose pins do not line up, where those are storage."""
 
     strategies: Mapping[str, tuple[Strategy, ...]]
     shardings: Mapping[str, tuple[Shard, ...]]
     opened: tuple[Opened, ...]
+    misaligned: Mapping[str, Misaligned]
 
 
 @dataclass(slots=True)
@@ -66,12 +69,12 @@ class _Closure:
     def has(self, value: str, shard: Shard) -> bool:
         return self.key(value, shard) in self.shardings.get(value, {})
 
-    def open(self, pin: Pin) -> tuple[list[str], tuple[Op, str, Shard] | None]:
+    def open(self, pin: Pin) -> tuple[list[str], Crooked | None]:
         """Follow one pin; the values it reaches, and the first place where it does not line up."""
         assert isinstance(pin.placement, Shard)
         queue = [(pin.value, pin.placement)]
         reached: list[str] = []
-        crooked: tuple[Op, str, Shard] | None = None
+        crooked: Crooked | None = None
         while queue:
             value, shard = queue.pop()
             key = self.key(value, shard)
@@ -103,21 +106,29 @@ def reach(
     num: int,
     *,
     free: bool = False,
+    gathers: bool = False,
     labels: Mapping[str, str] | None = None,
 ) -> Reach:
     """The closure of ``pins`` on an axis of ``num`` ranks.
 
     ``free`` opens every factor of every op instead (search="free"). Raises PlanningError for a
-    parameter's pin that does not line up with what the program does to the dim.
+    parameter's pin that does not line up with what the program does to the dim, unless it
+    ``gathers``.
     """
     closure = _Closure(flow, rules, num)
     labels = labels or {}
     opened: list[Opened] = []
+    stored: dict[str, Misaligned] = {}
     for pin in pins:
         if not pin.opens or not isinstance(pin.placement, Shard):
             continue
         if closure.has(pin.value, pin.placement):
             continue
+        if gathers and pin.value in labels:  # tried apart: one that is storage opens nothing
+            _, crooked = _Closure(flow, rules, num).open(pin)
+            if crooked is not None:
+                stored[pin.value] = as_storage(rules, pin, crooked, axis)
+                continue
         reached, crooked = closure.open(pin)
         if crooked is not None and pin.value in labels:
             raise misaligned(
@@ -144,6 +155,7 @@ def reach(
         _with_pending(flow, rules, closure.strategies, given, anywhere=anywhere),
         {v: tuple(found.values()) for v, found in closure.shardings.items()},
         tuple(opened),
+        stored,
     )
 
 

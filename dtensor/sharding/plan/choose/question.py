@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.opened_factors import Rules
 from dtensor.sharding.plan.dataflow import Dataflow, Op
-from dtensor.sharding.plan.record import Opened
+from dtensor.sharding.plan.record import Misaligned, Opened
 from dtensor.sharding.plan.request import Pin, Request
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.rules.rule import Strategy
@@ -32,6 +31,7 @@ class AxisChoice:
     strategies: Mapping[str, Strategy]
     inputs: Mapping[str, Placement]
     opened: tuple[Opened, ...]
+    misaligned: Mapping[str, Misaligned]  # by input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class Question:
     mixed: frozenset[str]  # values that depend on the batch and on parameters
     bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
     split_results: bool = False  # a result on which nothing is stated may stay split
+    gathers: bool = False  # pins that do not line up with the program are storage
 
     def labels(self) -> dict[str, str]:
         return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}
@@ -62,14 +63,10 @@ class Question:
 
 
 def inner_mesh(request: Request) -> Mesh:
-    """What specs are stated on: the mesh without the stage axis, with the microbatches' axis.
-
-    Raises PlanningError where the batch does not divide into microbatches.
-    """
+    """What specs are stated on: the mesh without the stage axis, with the microbatches' axis."""
     inner = request.mesh.without(request.stage_axis) if request.stage_axis else request.mesh
     if request.num_microbatches == 1:
         return inner
-    _check_batch(request, inner)
     return inner.extended(MICROBATCH_AXIS, request.num_microbatches)
 
 
@@ -103,6 +100,7 @@ def question_of(request: Request, inner: Mesh, rules: Rules) -> Question:
         free=request.search == "free",
         bucketed=request.training is not None,
         split_results=request.split_results,
+        gathers=request.misaligned == "gather",
         mixed=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
     )
 
@@ -147,31 +145,3 @@ def _pins(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
                 value=value, placement=shard, by=value
             )
     return pins
-
-
-def _check_batch(request: Request, inner: Mesh) -> None:
-    """Every rank must get the same number of rows in every microbatch."""
-    metas = request.flow.metas
-    labels = {i.name: i.label for i in request.flow.inputs}
-    for value in request.batch:
-        size = metas[value].shape[0]
-        split = {
-            axis: inner.axis_size(axis)
-            for axis, p in request.pins.get(value, {}).items()
-            if isinstance(p, Shard) and p.dim == 0
-        }
-        parts = request.num_microbatches
-        for num in split.values():
-            parts *= num
-        if size % parts:
-            over = "".join(f" x {axis}={n}" for axis, n in split.items())
-            near = [
-                n for n in range(1, size + 1) if size % (n * parts // request.num_microbatches) == 0
-            ]
-            best = min(near, key=lambda n: (abs(n - request.num_microbatches), n), default=1)
-            raise PlanningError(
-                f"the batch does not divide into microbatches.\n"
-                f"  {labels[value]}: {metas[value]}, dim 0 of {size}\n"
-                f"  microbatches={request.num_microbatches}{over}: {parts} parts\n"
-                f"fix: microbatches={best}, or a batch that is a multiple of {parts}"
-            )

@@ -186,7 +186,7 @@ def _messages(plan: PlanRecord, step: Step) -> Iterator[PlannedCollective]:
             times=step_times(plan, step),
             phase=step.phase,
             stage=stage,
-            source=step.source if isinstance(step, Convert | Transfer) else "",
+            source=step.source if isinstance(step, Convert | Transfer | Bucket) else "",
         )
 
     across = plan.stage_axis or ""

@@ -8,21 +8,18 @@ wanted of it by one-axis moves. All-reduces of gradients over one axis share buc
 of a parameter that several stages use are summed over those stages; then come the norm and the
 updates.
 
-Where parameters are stored split (passes/gather_stored.py), gradients are scattered in buckets: at
-level 1 after the last microbatch, at 2 and 3 within the backward, as soon as those of a layer are
-there, so that whole gradients of one layer are alive at a time. One that is not pending over the
-axis takes the ordinary way at the end. At 1 and 2 the updated slices are gathered last.
+What parameters that are stored split add to that is in as_stored.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.question import AxisChoice
-from dtensor.sharding.plan.dataflow import Output, OutputKind
+from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
+from dtensor.sharding.plan.emit.as_stored import regather, scatter_early
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.precision import accumulated, widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
@@ -35,17 +32,14 @@ from dtensor.sharding.plan.steps import (
     StepPhase,
     TieSum,
     Update,
-    results_of,
+    filled,
 )
-from dtensor.sharding.plan.storage import layer_of, stored_spec
+from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.moves import Move, moves
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
-
-BUCKET_BYTES = 32 * 2**20
-T = TypeVar("T")
 
 
 def emit(
@@ -58,8 +52,7 @@ def emit(
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
-        stored = _stored(request, item.kind, spec)
-        inputs.append(PlannedInput(item.name, item.label, item.kind, spec, item.stages, *stored))
+        inputs.append(_planned(request, item, spec, chosen))
         for stage in item.stages:
             emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
@@ -74,12 +67,14 @@ def emit(
         num_stages=flow.num_stages,
         stage_ranks=request.stage_ranks,
         num_microbatches=request.num_microbatches,
+        microbatches_stated=request.microbatches_stated,
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
         outputs=outputs,
         opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
         topology=request.topology,
         zero=request.zero,
+        by_microbatch=request.by_microbatch,
         pinned=tuple(
             (axis, value, request.pinned_by.get(value, value))
             for value, placements in request.pins.items()
@@ -88,12 +83,19 @@ def emit(
     )
 
 
-def _stored(request: Request, kind: str, spec: TensorSpec) -> tuple[TensorSpec | None, int]:
-    """How a parameter is stored where the request splits storage, and the level."""
-    if request.zero is None or kind != "parameter":
-        return None, 0
-    axis, level = request.zero
-    return stored_spec(spec, axis), level
+def _planned(
+    request: Request, item: Input, spec: TensorSpec, chosen: Sequence[AxisChoice]
+) -> PlannedInput:
+    """An input that is used as ``spec``, with how it is stored."""
+    found = PlannedInput(item.name, item.label, item.kind, spec, item.stages)
+    crooked = tuple(c.misaligned[item.name] for c in chosen if item.name in c.misaligned)
+    if crooked:
+        pinned = spec.with_placements(**{m.axis: m.placement for m in crooked})
+        found = replace(found, misaligned=crooked, pinned=pinned)
+    if request.zero is not None and item.kind == "parameter":
+        axis, level = request.zero
+        found = replace(found, stored=stored_spec(found.base, axis), zero=level)
+    return found
 
 
 # -- outputs ---------------------------------------------------------------------------------------
@@ -121,7 +123,8 @@ class Outputs:
     )
 
     def emit(self) -> tuple[PlannedOutput, ...]:
-        self.scattered = scatter_early(self.emitter, self.inputs)
+        if self.emitter.request.stores_split:
+            self.scattered = scatter_early(self.emitter, self.inputs)
         pending = [self._start(output) for output in self.emitter.request.flow.outputs]
         while any(item.path for item in pending):
             self._advance(pending)
@@ -140,7 +143,7 @@ class Outputs:
             placements = {**left, **request.results.get(int(output.of), {})}
         else:
             item = self.inputs[str(output.of)]
-            placements = (item.state if output.kind == "gradient" else item.spec).sharding
+            placements = (item.state if output.kind == "gradient" else item.held).sharding
         full = tuple(placements.get(axis, REPLICATE) for axis in spec.mesh.axes)
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
@@ -296,115 +299,9 @@ class Outputs:
                     )
                 )
 
-        regather(self.emitter, self.inputs, grads)
+        if self.emitter.request.stores_split:
+            regather(self.emitter, self.inputs, grads)
 
 
 def _phase(output: Output) -> StepPhase:
     return "forward" if output.kind == "result" else "backward"
-
-
-# -- buckets ---------------------------------------------------------------------------------------
-
-
-def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
-    """The items in order, in buckets of at most BUCKET_BYTES, or of one item that is larger."""
-    buckets: list[list[T]] = []
-    size = 0
-    for item, nbytes in zip(items, sizes, strict=True):
-        if not buckets or size + nbytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(item)
-        size += nbytes
-    return buckets
-
-
-def scatter_early(
-    e: Emitter, inputs: Mapping[str, PlannedInput]
-) -> dict[tuple[str, int, str], Copy]:
-    """Reduce-scatter gradients within the backward; by (value, stage, parameter), the shards."""
-    if e.request.zero is None or e.request.zero[1] < 2:
-        return {}
-    axis = e.request.zero[0]
-    made = {name: at for at, step in enumerate(e.steps) for name, _ in results_of(step)}
-    groups: dict[tuple[object, ...], list[tuple[str, Copy, Move, str]]] = {}
-    for output in e.request.flow.outputs:
-        item = inputs.get(str(output.of))
-        if output.kind != "gradient" or item is None or item.stored is None:
-            continue
-        copy = next(iter(e.on(output.value, output.stage)), None)
-        if copy is None or copy.name not in made or not _pends(copy, axis):
-            continue
-        shard = item.stored.placement(axis)
-        move = Move("reduce_scatter", axis, copy.spec, copy.spec.with_placements(**{axis: shard}))
-        (move,) = widened([move]) if e.request.training is not None else [move]
-        key = (layer_of(item.label), output.stage, copy.spec.dtype)
-        groups.setdefault(key, []).append((output.value, copy, move, item.label))
-    after: dict[int, list[Bucket]] = {}
-    found: dict[tuple[str, int, str], Copy] = {}
-    for members in groups.values():
-        members.sort(key=lambda m: made[m[1].name])
-        for bucket in filled(members, [m[2].src.max_local_nbytes for m in members]):
-            results = tuple(e.fresh(f"{copy.name}_scattered") for _, copy, _, _ in bucket)
-            first = bucket[0][1]
-            step = Bucket(
-                name=e.fresh(f"gradients_{axis}"),
-                results=results,
-                operands=tuple(copy.name for _, copy, _, _ in bucket),
-                moves=tuple(move for _, _, move, _ in bucket),
-                axis=axis,
-                stage=first.stage,
-                of=tuple(label for *_, label in bucket),
-                phase="backward",
-            )
-            after.setdefault(max(made[c.name] for _, c, _, _ in bucket), []).append(step)
-            for name, (value, copy, move, label) in zip(results, bucket, strict=True):
-                found[value, copy.stage, label] = replace(copy, name=name, spec=move.dst)
-    e.steps[:] = [
-        step for at, made_at in enumerate(e.steps) for step in (made_at, *after.get(at, ()))
-    ]
-    return found
-
-
-def _pends(copy: Copy, axis: str) -> bool:
-    """Whether the value is a sum over the axis that every microbatch's backward adds to."""
-    summed = copy.spec.placement(axis) == Partial("sum") and copy.phase == "backward"
-    in_time = MICROBATCH_AXIS not in copy.spec.mesh.axes or isinstance(
-        copy.spec.placement(MICROBATCH_AXIS), Partial
-    )
-    return summed and in_time
-
-
-def regather(
-    e: Emitter, inputs: Mapping[str, PlannedInput], gradients: Sequence[PlannedOutput]
-) -> None:
-    """Slices that ranks updated, gathered: once for stages that share a parameter and a rank."""
-    request = e.request
-    if request.zero is None or request.zero[1] > 2:
-        return
-    axis = request.zero[0]
-    ranks = request.stage_ranks
-    groups: dict[tuple[object, ...], list[tuple[PlannedInput, Move, int]]] = {}
-    seen: set[tuple[str, int]] = set()
-    for output in gradients:
-        item = inputs[str(output.of)]
-        if item.stored is None:
-            continue
-        for stage, _ in output.values:
-            if (item.name, ranks[stage]) not in seen:
-                seen.add((item.name, ranks[stage]))
-                move = Move("all_gather", axis, item.stored, item.spec)
-                groups.setdefault((stage, item.spec.dtype), []).append((item, move, stage))
-    for members in groups.values():
-        for bucket in filled(members, [move.dst.max_local_nbytes for _, move, _ in members]):
-            e.steps.append(
-                Bucket(
-                    name=e.fresh(f"parameters_{axis}"),
-                    results=(),
-                    operands=tuple(item.name for item, _, _ in bucket),
-                    moves=tuple(move for _, move, _ in bucket),
-                    axis=axis,
-                    stage=bucket[0][2],
-                    of=tuple(item.label for item, _, _ in bucket),
-                )
-            )

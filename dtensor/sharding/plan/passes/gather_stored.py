@@ -1,4 +1,5 @@
-"""Parameters that are stored split, gathered before use: ZeRO's level 3.
+"""Parameters that are stored split, gathered before use: ZeRO's level 3, and pins that do not line
+up with the program (choose/misaligned.py).
 
     parameters_dp    all_gather(2 parameters, dp)      before the first step that reads one of them
     mm               mm(x, up_weight_gathered)
@@ -6,7 +7,8 @@
 A layer's parameters are gathered before their first use in the forward and again in the backward of
 each microbatch, the next layer's while one computes, and dropped after the last use of that phase.
 A parameter that only steps computed once a step read is gathered once. A cast of a parameter to
-fewer bytes happens before the gather.
+fewer bytes happens before the gather. One that is stored split over several axes beside those that
+it is used split over is gathered over each in turn.
 
 What repeats forward steps in the backward (recompute.py) comes before this pass, so that a repeated
 step reads what its own phase gathers. Not here: how storage is split (plan/storage.py).
@@ -14,7 +16,7 @@ step reads what its own phase gathers. Not here: how storage is split (plan/stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -78,13 +80,13 @@ class _Gathering:
         made = set(self.plan.value_specs()) - self.makers.keys()
         self.names = made | {s.name for s in kept if isinstance(s, Bucket)}
         for step in kept:
-            for stage, value, _ in reads_of(step):
+            for stage, value in _uses(step):
                 self._expect(value, stage, _when(step))
         for output in self.plan.outputs:
             for stage, value in output.values:
                 self._expect(value, stage, _when_used(output))
         for step in kept:
-            reads = [(at, value) for at, value, _ in reads_of(step) if self._depends(value)]
+            reads = [(at, value) for at, value in _uses(step) if self._depends(value)]
             found = {value: self.read(value, at, _when(step)) for at, value in reads}
             self.steps.append(reading(step, found) if found else step)
         outputs = [
@@ -126,7 +128,8 @@ class _Gathering:
         if not self._depends(value):
             return
         parameter, member = self._base(value)
-        layer = f"{layer_of(self.split[parameter].label)} {self._dtype(member)}"
+        item = self.split[parameter]
+        layer = f"{layer_of(item.label)} {self._dtype(member)} {_axes(item)}"
         group = self.groups.setdefault((stage, when), {}).setdefault(layer, _Group())
         if member not in group.members:
             group.members.append(member)
@@ -178,61 +181,89 @@ class _Gathering:
                 self._start(group, stage, when)
 
     def _start(self, group: _Group, stage: int, when: When) -> None:
-        assert self.plan.zero is not None
-        axis, _ = self.plan.zero
-        phase, once = _phase(when), when == "once"
-        operands: list[str] = []
-        found: list[Move] = []
-        results: list[str] = []
-        for member in group.members:
-            parameter, _ = self._base(member)
-            item = self.split[parameter]
-            held, used, operand = item.held, item.spec, parameter
-            if member != parameter:
-                cast = self._cast(member)
-                spec = cast.result_specs[0]
-                assert spec is not None
-                held, used = replace(held, dtype=spec.dtype), replace(used, dtype=spec.dtype)
-                operand = unused(f"{member}_shard", self.names)
-                self.steps.append(
-                    replace(
-                        cast,
-                        operands=(parameter,),
-                        operand_specs=(item.held,),
-                        results=(operand,),
-                        result_specs=(held,),
-                        phase=phase,
-                        stage=stage,
-                        once=once,
-                        strategies=_on_shard(cast, axis, held),
-                    )
+        items = [self.split[self._base(member)[0]] for member in group.members]
+        values = [self._shard(member, stage, when) for member in group.members]
+        for axis in _axes(items[0]):
+            found = [
+                Move("all_gather", axis, spec, spec.with_placements(**{axis: used}))
+                for (_, spec), item in zip(values, items, strict=True)
+                for used in (item.spec.placement(axis),)
+            ]
+            lines = (m.source for item in items for m in item.misaligned if m.axis == axis)
+            results = [unused(f"{member}_gathered", self.names) for member in group.members]
+            self.steps.append(
+                Bucket(
+                    name=unused(f"parameters_{axis}", self.names),
+                    results=tuple(results),
+                    operands=tuple(name for name, _ in values),
+                    moves=tuple(found),
+                    axis=axis,
+                    stage=stage,
+                    of=tuple(item.label for item in items),
+                    phase=_phase(when),
+                    once=when == "once",
+                    source=", ".join(dict.fromkeys(lines)),
                 )
-            operands.append(operand)
-            found.append(Move("all_gather", axis, held, used))
-            results.append(unused(f"{member}_gathered", self.names))
-            self.copies[member, (stage, when)] = results[-1]
+            )
+            values = [(name, move.dst) for name, move in zip(results, found, strict=True)]
+        for member, (name, _) in zip(group.members, values, strict=True):
+            self.copies[member, (stage, when)] = name
+
+    def _shard(self, member: str, stage: int, when: When) -> tuple[str, TensorSpec]:
+        """What is gathered of a member, and its spec: the parameter as it is held, or its cast."""
+        parameter, _ = self._base(member)
+        item = self.split[parameter]
+        if member == parameter:
+            return parameter, item.held
+        cast = self._cast(member)
+        spec = cast.result_specs[0]
+        assert spec is not None
+        held = replace(item.held, dtype=spec.dtype)
+        name = unused(f"{member}_shard", self.names)
         self.steps.append(
-            Bucket(
-                name=unused(f"parameters_{axis}", self.names),
-                results=tuple(results),
-                operands=tuple(operands),
-                moves=tuple(found),
-                axis=axis,
+            replace(
+                cast,
+                operands=(parameter,),
+                operand_specs=(item.held,),
+                results=(name,),
+                result_specs=(held,),
+                phase=_phase(when),
                 stage=stage,
-                of=tuple(self.split[self._base(m)[0]].label for m in group.members),
-                phase=phase,
-                once=once,
+                once=when == "once",
+                strategies=_on_shard(cast, _axes(item), held),
             )
         )
+        return name, held
 
 
-def _on_shard(cast: Compute, axis: str, held: TensorSpec) -> tuple[tuple[str, Strategy], ...]:
-    """The strategies of a cast that is made on what is stored, split over ``axis`` too."""
-    placed = held.placement(axis)
-    assert isinstance(placed, Shard)
-    split = through(cast.rule, 0, placed, held.mesh.axis_size(axis))
-    assert isinstance(split, Strategy), "a cast goes through wherever its operand is cut"
-    return tuple({**dict(cast.strategies), axis: split}.items())
+def _uses(step: Step) -> list[tuple[int, str]]:
+    """(stage, value) of what a step uses: updated slices are gathered where they are stored."""
+    if isinstance(step, Bucket) and step.in_place:
+        return []
+    return [(stage, value) for stage, value, _ in reads_of(step)]
+
+
+def _axes(item: PlannedInput) -> tuple[str, ...]:
+    """The axes over which a parameter is gathered, the last of the mesh first."""
+    return tuple(
+        axis
+        for axis in reversed(item.spec.mesh.axes)
+        if item.held.placement(axis) != item.spec.placement(axis)
+    )
+
+
+def _on_shard(
+    cast: Compute, axes: Sequence[str], held: TensorSpec
+) -> tuple[tuple[str, Strategy], ...]:
+    """The strategies of a cast that is made on what is stored, split over ``axes`` too."""
+    found = dict(cast.strategies)
+    for axis in axes:
+        placed = held.placement(axis)
+        assert isinstance(placed, Shard)
+        split = through(cast.rule, 0, placed, held.mesh.axis_size(axis))
+        assert isinstance(split, Strategy), "a cast goes through wherever its operand is cut"
+        found[axis] = split
+    return tuple(found.items())
 
 
 def _narrows(step: Compute) -> bool:

@@ -73,8 +73,14 @@ def _input(plan: PlanRecord, item: PlannedInput) -> list[str]:
         kept = what.get(item.zero, "it, its gradient and optimizer state")
         lines.append(f"zero {item.zero}: stores {kept} as {item.stored}")
     pinned = {axis: by for axis, value, by in plan.pinned if value == item.name}
+    crooked = {pin.axis: pin for pin in item.misaligned}
     for axis, placement in item.spec.sharding.items():
-        if axis in pinned:
+        if pin := crooked.get(axis):
+            lines.append(
+                f"on {axis}: stored as {pin.placement!r}, pinned by {pin.by}, which does not line "
+                f"up: {pin.why}; gathered before use{_from(pin.source)}"
+            )
+        elif axis in pinned:
             lines.append(f"on {axis}: {placement!r}, pinned by {pinned[axis]}")
         elif axis == MICROBATCH_AXIS:
             continue

@@ -40,7 +40,7 @@ from dtensor.sharding.plan.cost.seconds import (
     stage_flops,
     stage_seconds,
 )
-from dtensor.sharding.plan.record import Hint, PlanRecord, Region
+from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
@@ -102,7 +102,7 @@ def render(
     ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: what
     the head says of them.
     """
-    text = [_head(plan), *_axes(plan), *_stored(plan), *note]
+    text = [_head(plan), *_axes(plan), *_stored(plan), *_statistics(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
@@ -208,6 +208,7 @@ def _bucket(plan: PlanRecord, step: Bucket) -> Line:
         f"{step.kind}({count_text(len(step.of), noun)}, {step.axis})",
         f"one bucket of {size_text(size)}{wider}",
         _sent(plan, step, step.stage),
+        step.source,
         more=members(step.of),
     )
 
@@ -297,8 +298,10 @@ def _head(plan: PlanRecord) -> str:
     parts = [f"plan {plan.name}", str(plan.mesh)]
     if plan.num_stages > 1:
         parts.append(f"{plan.num_stages} stages over {plan.stage_axis}")
-    if plan.num_microbatches > 1:
-        parts.append(f"{plan.num_microbatches} microbatches (axis {MICROBATCH_AXIS}, in time)")
+    stated = f" of {plan.microbatches_stated}" if plan.microbatches_stated else ""
+    if plan.num_microbatches > 1 or stated:
+        num = f"{plan.num_microbatches}{stated} microbatches"
+        parts.append(num + f" (axis {MICROBATCH_AXIS}, in time)" * (plan.num_microbatches > 1))
     if plan.num_stages == 1:
         parts += ["stage 0 of 1", _ranks(plan, 0)]
     return "    ".join(parts)
@@ -332,7 +335,7 @@ def _uneven_axes(spec: TensorSpec) -> Iterator[tuple[str, list[int]]]:
 def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
     for item in plan.inputs:
         if stage in item.stages:
-            yield item.name, item.spec
+            yield item.name, item.base
     for step in plan.steps:
         if isinstance(step, Compute | Convert) and step.stage == stage:
             yield from results_of(step)
@@ -383,13 +386,36 @@ def _chosen(plan: PlanRecord) -> list[str]:
 
 def _stored(plan: PlanRecord) -> list[str]:
     """What is stored split, and over which axis."""
+    groups: dict[Misaligned, list[str]] = {}
+    for item in plan.inputs:
+        for pin in item.misaligned:
+            groups.setdefault(pin, []).append(item.label)
+    lines: list[str] = []
+    for pin, labels in groups.items():
+        at = f" ({pin.source})" if pin.source else ""
+        text = (
+            f"{', '.join(collapse(labels))} as {pin.placement!r} on {pin.axis}, which does not "
+            f"line up: {pin.why}{at}; gathered before use; pinned by {pin.by}"
+        )
+        lines += wrapped(text, "stored  ", WIDTH)
     if plan.zero is None:
-        return []
+        return lines
     axis, level = plan.zero
     whole = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
     kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
     text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
-    return wrapped(text, "zero    ", WIDTH)
+    return [*lines, *wrapped(text, "zero    ", WIDTH)]
+
+
+def _statistics(plan: PlanRecord) -> list[str]:
+    """What takes the statistics of one microbatch, not of the batch."""
+    if not plan.by_microbatch:
+        return []
+    text = (
+        f"statistics of each microbatch, running ones move {plan.num_microbatches} times a step: "
+        f"{', '.join(collapse(plan.by_microbatch))}"
+    )
+    return wrapped(text, "batch norm  ", WIDTH)
 
 
 def _inputs(plan: PlanRecord, stage: int) -> list[str]:
