@@ -31,6 +31,7 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import numbers_fed
+from dtensor.api.reads_as_float import ReadsAsFloat
 from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number
@@ -65,11 +66,12 @@ class StepOptions:
     master_weights: bool
 
 
-class Loss:
+class Loss(ReadsAsFloat):
     """A step's loss, which may still be on its way. Reading it waits and raises what failed.
 
     ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
     ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
+    It adds, compares and prints as a float does, each of which reads it.
     """
 
     def __init__(self, future: Future, planned: Planned, session: MeshSession) -> None:
@@ -107,6 +109,13 @@ class Loss:
     def item(self) -> float:
         return float(self)
 
+    def cpu(self) -> torch.Tensor:
+        return self.tensor()
+
+    def detach(self) -> Loss:
+        """Itself, unread: it has no graph behind it."""
+        return self
+
     @property
     def metrics(self) -> dict[str, float]:
         count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
@@ -133,9 +142,6 @@ class Loss:
 
     def __float__(self) -> float:
         return float(self.tensor())
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
 
     def __repr__(self) -> str:
         return f"Loss({float(self):.6g})" if self.done() else "Loss(running)"
@@ -304,7 +310,7 @@ class TrainStep:
     def _raise_unread(self) -> None:
         for loss in list(self._running):
             if loss.done() and not loss.was_read:
-                self._running.remove(loss)
+                self._running = deque(other for other in self._running if other is not loss)
                 loss.tensor()
 
     def _settle(self) -> None:
