@@ -3,6 +3,7 @@ lines; and what it raises on purpose is as it was."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -216,7 +217,13 @@ def test_what_a_terminal_shows(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": str(Path(dt.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) <= 30, done.stderr
     assert "  1: Linear(in_features=12, out_features=8, bias=True)" in lines
