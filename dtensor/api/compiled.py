@@ -32,6 +32,7 @@ from dtensor.api.stating.placing import Stated, check_fit
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import checked_search
@@ -46,12 +47,20 @@ Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 class CompiledFunction:
     """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, out: Out, options: Options) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        out: Out,
+        options: Options,
+        detect_nan: DetectNan,
+    ) -> None:
         self.fn = fn
         self.mesh = mesh
         self.out = out
         self.plans = PlanCache()
         self.calls = Counter()
+        self._roles = Roles(detect_nan=detect_nan)
         self._options = replace(
             options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)
         )
@@ -64,7 +73,7 @@ class CompiledFunction:
         call = BoundCall.of(self.fn, args, kwargs)
         planned = self._planned(call)
         session = session_for(self.mesh)
-        program = load(session, planned, Roles())
+        program = load(session, planned, self._roles)
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         future = session.run(program.handle, program.feed(call, numbers), names)
@@ -97,6 +106,7 @@ def compile(
     out: Out = None,
     topology: Topology | None = None,
     search: str = "predictable",
+    detect_nan: bool | str = False,
 ) -> CompiledFunction:
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
 
@@ -105,6 +115,7 @@ def compile(
             ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
         topology: what the planner prices with.
         search: "predictable" splits only what pins reach; "free" lifts that.
+        detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
 
     Raises PlanningError at the first call, or at `plan`.
     """
@@ -113,7 +124,11 @@ def compile(
     check_mesh(mesh)
     check_topology(topology)
     return CompiledFunction(
-        fn, mesh, out, Options(topology=topology, search=checked_search(search))
+        fn,
+        mesh,
+        out,
+        Options(topology=topology, search=checked_search(search)),
+        checked_detect(detect_nan) if detect_nan else False,
     )
 
 

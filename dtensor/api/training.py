@@ -39,6 +39,7 @@ from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.schedule import Costs, GPipe, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
@@ -64,6 +65,7 @@ class StepOptions:
     keep_gradients: bool
     recompute: tuple[str, ...]
     master_weights: bool
+    detect_nan: DetectNan
 
 
 class Loss(ReadsAsFloat):
@@ -247,7 +249,11 @@ class TrainStep:
             planned.stages,
             masters=self.options.master_weights,
         )
-        roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
+        roles = Roles(
+            optimizer=home.name,
+            gradients=self.options.keep_gradients,
+            detect_nan=self.options.detect_nan,
+        )
         program = load(session, planned, roles, self.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
@@ -277,7 +283,8 @@ class TrainStep:
         if batch or kwargs:
             call = self._call(batch, kwargs)
             planned = self._plan(call)
-            program = load(session, planned, Roles(gradients=True), self.grid)
+            roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
+            program = load(session, planned, roles, self.grid)
             numbers = numbers_fed(self.model.steps.present(), "train")
             found = session.run(program.handle, program.feed(call, numbers), {}).get()
             for label, spec in _gradient_specs(planned).items():
@@ -341,6 +348,7 @@ def train_step(
     keep_gradients: bool = False,
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
+    detect_nan: bool | str = False,
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -356,6 +364,9 @@ def train_step(
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
+        detect_nan: each op of forward and backward is checked on each rank: the first NaN, or Inf
+            that no operand holds, fails the step with the op, the rank, the line and the operands;
+            "nan": NaN alone, for programs with a wanted Inf. It reads every value once more.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -392,6 +403,7 @@ def train_step(
         keep_gradients=keep_gradients,
         recompute=again,
         master_weights=master_weights,
+        detect_nan=checked_detect(detect_nan) if detect_nan else False,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
