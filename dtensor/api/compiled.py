@@ -24,7 +24,14 @@ from typing import Any, cast
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import fresh_name
 from dtensor.api.loaded_program import load, on_stage
-from dtensor.api.plan_call import BoundCall, Options, PlanCache, Planned, plan_call
+from dtensor.api.plan_call import (
+    BoundCall,
+    Options,
+    PlanCache,
+    Planned,
+    checked_capture,
+    plan_call,
+)
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import session_for
 from dtensor.api.stating.patterns import listing, nearest
@@ -89,9 +96,13 @@ class CompiledFunction:
         return planned.graph.unflatten(results)
 
     def _planned(self, call: BoundCall) -> Planned:
-        return self.plans.get(
-            call.key, lambda: plan_call(call, self.mesh, "none", self._options, self._name)
-        )
+        def make(graph: Graph | None) -> Planned:
+            options = replace(self._options, graph=graph)
+            return plan_call(call, self.mesh, "none", options, self._name)
+
+        if self._options.each_call:
+            return self.plans.of_graph(call.graph("none", each_call=True), call.key(), make)
+        return self.plans.get(call, None, lambda: make(None))
 
     @property
     def _name(self) -> str:
@@ -107,6 +118,7 @@ def compile(
     topology: Topology | None = None,
     search: str = "predictable",
     detect_nan: bool | str = False,
+    capture: str = "once",
 ) -> CompiledFunction:
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
 
@@ -116,6 +128,8 @@ def compile(
         topology: what the planner prices with.
         search: "predictable" splits only what pins reach; "free" lifts that.
         detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
+        capture: "once": fn's Python runs once, and again where what it reads has changed; "each
+            call": at each call, so that it may draw random numbers and change attributes.
 
     Raises PlanningError at the first call, or at `plan`.
     """
@@ -123,13 +137,10 @@ def compile(
     check_callable("what compile takes", fn, fix)
     check_mesh(mesh)
     check_topology(topology)
-    return CompiledFunction(
-        fn,
-        mesh,
-        out,
-        Options(topology=topology, search=checked_search(search)),
-        checked_detect(detect_nan) if detect_nan else False,
-    )
+    each_call = checked_capture(capture)
+    options = Options(topology=topology, search=checked_search(search), each_call=each_call)
+    detect = checked_detect(detect_nan) if detect_nan else False
+    return CompiledFunction(fn, mesh, out, options, detect)
 
 
 # -- out= ------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dtensor.api.plan_call import (
     Options,
     PlanCache,
     Planned,
+    checked_capture,
     parameter_labels,
     plan_call,
 )
@@ -66,6 +67,7 @@ class StepOptions:
     recompute: tuple[str, ...]
     master_weights: bool
     detect_nan: DetectNan
+    each_call: bool
 
 
 class Loss(ReadsAsFloat):
@@ -201,11 +203,7 @@ class TrainStep:
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         groups = self._groups()
 
-        def key() -> object:
-            trained = tuple(p.requires_grad for p in self.model.parameters())
-            return (call.key(), trained, groups)
-
-        def make() -> Planned:
+        def make(graph: Graph | None) -> Planned:
             options = Options(
                 inputs=self.options.inputs,
                 num_microbatches=self.options.schedule.microbatches,
@@ -219,7 +217,9 @@ class TrainStep:
             name = getattr(self.loss_fn, "__name__", "step").strip("<>")
             return plan_call(call, self.model.mesh, "loss", options, name)
 
-        return self.plans.get(key, make)
+        if self.options.each_call:
+            return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
+        return self.plans.get(call, groups, lambda: make(graph))
 
     def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
         known = parameter_labels(graph)
@@ -349,6 +349,7 @@ def train_step(
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
     detect_nan: bool | str = False,
+    capture: str = "once",
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -367,6 +368,10 @@ def train_step(
         detect_nan: each op of forward and backward is checked on each rank: the first NaN, or Inf
             that no operand holds, fails the step with the op, the rank, the line and the operands;
             "nan": NaN alone, for programs with a wanted Inf. It reads every value once more.
+        capture: "once": loss_fn's Python runs once, and again where what it reads has changed.
+            "each call": it runs at each call, so that it may draw from Python's or numpy's random
+            numbers and change attributes; that costs the time of a capture, and where the ops
+            differ, of planning.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -404,6 +409,7 @@ def train_step(
         recompute=again,
         master_weights=master_weights,
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
+        each_call=checked_capture(capture),
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from dtensor.frontend.reads.reads import Reads
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
 
@@ -112,12 +113,14 @@ class OutTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Graph:
-    """A captured program."""
+    """A captured program. ``reads``: what it read besides its arguments; None for one that was not
+    captured from Python."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     out_tree: OutTree
+    reads: Reads | None = None
 
     def __post_init__(self) -> None:
         self.verify()

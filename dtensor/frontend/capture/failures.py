@@ -44,7 +44,7 @@ from dtensor.frontend.source import (
 
 MAX_LINES = 4  # of the original's message
 MAX_OPERANDS = 8
-MAX_FRAMES = 4
+MAX_FRAMES = 3
 
 
 def of_program(error: Exception, root: CallAsModule) -> Exception:
