@@ -47,6 +47,7 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.spec import make_spec
+from dtensor.showing import html_text
 
 Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
@@ -71,6 +72,13 @@ class CompiledFunction:
         self._options = replace(
             options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)
         )
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._name} on {self.mesh}, plans: {len(self.plans)}>"
+
+    def _repr_html_(self) -> str:
+        latest = self.plans.latest
+        return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""

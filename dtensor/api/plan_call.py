@@ -106,7 +106,7 @@ class BoundCall:
         return capture(fn, args, kwargs, grads=grads, each_call=each_call)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Planned:
     """A plan, what it came from, and which leaf of the call feeds which input.
 
@@ -129,6 +129,9 @@ class Planned:
         """What is not as the capture read it, by value."""
         reads = self.graph.reads
         return None if reads is None else reads.difference()
+
+    def __repr__(self) -> str:
+        return f"<planned: {self.plan!r}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

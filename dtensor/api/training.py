@@ -50,6 +50,7 @@ from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.showing import html_text, screen
 
 RUN_AHEAD = 2
 
@@ -175,6 +176,16 @@ class TrainStep:
         self._running: deque[Loss] = deque()
         self._session: MeshSession | None = None  # of the last step
 
+    def __repr__(self) -> str:
+        schedule = self.options.schedule
+        order = f"{type(schedule).__name__}, microbatches: {schedule.microbatches}"
+        by = f"{type(self.optimizer).__name__}, {order}, plans: {len(self.plans)}"
+        return screen(f"<step of {self._name}: {by}\n  {self.model!r}>")
+
+    def _repr_html_(self) -> str:
+        latest = self.plans.latest
+        return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
+
     # -- planning --------------------------------------------------------------------------------
 
     def plan(self, *batch: Any, hints: bool = False, **kwargs: Any) -> Plan:
@@ -214,12 +225,15 @@ class TrainStep:
                 recompute=self.options.recompute,
                 graph=graph,
             )
-            name = getattr(self.loss_fn, "__name__", "step").strip("<>")
-            return plan_call(call, self.model.mesh, "loss", options, name)
+            return plan_call(call, self.model.mesh, "loss", options, self._name)
 
         if self.options.each_call:
             return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
         return self.plans.get(call, groups, lambda: make(graph))
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.loss_fn, "__name__", "step").strip("<>")
 
     def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
         known = parameter_labels(graph)

@@ -111,7 +111,7 @@ class OutTree:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Graph:
     """A captured program. ``reads``: what it read besides its arguments; None for one that was not
     captured from Python."""
@@ -161,6 +161,10 @@ class Graph:
                 assert backward == (node.meta["phase"] == "backward"), (
                     f"{node.name} is out of phase"
                 )
+
+    def __repr__(self) -> str:
+        num = f"inputs: {len(self.inputs):,}, ops: {len(self.nodes):,}"
+        return f"<graph, {num}, outputs: {len(self.outputs):,}>"
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = []

@@ -37,7 +37,7 @@ from dtensor.frontend.capture.refusals import (
 )
 from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.reads.effects import Before, Change
-from dtensor.frontend.reads.ran import Recorder
+from dtensor.frontend.reads.ran import CodeRecorder
 from dtensor.frontend.reads.walk import (
     BACKWARD_HOOKS,
     GLOBAL_BACKWARD_HOOKS,
@@ -170,7 +170,7 @@ class CallAsModule(nn.Module):
         self.autocast = autocast  # the region around the call
         self.before = before
         self.seen = _Seen()
-        self.recorder = Recorder()
+        self.recorder = CodeRecorder()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)

@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.reads.effects import Change, line_of_change
-from dtensor.frontend.reads.ran import Recorder
-from dtensor.frontend.reads.walk import Ran
+from dtensor.frontend.reads.ran import CodeRecorder
+from dtensor.frontend.reads.walk import RanCode
 from dtensor.frontend.source import Source, source_here, source_of_trace
 
 
@@ -84,7 +84,7 @@ class Watch(TorchFunctionMode):
     """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
     code torch runs for it is of no interest."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CodeRecorder) -> None:
         super().__init__()
         self.recorder = recorder
 
@@ -188,7 +188,7 @@ def hooks_on_gradients(
 
 
 def changes_outside(
-    changes: Sequence[Change], ran: Ran | None, source: Source | None
+    changes: Sequence[Change], ran: RanCode | None, source: Source | None
 ) -> PlanningError:
     """For a program that changes, at each call, what a captured step would change once."""
     return planning_error(

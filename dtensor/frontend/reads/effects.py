@@ -28,9 +28,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from dtensor.frontend.reads.walk import ITERATORS, MOST_ITEMS, PLAIN, Found, Ran
+from dtensor.frontend.reads.walk import ITERATORS, MOST_ITEMS, PLAIN, RanCode, Reached
 from dtensor.frontend.source import Source, line_of
 
+_RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # an LSTM's parameters a second time
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "not there"})()
 
 
@@ -79,14 +80,14 @@ class Change:
 class Before:
     """What `walk` found, as it was."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Reached) -> None:
         weights = {
             id(held) for module in found.modules for held in (module._parameters, module._buffers)
         }
         self._copies = [
             (path, holder, _copy(holder))
-            for path, holder in found.sized.items()
-            if id(holder) not in weights
+            for path, holder in found.sized
+            if id(holder) not in weights and not path.endswith(_RNN_WEIGHTS)
         ]
         whole = {id(holder) for _, holder, _ in self._copies} | weights
         self._entries = [
@@ -95,10 +96,10 @@ class Before:
             for holder, value, path in zip(holders, values, paths, strict=True)
             if id(holder) not in whole and isinstance(holder, dict)
         ]
-        self._cells = [(path, cell, _content(cell)) for path, cell in found.cells.items()]
-        self._generators = {**_GENERATORS, **found.randoms, **found.iterators}
-        self._states = {path: _state(g) for path, g in self._generators.items()}
-        self._caches = {path: (c, c.cache_info().currsize) for path, c in found.caches.items()}
+        self._cells = [(path, cell, _content(cell)) for path, cell in found.cells]
+        self._generators = [*_GENERATORS.items(), *found.randoms]
+        self._states = [_state(generator) for _, generator in self._generators]
+        self._caches = [(cached, cached.cache_info().currsize) for _, cached in found.caches]
 
     def changes(self) -> list[Change]:
         made: list[Change] = []
@@ -116,16 +117,18 @@ class Before:
 
     def moved(self) -> list[str]:
         """The generators of random numbers and the iterators that values were taken from."""
-        return [p for p, g in self._generators.items() if _state(g) != self._states[p]]
+        pairs = zip(self._generators, self._states, strict=True)
+        return [path for (path, generator), state in pairs if _state(generator) != state]
 
     def put_back(self) -> None:
         """Generators of random numbers, as they were."""
-        for path in self.moved():
-            _restore(self._generators[path], self._states[path])
+        for (_, generator), state in zip(self._generators, self._states, strict=True):
+            if _state(generator) != state:
+                _restore(generator, state)
 
     def forget_cached(self) -> None:
         """Empties the caches of functions that grew: what they hold is of this capture."""
-        for cached, size in self._caches.values():
+        for cached, size in self._caches:
             if cached.cache_info().currsize != size:
                 cached.cache_clear()
 
@@ -140,7 +143,7 @@ def redo(changes: Iterable[Change]) -> None:
         change.put(change.after)
 
 
-def line_of_change(change: Change, ran: Ran | None) -> Source | None:
+def line_of_change(change: Change, ran: RanCode | None) -> Source | None:
     """The line that assigns it: the first assignment to such a name in what ran."""
     name = change.path.rpartition(".")[2].partition("[")[0].partition(" (")[0]
     stores = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR"}
@@ -186,7 +189,7 @@ def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
             )
             for key in {**copy, **holder}
             if not _same(copy.get(key, _ABSENT), holder.get(key, _ABSENT))
-            and not (isinstance(key, str) and key.startswith("__"))
+            and not (isinstance(key, str) and (key.startswith("__") or key in _RNN_WEIGHTS))
         ]
     now = _copy(holder)
     if isinstance(copy, int) or isinstance(now, int):  # too long to be copied

@@ -1,6 +1,6 @@
 """Which code a capture runs: the functions of the user's and of libraries, without torch's insides.
 
-    ran = Recorder()
+    ran = CodeRecorder()
     with ran: loss_fn(model, x)            # ran.codes() holds loss_fn's code, and each forward's
         with ran.paused(): torch.mm(a, b)      # what torch runs inside an op costs nothing
 
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, TracebackType
 
-from dtensor.frontend.reads.walk import Ran, is_own
+from dtensor.frontend.reads.walk import RanCode, is_own
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _OUTSIDE: dict[object, str] = {
@@ -36,12 +36,12 @@ _OUTSIDE: dict[object, str] = {
 }
 
 
-class Recorder:
+class CodeRecorder:
     def __init__(self) -> None:
         self._profile: cProfile.Profile | None = cProfile.Profile()
         self._running = False
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> CodeRecorder:
         if sys.getprofile() is not None:
             self._profile = None
         self._start()
@@ -77,12 +77,12 @@ class Recorder:
             if was:
                 self._start()
 
-    def codes(self) -> Ran | None:
+    def codes(self) -> RanCode | None:
         """The code that counts; None where it was not to be seen."""
         if self._profile is None:
             return None
         entries = self._profile.getstats()
-        return Ran.of(e.code for e in entries if isinstance(e.code, CodeType))
+        return RanCode.of(e.code for e in entries if isinstance(e.code, CodeType))
 
     def outside(self) -> list[tuple[str, CodeType]]:
         """What the user's own code read that is not Python's state, and where."""

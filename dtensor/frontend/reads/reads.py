@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from dtensor.frontend.reads.walk import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
-    Found,
-    Ran,
+    RanCode,
+    Reached,
     Roots,
     has_hooks,
     walk,
@@ -46,10 +46,11 @@ _WORTH_A_COLUMN = 4
 @dataclass(slots=True)
 class Caught:
     """A tensor that a program uses and was not given, as its input ``name``; ``kept``: what it held
-    when it was last looked at; ``number``: how often that changed; ``path``: where it was found."""
+    when it was last looked at; ``number``: how often that changed; ``place``: which of the tensors
+    that the walk finds."""
 
     name: str
-    path: str | None
+    place: int | None
     tensor: torch.Tensor
     kept: torch.Tensor
     stamp: tuple[int, int]
@@ -68,55 +69,55 @@ class Caught:
 class Reads:
     """See the module docstring. ``caught``: the constants of the program that the user holds."""
 
-    def __init__(self, roots: Roots, ran: Ran | None, constants: Sequence[Any] = ()) -> None:
+    def __init__(self, roots: Roots, ran: RanCode | None, constants: Sequence[Any] = ()) -> None:
         self.roots = roots
         self.ran = ran
         self.caught: list[Caught] = []
         found = self._walk()
-        tensors = {**found.parameters, **found.tensors}  # those of a module that was not given, too
-        held = {_storage(t): path for path, t in tensors.items()}
+        tensors = _tensors(found)
+        places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
         for name, value in constants:
-            path = held.get(_storage(value))
-            tensor = value if path is None else tensors[path]
+            place = places.get(_storage(value))
+            tensor = value if place is None else tensors[place]
             stamp = (value._version, value.data_ptr())
-            self.caught.append(Caught(name, path, tensor, value.clone(), stamp))
+            self.caught.append(Caught(name, place, tensor, value.clone(), stamp))
         self._take(found)
 
-    def _walk(self) -> Found:
+    def _walk(self) -> Reached:
         found = walk(self.roots, self.ran)
         self.roots += found.others  # found by looking through all there is: once
         return found
 
-    def _take(self, found: Found) -> None:
+    def _take(self, found: Reached) -> None:
         self.found = found
         columns = [(key, h, v) for key, (h, v, _) in found.columns.items()]
         self._columns = [column for column in columns if len(column[1]) >= _WORTH_A_COLUMN]
         few = [column for column in columns if len(column[1]) < _WORTH_A_COLUMN]
         self._entries = [(holder, key) for key, holders, _ in few for holder in holders]
         self._values = [value for _, _, values in few for value in values]
-        self._cells = list(found.cells.values())
+        self._cells = [cell for _, cell in found.cells]
         self._contents = [cell.cell_contents for cell in self._cells]
-        self._functions = list(found.functions.values())
+        self._functions = [function for _, function in found.functions]
         self._defaults = [f.__defaults__ for f in self._functions]
         self._codes = [f.__code__ for f in self._functions]
-        self._sized = list(found.sized.values())
+        self._sized = [holder for _, holder in found.sized]
         self._lengths = list(map(len, self._sized))
         self._sets = [(s, frozenset(s)) for s in self._sized if isinstance(s, (set, frozenset))]
         self._objects = found.objects
         self._types = list(map(type, found.objects))
         self._attributes = [(o, n, getattr(o, n)) for _, o, n in found.attributes]
         self._dicts = [(d, list(dict.values(d))) for d in found.dicts]
-        self._variables = [(v, v.get(None)) for v in found.variables.values()]
-        self._arrays = [(a, bytes(a)) for a in found.arrays.values()]
-        self._weights = list(found.parameters.values())
+        self._variables = [(v, v.get(None)) for _, v in found.variables]
+        self._arrays = [(a, bytes(a)) for _, a in found.arrays]
+        self._weights = [x for _, x in found.parameters]
         self._flags = self._now_flags()
         self._hooks = RemovableHandle.next_id
         self._numbers_of_hooks = self._hooks_here()
         self._around = _around(found)
+        tensors = _tensors(found)
         for caught in self.caught:
-            if caught.path is not None:
-                parameter = found.parameters.get(caught.path)
-                caught.tensor = found.tensors[caught.path] if parameter is None else parameter
+            if caught.place is not None:
+                caught.tensor = tensors[caught.place]
 
     def _now_flags(self) -> list[Any]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -172,9 +173,9 @@ class Reads:
         found = self._walk()
         before, now = self.found, found
         if before.print == now.print and before.paths == now.paths:
-            arrays = [bytes(a) for a in now.arrays.values()]
+            arrays = [bytes(a) for _, a in now.arrays]
             if arrays != [kept for _, kept in self._arrays]:
-                return f"what {next(iter(now.arrays))} holds"
+                return f"what {now.arrays[0][0]} holds"
             if self._around != _around(found):
                 return "torch's default dtype, its global hooks, or the environment"
             self._take(found)
@@ -198,7 +199,7 @@ class Reads:
             caught.refresh()
 
 
-def _around(found: Found) -> tuple[Any, ...]:
+def _around(found: Reached) -> tuple[Any, ...]:
     """What of the process torch reads by itself."""
     environment = dict(os.environ) if found.reads_environment else None
     forward_hooks = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
@@ -210,8 +211,14 @@ def _around(found: Found) -> tuple[Any, ...]:
     return (torch.get_default_dtype(), hooks, environment)
 
 
+def _tensors(found: Reached) -> list[torch.Tensor]:
+    """Those of modules that were not given are caught as well."""
+    return [x for _, x in (*found.parameters, *found.tensors)]
+
+
 def _storage(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    return (x.data_ptr(), x.shape, x.stride())
+    with torch._C.DisableTorchFunctionSubclass():  # where it is, not what it holds
+        return (x.data_ptr(), x.shape, x.stride())
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

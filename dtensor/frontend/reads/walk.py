@@ -47,7 +47,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -62,6 +62,10 @@ MOST_ITEMS = 10_000
 
 Roots = tuple[tuple[str, Any], ...]
 """What the walk begins at, with the words that an error has for each."""
+
+T = TypeVar("T")
+Paths = list[tuple[str, T]]
+"""Things with where they were found; two may have the same words."""
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
@@ -94,7 +98,7 @@ _CALLED_WITHOUT_NAME |= {"__iter__", "__next__", "__bool__", "__len__", "__conta
 
 
 @dataclass(slots=True)
-class Found:
+class Reached:
     """What a walk came to. ``print``: the fingerprint, an entry for each of ``paths``.
 
     ``columns``: key -> the containers that have it and what each has there: one comprehension reads
@@ -104,37 +108,36 @@ class Found:
     print: list[object] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     columns: dict[Any, tuple[list[Any], list[Any], list[str]]] = field(default_factory=dict)
-    cells: dict[str, CellType] = field(default_factory=dict)
-    functions: dict[str, FunctionType] = field(default_factory=dict)
     attributes: list[tuple[str, Any, str]] = field(default_factory=list)  # without a __dict__
-    dicts: list[dict[Any, Any]] = field(default_factory=list)  # with a lookup of their own
-    sized: dict[str, Any] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)  # whose class counts
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # and buffers
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # neither
-    arrays: dict[str, Any] = field(default_factory=dict)
-    randoms: dict[str, Any] = field(default_factory=dict)
-    iterators: dict[str, Any] = field(default_factory=dict)
-    caches: dict[str, Any] = field(default_factory=dict)  # functools.lru_cache
-    variables: dict[str, contextvars.ContextVar[Any]] = field(default_factory=dict)
+    dicts: list[dict[Any, Any]] = field(default_factory=list)  # with a lookup of their own
+    sized: Paths[Any] = field(default_factory=list)
+    cells: Paths[CellType] = field(default_factory=list)
+    functions: Paths[FunctionType] = field(default_factory=list)
+    parameters: Paths[torch.Tensor] = field(default_factory=list)  # and buffers
+    tensors: Paths[torch.Tensor] = field(default_factory=list)  # neither
+    arrays: Paths[Any] = field(default_factory=list)
+    randoms: Paths[Any] = field(default_factory=list)  # generators of numbers, and iterators
+    caches: Paths[Any] = field(default_factory=list)  # functools.lru_cache
+    variables: Paths[contextvars.ContextVar[Any]] = field(default_factory=list)
     kept: list[object] = field(default_factory=list)
     others: Roots = ()  # that the walk has not come to, though they ran
     reads_environment: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RanCode:
     """The code that a capture ran, the user's and torch's layers': by id, and kept alive."""
 
     codes: Mapping[int, CodeType]
 
     @staticmethod
-    def of(codes: Iterable[CodeType]) -> Ran:
-        return Ran({id(code): code for code in codes if _counts(code)})
+    def of(codes: Iterable[CodeType]) -> RanCode:
+        return RanCode({id(code): code for code in codes if _counts(code)})
 
 
-def walk(roots: Roots, ran: Ran | None = None) -> Found:
+def walk(roots: Roots, ran: RanCode | None = None) -> Reached:
     """What is reached from ``roots``; with ``ran`` by the code that ran alone."""
     if ran is None:
         names = _Names(everything=True)
@@ -218,7 +221,7 @@ class _Names:
         return [n for n in entries if isinstance(n, str) and not n.startswith("__")]
 
 
-def _not_entered(ran: Ran, entered: set[int]) -> list[CodeType]:
+def _not_entered(ran: RanCode, entered: set[int]) -> list[CodeType]:
     known = {id(n) for i in entered if i in ran.codes for n in _nested(ran.codes[i])}
     return [c for i, c in ran.codes.items() if i not in known and not _is_a_layer(c)]
 
@@ -250,10 +253,10 @@ def has_hooks(x: torch.Tensor) -> bool:
 
 
 class _Walker:
-    def __init__(self, names: _Names, ran: Ran | None) -> None:
+    def __init__(self, names: _Names, ran: RanCode | None) -> None:
         self.names = names
         self.ran = ran
-        self.found = Found()
+        self.found = Reached()
         self.entered: set[int] = set()
         self._seen: dict[int, int] = {}
         self._todo: list[tuple[str, Any]] = []
@@ -309,7 +312,7 @@ class _Walker:
                 parts = [*enumerate(value.args), *value.keywords.items()]
                 self._todo += [(f"{path}({key})", part) for key, part in parts]
             case functools._lru_cache_wrapper():
-                self.found.caches[path] = value
+                self.found.caches.append((path, value))
                 self._say(path, "cached")
                 self._todo.append((path, value.__wrapped__))
             case staticmethod() | classmethod():
@@ -328,7 +331,7 @@ class _Walker:
             case type():
                 self._class(path, value)
             case _ if isinstance(value, ITERATORS):
-                self.found.iterators[path] = value
+                self.found.randoms.append((path, value))
                 self._same(path, value)
             case list() | tuple() | collections.deque():
                 self._sequence(path, value)
@@ -339,10 +342,10 @@ class _Walker:
             case set() | frozenset():
                 self._set(path, value)
             case np.ndarray():
-                self.found.arrays[path] = value
+                self.found.arrays.append((path, value))
                 self._say(path, "array", str(value.dtype), value.shape)
             case bytearray() | memoryview() | array.array():
-                self.found.arrays[path] = value
+                self.found.arrays.append((path, value))
                 self._say(path, "array", type(value))
             case np.generic():
                 self._say(path, type(value), repr(value))
@@ -354,14 +357,14 @@ class _Walker:
                 self._say(path, "reference")
                 self._todo.append((path, value()))
             case contextvars.ContextVar():
-                self.found.variables[path] = value
+                self.found.variables.append((path, value))
                 self._say(path, "variable")
                 self._todo.append((path, value.get(None)))
             case _:
                 self._object(path, value)
 
     def _random(self, path: str, value: Any) -> None:
-        self.found.randoms[path] = value
+        self.found.randoms.append((path, value))
         self._same(path, value)
 
     # -- code --------------------------------------------------------------------------------------
@@ -379,7 +382,7 @@ class _Walker:
             self.names.add(code)
         if _is_a_layer(code):
             return
-        self.found.functions[path] = function
+        self.found.functions.append((path, function))
         words = function.__qualname__.rpartition("<locals>.")[2]
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             where = f"{name} (closure of {words})"
@@ -388,7 +391,7 @@ class _Walker:
             except ValueError:  # not assigned yet
                 self._say(where, "empty")
                 continue
-            self.found.cells[where] = cell
+            self.found.cells.append((where, cell))
             self._todo.append((where, content))
         for position, default in enumerate(function.__defaults__ or ()):
             name = code.co_varnames[: code.co_argcount][position - len(function.__defaults__ or ())]
@@ -437,7 +440,7 @@ class _Walker:
                 if issubclass(base, nn.Module) and "forward" in space:
                     self._slot(space, "forward", f"{base.__name__}.forward")
                 continue
-            self.found.sized[f"{base.__name__}.*"] = space
+            self.found.sized.append((f"{base.__name__}.*", space))
             for name, entry in space.items():
                 if self._is_read(name, entry):
                     self._slot(space, name, f"{base.__name__}.{name}")
@@ -455,7 +458,7 @@ class _Walker:
     # -- values ------------------------------------------------------------------------------------
 
     def _tensor(self, path: str, x: torch.Tensor) -> None:
-        self.found.tensors[path] = x
+        self.found.tensors.append((path, x))
         self._say(path, "tensor", tuple(x.shape), x.dtype, x.requires_grad)
 
     def _module(self, path: str, module: nn.Module) -> None:
@@ -465,7 +468,7 @@ class _Walker:
         self._say(path, "module", bool(path))
         self._todo.append((path, type(module)))
         space = vars(module)
-        found.sized[f"{path}.*"] = space
+        found.sized.append((f"{path}.*", space))
         where = f"{path}." if path else ""
         names = self.names.among(space)
         if is_foreign(type(module).__module__):  # a layer of torch's
@@ -474,12 +477,10 @@ class _Walker:
             if name not in _OF_TORCH:
                 self._slot(space, name, f"{where}{name}")
         for held in (module._parameters, module._buffers):
-            found.sized[f"{path}: {'parameters' if held is module._parameters else 'buffers'}"] = (
-                held
-            )
+            found.sized.append((f"{path}.*", held))
             for name, x in held.items():
                 self._weight(held, name, x, f"{where}{name}")
-        found.sized[f"{path}: modules"] = module._modules
+        found.sized.append((f"{path}.*", module._modules))
         for name in module._modules:
             self._slot(module._modules, name, f"{where}{name}")
         for kind in FORWARD_HOOKS:
@@ -487,7 +488,7 @@ class _Walker:
             for number, key in enumerate(hooks):
                 self._slot(hooks, key, f"{where}{kind.strip('_')}[{number}]")
             if hooks:
-                found.sized[f"{path}: {kind}"] = hooks
+                found.sized.append((f"{path}: {kind}", hooks))
         self._say(path, *(len(space.get(kind, ())) for kind in BACKWARD_HOOKS))
 
     def _weight(self, held: dict[str, Any], name: str, x: torch.Tensor | None, path: str) -> None:
@@ -502,7 +503,7 @@ class _Walker:
         else:
             self._seen[id(x)] = len(self._seen)
             self.found.kept.append(x)
-            self.found.parameters[path] = x
+            self.found.parameters.append((path, x))
             with torch._C.DisableTorchFunctionSubclass():
                 is_parameter = isinstance(x, nn.Parameter)
                 what = (is_parameter, tuple(x.shape), x.dtype, x.requires_grad, has_hooks(x))
@@ -514,7 +515,7 @@ class _Walker:
         if isinstance(items, tuple):
             self._todo += [(f"{path}[{i}]", item) for i, item in enumerate(items)]
             return
-        self.found.sized[path] = items
+        self.found.sized.append((path, items))
         if self.ran is None and len(items) > MOST_ITEMS:
             return
         for i in range(len(items)):
@@ -523,7 +524,7 @@ class _Walker:
     def _mapping(self, path: str, items: Mapping[Any, Any]) -> None:
         self._say(path, type(items), len(items))
         self._own(path, items)
-        self.found.sized[path] = items
+        self.found.sized.append((path, items))
         if self.ran is None and len(items) > MOST_ITEMS:
             return
         for key in items:
@@ -539,7 +540,7 @@ class _Walker:
             sorted((type(i).__name__, repr(i)) for i in items) if plain else sorted(map(id, items))
         )
         self._say(path, type(items), tuple(contents))
-        self.found.sized[path] = items
+        self.found.sized.append((path, items))
 
     def _own(self, path: str, items: Any) -> None:
         """What a container of the user's class has besides its items."""
@@ -570,7 +571,7 @@ class _Walker:
             self._todo += [(path, part) for part in space.values() if isinstance(part, nn.Module)]
             return
         if space:
-            self.found.sized[f"{path}.*"] = space
+            self.found.sized.append((f"{path}.*", space))
         foreign = is_foreign(
             kind.__module__
         )  # a namespace, an optimizer: its code is not looked at
