@@ -96,14 +96,14 @@ def check_finite(
     """Raises NotFinite; see the module's docstring. Tensors are local; of several results the
     first alone is looked through for Inf, the others are what the backward keeps."""
     for number, (name, x) in enumerate(zip(result_names, results, strict=True)):
-        if not _is_float(x) or bool(torch.isfinite(_wide(x)).all()):
+        if not _is_float(x) or bool(torch.isfinite(wide := _wide(x)).all()):
             continue
-        bad = torch.isnan(x)
+        bad = torch.isnan(wide)
         kind = "NaN"
         if not bool(bad.any()):
             if number or not infinite or any(map(_holds_infinite, operands)):
                 continue
-            bad, kind = torch.isinf(x), "Inf"
+            bad, kind = torch.isinf(wide), "Inf"
         first = ",".join(str(int(i)) for i in bad.nonzero()[0])
         lines = [
             f"{op} gives {kind} in step {step}: {name} {_type(x)} has {int(bad.sum())} {kind} of "
