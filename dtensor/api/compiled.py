@@ -40,6 +40,7 @@ from dtensor.api.stating.placing import Stated, check_fit
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import checked_search
@@ -55,12 +56,20 @@ Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 class CompiledFunction:
     """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, out: Out, options: Options) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        out: Out,
+        options: Options,
+        detect_nan: DetectNan,
+    ) -> None:
         self.fn = fn
         self.mesh = mesh
         self.out = out
         self.plans = PlanCache()
         self.calls = Counter()
+        self._roles = Roles(detect_nan=detect_nan)
         self._options = replace(
             options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)
         )
@@ -84,7 +93,7 @@ class CompiledFunction:
 
     def _run(self, call: BoundCall, planned: Planned) -> Any:
         session = session_for(self.mesh)
-        program = load(session, planned, Roles())
+        program = load(session, planned, self._roles)
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         future = session.run(program.handle, program.feed(call, numbers), names)
@@ -121,6 +130,7 @@ def compile(
     out: Out = None,
     topology: Topology | None = None,
     search: str = "predictable",
+    detect_nan: bool | str = False,
     capture: str = "once",
 ) -> CompiledFunction:
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
@@ -130,6 +140,7 @@ def compile(
             ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
         topology: what the planner prices with.
         search: "predictable" splits only what pins reach; "free" lifts that.
+        detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
         capture: "once": fn's Python runs once, and again where what it reads has changed; "each
             call": at each call, so that it may draw random numbers and change attributes.
 
@@ -141,7 +152,8 @@ def compile(
     check_topology(topology)
     each_call = checked_capture(capture)
     options = Options(topology=topology, search=checked_search(search), each_call=each_call)
-    return CompiledFunction(fn, mesh, out, options)
+    detect = checked_detect(detect_nan) if detect_nan else False
+    return CompiledFunction(fn, mesh, out, options, detect)
 
 
 # -- out= ------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ fused. A split is *blocked* by an op that needs the dim whole, or that sums over
 and no loss does; it is *crooked* where a view or a split cuts the dim at other places. It is taken
 where it gets through elementwise ops and attention to weights that contract it, or as a vocabulary
 to the loss. So column and row pairs, gates, fused and grouped projections come out; no class is
-named.
+named. A low-rank adapter, ``W x + B A x`` with fewer features between than at both ends, opens no
+split of its own: W is placed as without it, and the split of W reaches B where it is a column's, A
+where it is a row's.
 
 Invariants: what is chosen was followed through the whole forward program over axes of 7, 5, 3 and 2
 ranks, or over ``size`` where no boundaries suit all of these, and met no op that needs the dim
@@ -43,6 +45,7 @@ _SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by
 # a cut, the axes to try it over, whether they stand for axes of any size
 _Candidate = tuple[Shard, tuple[int, ...], bool]
 _Blocks = int | tuple[int, ...]
+_MAX_JOINED = 16  # products that one sum joins: a weight and its adapters
 _SOFTMAX = ("softmax", "dt.attention")
 
 
@@ -115,6 +118,7 @@ class _Derivation:
     boundaries: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
     refused: dict[str, str] = field(default_factory=dict[str, str])
     blocks: dict[int, list[_Blocks]] = field(default_factory=dict[int, list[_Blocks]])
+    adapters: set[str] = field(default_factory=set[str])  # reasons of other weights leave them out
 
     @staticmethod
     def of(flow: Dataflow, size: int | None) -> _Derivation:
@@ -140,7 +144,13 @@ class _Derivation:
         splits = [s for value in self.contractions if (s := self._split(value)) is not None]
         order = {value: i for i, value in enumerate(self.contractions)}
         for split in sorted(splits, key=lambda s: (len(s.followed.shards), order[s.value])):
-            self._take(split)
+            base = self._adapted(split)
+            if base is None:
+                self._take(split)
+            else:
+                own = self._label(split.value)
+                self.whole[split.value] = f"it adapts {_list([base], own)}, and fits its split"
+                self.adapters |= {split.value, *split.followed.summed}
         for value in self.contractions:
             if value not in self.chosen:
                 self._look_up(value)
@@ -186,6 +196,73 @@ class _Derivation:
             self.whole[value] = f"{obstacle.op.call.name} {obstacle.why} its output dim{line}"
         self.refused[alike] = self.whole[value]
         return None
+
+    # -- adapters: what lies beside a weight ----------------------------------------------------
+
+    def _adapted(self, split: _Split) -> str | None:
+        """The label of the weight W that the split weight A and its one row B adapt, in
+        ``W x + B A x``, where A x has fewer features than both ends. Their placements follow from
+        that of W, as of any weight that its split reaches."""
+        rows = [v for v in split.followed.summed if v != split.value]
+        down = self._product(split.value)
+        up = self._product(rows[0]) if len(rows) == 1 else None
+        if down is None or up is None:
+            return None
+        (first, inner), (_, last) = self._ends(down), self._ends(up)
+        if inner >= min(first, last):
+            return None
+        beside = {op.name for op in self._joined(up.op)}
+        for value in self.contractions:
+            base = self._product(value)
+            if (
+                base is not None
+                and base.op.name in beside
+                and self._ends(base) == (first, last)
+                and self._source(base) == self._source(down)
+            ):
+                return self._label(value)
+        return None
+
+    def _ends(self, product: Contraction) -> tuple[int, int]:
+        """How many features a product takes and gives."""
+        shape = self.flow.metas[product.value].shape
+        return shape[product.contracted_dim], shape[product.output_dim]
+
+    def _inputs(self, op: Op) -> list[str]:
+        """Its operands that depend on arguments of the program."""
+        return [name for name in op.operands if name in self.batch]
+
+    def _source(self, product: Contraction) -> str | None:
+        """The value that a product takes, before ops of that value alone (views, a dropout)."""
+        value = next(iter(self._inputs(product.op)), None)
+        while value is not None and (op := self.flow.producers.get(value)) is not None:
+            inputs = self._inputs(op)
+            if len(inputs) != 1:
+                break
+            value = inputs[0]
+        return value
+
+    def _joined(self, op: Op) -> list[Op]:
+        """The products of weights that are added to what comes of this one, at the first op that
+        takes another value beside it."""
+        while len(uses := self.flow.consumers.get(op.results[0] or "", ())) == 1:
+            came, (op, _) = op, uses[0]
+            others = [n for n in self._inputs(op) if n not in came.results]
+            if others:
+                return self._products(others)
+        return []
+
+    def _products(self, values: list[str]) -> list[Op]:
+        """The nearest products of weights that the values come from."""
+        of_weights, found = {op for op, _ in self.weights}, list[Op]()
+        waiting = list(values)
+        while waiting:
+            op = self.flow.producers.get(waiting.pop())
+            if op is not None and op.name in of_weights:
+                found.append(op)
+            elif op is not None and len(found) < _MAX_JOINED:
+                waiting += self._inputs(op)
+        return found
 
     def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> _Followed:
         for num in sizes:
@@ -277,9 +354,9 @@ class _Derivation:
             if value in columns:
                 why = self._column(split, value, columns, rows)
             else:
-                label = self._label(value)
-                several = "split" if len(columns) > 1 else "splits"
-                why = f"row: it contracts what {_list(map(self._label, columns), label)} {several}"
+                names = self._names(columns)
+                several = "split" if len(names) > 1 else "splits"
+                why = f"row: it contracts what {_list(names, self._label(value))} {several}"
             self.chosen[value] = Choice(self._label(value), self._placement(split, value), why)
             self.whole.pop(value, None)
 
@@ -313,7 +390,7 @@ class _Derivation:
         shard = split.followed.shards[value]
         parts = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
         fused = f"; {len(parts)} projections in one" if len(parts) > 1 else ""
-        others = [self._label(v) for v in columns if v != value]
+        others = self._names([v for v in columns if v != value])
         beside = f" with {_list(others, own)}" if others else ""
         if split.in_attention and split.any_size:
             width = min(parts) // split.units
@@ -323,8 +400,13 @@ class _Derivation:
         if split.in_attention:
             over = f"over {self.size or 2} ranks, not over any number"
             return f"column{beside}: heads, each attended alone; lines up {over}{fused}"
-        to = _list([self._label(v) for v in rows], own)
+        to = _list(self._names(rows), own)
         return f"column{beside}: elementwise ops lead to {to}{fused}"
+
+    def _names(self, values: list[str]) -> list[str]:
+        """As a reason has them: without adapters, where there are others."""
+        named = [v for v in values if v not in self.adapters]
+        return [self._label(v) for v in named or values]
 
     def _pieces(self, split: _Split) -> str:
         """``4 heads``; ``2 groups of heads`` where fewer keys than queries come out."""

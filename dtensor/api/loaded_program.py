@@ -126,14 +126,14 @@ def load(
     session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
 ) -> LoadedProgram:
     """Lower, verify and ship a plan once per session; put the state it needs."""
-    key = (id(planned), roles.gradients, roles.optimizer)
+    key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan)
     if key not in session.loaded:
         state = state_names(session, planned)
         lowered = lower(
             planned.plan,
             grid,
             device=session.cluster.device,
-            roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
+            roles=replace(roles, state=state),
         )
         plan = planned.plan
         made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}

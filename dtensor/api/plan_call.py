@@ -222,7 +222,12 @@ class PlanCache:
 
     def _made(self, changed: str | None, make: Callable[[], Planned]) -> Planned:
         began = time.perf_counter()
-        found = make()
+        try:
+            found = make()
+        except Exception as error:
+            from dtensor.frontend.capture.failures import without_ours  # seldom needed
+
+            raise without_ours(error)  # noqa: B904 - it is the same
         self._settled[id(found)] = _settlement(found)
         if changed is not None:
             what = changed.partition(": ")[0]

@@ -6,7 +6,9 @@
 The pattern names the dims of every tensor operand and result, in einops' notation (see
 dtensor.sharding.rules.rule): a factor of the operands alone is contracted, ``k!`` must be whole on
 each rank, ``...`` stands for leading dims that broadcast. An op needs a rule for each op that its
-backward runs, too: the backward op of a custom op has its own line.
+backward runs, too: the backward op of a custom op has its own line. Actors on Ray import the module
+that registers the op; the kernel of one from the script itself goes to them with the program, with
+copies of the globals that it names.
 
 Invariants: an op has one rule; stating the same rule again changes nothing, another one is an
 error. Whether a rule is right is not known here: that is what certify is for.

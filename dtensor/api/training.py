@@ -34,6 +34,7 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import numbers_fed
+from dtensor.api.reads_as_float import ReadsAsFloat
 from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError, Future
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
@@ -41,6 +42,7 @@ from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.schedule import Costs, GPipe, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
@@ -67,15 +69,17 @@ class StepOptions:
     keep_gradients: bool
     recompute: tuple[str, ...]
     master_weights: bool
+    detect_nan: DetectNan
     each_call: bool
     batch_norm: str
 
 
-class Loss:
+class Loss(ReadsAsFloat):
     """A step's loss, which may still be on its way. Reading it waits and raises what failed.
 
     ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
     ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
+    It adds, compares and prints as a float does, each of which reads it.
     """
 
     def __init__(self, future: Future, planned: Planned, session: MeshSession) -> None:
@@ -113,6 +117,13 @@ class Loss:
     def item(self) -> float:
         return float(self)
 
+    def cpu(self) -> torch.Tensor:
+        return self.tensor()
+
+    def detach(self) -> Loss:
+        """Itself, unread: it has no graph behind it."""
+        return self
+
     @property
     def metrics(self) -> dict[str, float]:
         count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
@@ -139,9 +150,6 @@ class Loss:
 
     def __float__(self) -> float:
         return float(self.tensor())
-
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec)
 
     def __repr__(self) -> str:
         return f"Loss({float(self):.6g})" if self.done() else "Loss(running)"
@@ -265,7 +273,11 @@ class TrainStep:
             planned.stages,
             masters=self.options.master_weights,
         )
-        roles = Roles(optimizer=home.name, gradients=self.options.keep_gradients)
+        roles = Roles(
+            optimizer=home.name,
+            gradients=self.options.keep_gradients,
+            detect_nan=self.options.detect_nan,
+        )
         program = load(session, planned, roles, planned.grid)
         while len(self._running) >= RUN_AHEAD:
             self._running.popleft().tensor()
@@ -294,7 +306,8 @@ class TrainStep:
         if batch or kwargs:
             call = self._call(batch, kwargs)
             planned = self._plan(call)
-            program = load(session, planned, Roles(gradients=True), planned.grid)
+            roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
+            program = load(session, planned, roles, planned.grid)
             numbers = numbers_fed(self.model.steps.present(), "train")
             found = session.run(program.handle, program.feed(call, numbers), {}).get()
             for label, spec in _gradient_specs(planned).items():
@@ -327,7 +340,7 @@ class TrainStep:
     def _raise_unread(self) -> None:
         for loss in list(self._running):
             if loss.done() and not loss.was_read:
-                self._running.remove(loss)
+                self._running = deque(other for other in self._running if other is not loss)
                 loss.tensor()
 
     def _settle(self) -> None:
@@ -364,6 +377,7 @@ def train_step(
     keep_gradients: bool = False,
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
+    detect_nan: bool | str = False,
     capture: str = "once",
     batch_norm: str = "whole_batch",
 ) -> TrainStep:
@@ -382,6 +396,9 @@ def train_step(
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
+        detect_nan: each op of forward and backward is checked on each rank: the first NaN, or Inf
+            that no operand holds, fails the step with the op, the rank, the line and the operands;
+            "nan": NaN alone, for programs with a wanted Inf. It reads every value once more.
         capture: "once": loss_fn's Python runs once, and again where what it reads has changed.
             "each call": it runs at each call, so that it may draw from Python's or numpy's random
             numbers and change attributes; that costs the time of a capture, and where the ops
@@ -427,6 +444,7 @@ def train_step(
         keep_gradients=keep_gradients,
         recompute=again,
         master_weights=master_weights,
+        detect_nan=checked_detect(detect_nan) if detect_nan else False,
         each_call=checked_capture(capture),
         batch_norm=batch_norm,
     )

@@ -60,10 +60,9 @@ def line_of(file: str, line: int, function: str) -> Source:
 OWN = ""
 """The owner of the user's own files; that of a library's is its name."""
 
-_NOBODYS = tuple(
-    os.path.dirname(os.path.abspath(file)) + os.sep
-    for file in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NOBODYS = (_TORCH, OURS)
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
@@ -80,7 +79,7 @@ def owner_of_file(file: str) -> str | None:
     return None if path.startswith(_PYTHON) else OWN
 
 
-def _owner(frame: FrameType) -> str | None:
+def owner_of_frame(frame: FrameType) -> str | None:
     file = frame.f_code.co_filename
     if file.startswith("<"):  # typed, or generated
         return OWN if frame.f_globals.get("__name__") == "__main__" else None
@@ -102,7 +101,7 @@ def _users(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
     library: Place | None = None
     model: str | None = None  # the library whose model is running
     for frame, line in frames:
-        owner = _owner(frame)
+        owner = owner_of_frame(frame)
         if owner is None:
             continue
         place = (frame.f_code.co_filename, line, frame.f_code.co_name)
@@ -122,7 +121,7 @@ def user_place() -> Place | None:
     inner: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        owner = _owner(frame)
+        owner = owner_of_frame(frame)
         if owner is not None:
             inner.append((frame, frame.f_lineno))
         if owner == OWN:  # what is outside makes no difference
@@ -151,7 +150,7 @@ def places_below(entry: CodeType) -> list[Place]:
     below: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not entry:
-        if _owner(frame) is not None:  # first: most are torch's, and each op asks
+        if owner_of_frame(frame) is not None:  # first: most are torch's, and each op asks
             below.append((frame, frame.f_lineno))
         frame = frame.f_back
     return _users(reversed(below)) if frame is not None else []

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Arg, Const, Grad, ModuleBuffer, Mutation, Param, Tangent
 from dtensor.frontend.marks import annotate
@@ -198,7 +199,7 @@ def test_a_capture_of_a_meta_model_takes_no_memory_and_changes_nothing() -> None
 def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     model = MLP()
     before = dict(model.named_parameters())
-    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+    with pytest.raises(PlanningError, match="must have same reduction dim"):
         capture(model, (torch.randn(2, 7),), grads="none")
     assert all(p is before[k] for k, p in model.named_parameters())
     assert annotate(before["up.bias"], "h@tp") is before["up.bias"]

@@ -8,8 +8,8 @@
 
 What is made are cells and aliases; that they are DTensors is said above (tensor.py). Parts of a
 tensor (split, unbind) are slices and selections of it, so that each can be written back. Random
-ops, and ops whose sizes depend on values, are refused. `_foreach_` ops run as torch's own loops
-over single ops.
+ops draw by counter (draws.py); ops whose sizes depend on values are refused. `_foreach_` ops run as
+torch's own loops over single ops.
 
 Invariant: an op that is not known to alias or to write gives a new cell; one that writes in a way
 not known here is refused, never run on a copy.
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from dtensor.api.eager.draws import draw
 from dtensor.api.eager.errors import op_name, refused
 from dtensor.api.eager.graph import fake, fakes
 from dtensor.api.eager.run import execute, fill, own_value
@@ -48,7 +49,7 @@ def _handler_of(target: Any) -> Handler:
     schema = target._schema
     name = schema.name.split("::")[1]
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return _refuse_random
+        return _random
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
         return _refuse_dynamic
     if name.startswith("_foreach_"):
@@ -186,6 +187,11 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     mask = masks[0].bool()
     mask = mask.reshape((*mask.shape, *(1 for _ in range(x.dim() - mask.dim()))))
     return _copy_(aten.copy_.default, (x, torch.where(mask, value.reshape(()), x)), {})
+
+
+def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
+    found = draw(target, args, kwargs)
+    return _refuse_random(target, args, kwargs) if found is None else found
 
 
 # -- copies and factories -----------------------------------------------------------------------
@@ -346,8 +352,9 @@ def _refusing(why: str, fix: str) -> Callable[[Any, Args, Kwargs], NoReturn]:
 
 
 _refuse_random = _refusing(
-    "random ops are not supported yet: the numbers would depend on the placement",
-    "model.eval() or p=0 for dropout; dt.distribute(torch.rand(...), mesh) for random tensors",
+    "this random op has no form by counter, so its numbers would depend on the placement",
+    "rand_like, randn_like, randint_like, bernoulli, dropout, normal_, uniform_ or exponential_ "
+    "without a generator; or dt.distribute(...) what torch draws",
 )
 _refuse_dynamic = _refusing(
     "its result is a number, or has a size, that depends on values, which only ranks know",

@@ -36,10 +36,12 @@ from dtensor.api.eager.values import (
     fresh_name,
     layout_of,
 )
+from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import lower
+from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement
@@ -88,6 +90,8 @@ class Ran:
 
 
 _entries: OrderedDict[Any, Entry] = OrderedDict()
+_draws = Counter()
+"""Of random ops, in the order in which the program meets them."""
 _loaded: WeakKeyDictionary[MeshSession, OrderedDict[Entry, None]] = WeakKeyDictionary()
 
 
@@ -222,6 +226,8 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     for index, number in enumerate(call.numbers):
         if f"number_{index}" in planned.numbers:
             feed[f"number_{index}"] = number
+    if STEP in planned.numbers:
+        feed |= numbers_fed(_draws.advance(), "eager")
     names = [fresh_name() for _ in planned.plan.outputs]
     keep = {f"result {o.of}": names[int(o.of)] for o in planned.plan.outputs}
     note_line(session)

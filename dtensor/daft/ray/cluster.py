@@ -22,9 +22,10 @@ import ray
 import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
-from dtensor.daft.errors import ClusterClosed, DaftError, Failure
+from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
+from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Ranks, pack, unpack
@@ -117,6 +118,8 @@ class RayCluster(HostedCluster):
         return self.watch.came(asked)
 
     def _ship(self, handle: Handle) -> None:
+        if needed := Needed.of(handle.program, self.device):
+            self._provide(needed)
         keys = check_routes(handle.program, self._host_of)
         new = [key for key in keys if key not in self._tags]
         if self.device.type == "cuda":
@@ -132,6 +135,18 @@ class RayCluster(HostedCluster):
         for host, sites in zip(self._home.processes, handle.report.lists, strict=True):
             self.calls += 1
             host.tell(Ranks.ask, Worker.load, handle.id, sites, values=[shipped])
+
+    def _provide(self, needed: Needed) -> None:
+        hosts = self._home.processes
+        asked = [Asked(host, host.call(Ranks.provide, needed)) for host in hosts]
+        lacking = self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
+        if lost := dict(pair for each in lacking for pair in each):
+            facts = "".join(f"\n  {name}: {reason}" for name, reason in sorted(lost.items()))
+            raise ProgramError(
+                f"The program calls ops that the actors cannot have.{facts}\n"
+                f"fix: define them with torch.library.custom_op in a module that the actors can "
+                f"import; a library in C++, through a custom_op there that calls it"
+            )
 
     def _fail(self, error: DaftError) -> DaftError:
         """End all hosts, once: their values count as lost. The first failure."""

@@ -24,6 +24,7 @@ import torch
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.joining import Join, Joined
+from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.run.worker import Worker
 
@@ -43,6 +44,10 @@ class Ranks:
 
     def open(self, tags: Mapping[Key, int]) -> None:
         self._connected[0].open(tags)
+
+    def provide(self, needed: Needed) -> list[tuple[str, str]]:
+        """Make ready for a program that names others than torch's ops; those that cannot be had."""
+        return needed.provide()
 
     def ask(self, method: Callable[..., Any], *arguments: object) -> Any:
         """Call a method of the worker."""

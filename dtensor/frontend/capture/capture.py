@@ -190,6 +190,10 @@ def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphMo
             raise
         names = assigned_names(str(warning))
         raise assigned_attribute(names, source_of_callable(root.call.fn)) from warning
+    except Exception as error:
+        from dtensor.frontend.capture.failures import of_program  # seldom needed
+
+        raise of_program(error, root)  # noqa: B904 - its cause is set
 
 
 def _differentiate(
@@ -197,11 +201,16 @@ def _differentiate(
 ) -> Held:
     """The joint graph of forward and backward; repeated layers are differentiated once."""
     segments = segments_of(forward)
-    if segments:
-        from dtensor.frontend.capture.stitch import NotAlone, stitch  # as to_graph
+    try:
+        if segments:
+            from dtensor.frontend.capture.stitch import NotAlone, stitch  # as to_graph
 
-        try:
-            return stitch(forward, segments, tensors, mode)
-        except NotAlone:
-            pass
-    return export_joint(forward, tensors)
+            try:
+                return stitch(forward, segments, tensors, mode)
+            except NotAlone:
+                pass
+        return export_joint(forward, tensors)
+    except Exception as error:
+        from dtensor.frontend.capture.failures import of_backward
+
+        raise of_backward(error)  # noqa: B904 - its cause is set

@@ -38,6 +38,7 @@ import traceback as python_traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from logging import LogRecord
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -47,6 +48,7 @@ import torch.utils.checkpoint as checkpoints
 from torch import fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch.fx import traceback
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.proxy import TracerBase
@@ -81,6 +83,9 @@ def patched(*, below: FunctionType) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, change in changed:
             stack.enter_context(mock.patch.object(owner, name, change(vars(owner)[name])))
+        # What it logs with a traceback it raises too.
+        fake_tensor.log.addFilter(_says_nothing)
+        stack.callback(fake_tensor.log.removeFilter, _says_nothing)
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\..*")
@@ -92,6 +97,10 @@ def patched(*, below: FunctionType) -> Iterator[None]:
         # that it is with gradients, and on every machine. (It warns of other flags: filtered.)
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         yield
+
+
+def _says_nothing(record: LogRecord) -> bool:
+    return record.exc_info is None
 
 
 def _whole_traces(below: FunctionType) -> Any:

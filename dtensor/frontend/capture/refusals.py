@@ -6,8 +6,8 @@
     check_joint(graph)               # random ops, control flow
 
 Without this, a parameter that is closed over would become a constant without gradient. Not here:
-what torch must be changed for to refuse it (patches.py); errors of the user's own code, which
-propagate as they are.
+what torch must be changed for to refuse it (patches.py); what the program itself raises, and what
+torch raises in it (failures.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from dtensor.daft import Buffer, Collective, Instruction, Wait
 from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
-from dtensor.sharding.ops.call import Local, OpCall, slots_of
+from dtensor.runtime.lower.finite import DetectNan
+from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Step, results_of
@@ -41,12 +42,14 @@ class Roles:
     """What the program does besides computing: see step_end.py.
 
     gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
-    step); state: plan input to the table's name, for parameters, buffers and constants.
+    step); state: plan input to the table's name, for parameters, buffers and constants;
+    detect_nan: check what each op gives (finite.py).
     """
 
     gradients: bool = False
     optimizer: str | None = None
     state: Mapping[str, str] = field(default_factory=dict[str, str])
+    detect_nan: DetectNan = False
 
 
 class Shared:
@@ -54,10 +57,17 @@ class Shared:
     specs alive, so they are told apart by identity."""
 
     def __init__(
-        self, plan: Plan, actions: Actions, device: torch.device, *, priced: bool = False
+        self,
+        plan: Plan,
+        actions: Actions,
+        device: torch.device,
+        *,
+        priced: bool = False,
+        numbered: bool = False,
     ) -> None:
         self.plan, self.actions, self.device = plan, actions, device
         self.priced = priced  # segments are told how long they take
+        self.numbered = numbered  # the program is told its step, whatever it draws
         self._splitting: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
@@ -68,7 +78,8 @@ class Shared:
     def numbers(self) -> tuple[str, ...]:
         """The names of the numbers that a program is given at each run."""
         calls = (s.op.call for s in self.plan.steps if isinstance(s, Compute))
-        return tuple(dict.fromkeys(name for call in calls for name in slots_of(call)))
+        names = dict.fromkeys(name for call in calls for name in slots_of(call))
+        return tuple(names | {STEP: None} if self.numbered else names)
 
     @cached_property
     def once(self) -> frozenset[str]:

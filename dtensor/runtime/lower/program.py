@@ -27,7 +27,7 @@ import torch
 from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
 from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
-from dtensor.runtime.lower import moves, step_end
+from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
@@ -67,7 +67,8 @@ def lower(
         )
     roles = roles or Roles()
     functions = Functions()
-    shared = Shared(plan, Actions(plan, grid), device or torch.device("cpu"))
+    actions, device = Actions(plan, grid), device or torch.device("cpu")
+    shared = Shared(plan, actions, device, numbered=bool(roles.detect_nan))
     builders = [
         RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
         for rank in range(plan.mesh.size)
@@ -218,6 +219,8 @@ class _Walk:
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         code.call(call, step.operands, step.results, source)
+        if b.roles.detect_nan:
+            finite.watch(code, step, call, source, b.roles.detect_nan)
         for name, spec in results_of(step):
             b.record(name, spec)
 

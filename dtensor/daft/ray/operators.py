@@ -1,0 +1,338 @@
+"""Operators of the user's, and functions that a program calls, on actors that do not know them.
+
+    needed = Needed.of(program, device)       # on the controller: what each op is made from
+    needed.provide()                          # in an actor, before the program: lacking ops -> why
+
+An actor has the ops of torch, of dtensor and of what it imports. A program may name others, which
+Python registered in the controller (`torch.library.custom_op`, `triton_op`, `define` and `impl`):
+an op of a module is had by importing that module; one of the user's script, or of a function, by
+its kernel, which is pickled by value, with what it refers to. Shared libraries that the controller
+loaded (`torch.ops.load_library`) are loaded for ops without a kernel in Python. The controller's
+`sys.path` goes along. Fake kernels and gradients stay behind: a program's ops are its own already.
+
+An op's kernel is found by calling it once on empty tensors, under a profiler that stops the call
+where the kernel begins: torch keeps no other way from an op to its Python. Nothing of it runs.
+
+Invariants: what is had already stays; a kernel that came by value is replaced when its program is
+loaded again with another. A kernel's globals are copies: what it changes there stays in the actor.
+"""
+
+# Torch leaves the types of its operators open, cloudpickle all of its own.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportPrivateUsage=false
+# pyright: reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import inspect
+import io
+import itertools
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CellType, FrameType, FunctionType
+from typing import Any
+
+import ray.cloudpickle
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
+
+from dtensor.daft.ir.program import Program
+
+_cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+
+KNOWN = frozenset({"aten", "prim", "prims", "dt"})
+"""Namespaces of ops that every actor has."""
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DAFT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpOrigin:
+    """Where an op comes from: a module, and its kernel by value, or why there is none."""
+
+    name: str  # "mylib::scale", "mylib::scale.out"
+    schema: str
+    module: str | None
+    kernel: bytes | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """What a program needs besides torch and dtensor. False for one that needs nothing."""
+
+    origins: tuple[OpOrigin, ...]
+    paths: tuple[str, ...]
+    libraries: tuple[str, ...]
+    functions: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.origins) or self.functions
+
+    @staticmethod
+    def of(program: Program, device: torch.device) -> Needed:
+        waiting: list[str] = []
+        functions = False
+        for value in (value for _, f in program.functions for _, value in f.bindings):
+            if isinstance(value, OpOverload):
+                waiting.append(value.name())
+            elif isinstance(value, FunctionType) and not _is_known_module(value.__module__):
+                functions = True
+                waiting += _pickled(value)[1]
+        found: dict[str, OpOrigin] = {}
+        while waiting:
+            name = waiting.pop()
+            if name in found or name.partition("::")[0] in KNOWN:
+                continue
+            found[name], more = _origin(name, device)
+            waiting += more
+        return Needed(
+            origins=tuple(found[name] for name in sorted(found)),
+            paths=tuple(os.path.abspath(path) for path in sys.path),
+            libraries=tuple(sorted(torch.ops.loaded_libraries)),
+            functions=functions,
+        )
+
+    def provide(self) -> list[tuple[str, str]]:
+        """Registers in this process what it lacks; those that it could not have, each with why."""
+        sys.path += [p for p in self.paths if p not in sys.path and os.path.exists(p)]
+        lacking, before = self._provide(self.origins), len(self.origins) + 1
+        while 0 < len(lacking) < before:  # a kernel may need another op to be there
+            before = len(lacking)
+            names = {name for name, _ in lacking}
+            lacking = self._provide([o for o in self.origins if o.name in names])
+        return lacking
+
+    def _provide(self, origins: Sequence[OpOrigin]) -> list[tuple[str, str]]:
+        lacking: list[tuple[str, str]] = []
+        for origin in origins:
+            reasons = [origin.reason] if origin.reason else []
+            for attempt in (_by_import, self._by_library, _by_value):
+                if is_registered(origin.name) and origin.name not in _kernels:
+                    break
+                try:
+                    attempt(origin)
+                except Exception as error:  # of the user's module or kernel; told in the end
+                    reasons.append(f"{type(error).__name__}: {error}")
+            if not is_registered(origin.name):
+                lacking.append((origin.name, "; ".join(reasons)))
+        return lacking
+
+    def _by_library(self, origin: OpOrigin) -> None:
+        if origin.module is None:
+            for path in self.libraries:
+                torch.ops.load_library(path)
+
+
+def is_registered(name: str) -> bool:
+    """Whether this process knows the op."""
+    return _C._get_operation_overload(*_name_and_overload(name)) is not None
+
+
+def _name_and_overload(name: str) -> tuple[str, str]:
+    base, _, overload = name.partition(".")
+    return base, overload
+
+
+# -- in an actor -----------------------------------------------------------------------------------
+
+_kernels: dict[str, Callable[..., Any]] = {}
+"""Of the ops that this process has by value."""
+_libraries: list[torch.library.Library] = []  # an op lives as long as its library
+
+
+def _by_import(origin: OpOrigin) -> None:
+    if origin.module not in (None, "__main__"):
+        importlib.import_module(origin.module)
+
+
+def _by_value(origin: OpOrigin) -> None:
+    if origin.kernel is None:
+        return
+    name, new = origin.name, origin.name not in _kernels
+    _kernels[name] = _cloudpickle.loads(origin.kernel)
+    if not new:
+        return
+    namespace, _, rest = origin.schema.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(rest)
+    library.impl(
+        name.partition("::")[2],
+        lambda *args, **kwargs: _kernels[name](*args, **kwargs),
+        "CompositeExplicitAutograd",
+    )
+    _libraries.append(library)
+
+
+# -- in the controller -----------------------------------------------------------------------------
+
+
+def _origin(name: str, device: torch.device) -> tuple[OpOrigin, list[str]]:
+    """Where an op comes from, and the ops that its kernel names."""
+    op = _overload(name)
+    kernel, reason = _kernel_of(op, device)
+    module = kernel.__module__ if kernel is not None else None
+    data, more = None, list[str]()
+    if kernel is not None:
+        try:
+            data, more = _pickled(kernel)
+        except Exception as error:  # whatever the kernel refers to may raise as it pickles
+            reason = f"its kernel does not pickle: {type(error).__name__}: {error}"
+    if module == "__main__" or (module is not None and _is_known_module(module)):
+        module = None if data is not None else module
+    return OpOrigin(
+        name=name, schema=str(op._schema), module=module, kernel=data, reason=reason
+    ), more
+
+
+def _overload(name: str) -> OpOverload:
+    base, overload = _name_and_overload(name)
+    namespace, _, op = base.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
+
+
+class _Begins(Exception):
+    """The kernel begins; it is not run."""
+
+
+def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | None, str]:
+    """The Python function that runs for the op on such a device; None, and why, without one."""
+    if not re.search(r": registered at \S+\.py:\d+ ::", _C._dispatch_dump(op.name())):
+        return None, "it has no kernel in Python"
+    began: list[FrameType] = []
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and not _is_nobodys(frame):
+            began.append(frame)
+            raise _Begins
+
+    args, kwargs = _empty_arguments(op, device)
+    outer = sys.getprofile()
+    try:
+        with torch.no_grad(), _C._AutoDispatchBelowAutograd():
+            sys.setprofile(profile)
+            op(*args, **kwargs)
+    except _Begins:
+        pass
+    except Exception as error:  # torch itself refuses the empty tensors
+        return None, f"its kernel cannot be found: {type(error).__name__}: {error}"
+    finally:
+        sys.setprofile(outer)
+    if not began:
+        return None, "its kernel cannot be found"
+    return _function_of(began[0], op)
+
+
+def _function_of(frame: FrameType, op: OpOverload) -> tuple[FunctionType | None, str]:
+    """What runs in a frame, as a function, with the defaults of the op's schema."""
+    code, schema = frame.f_code, op._schema.arguments
+    taken = code.co_argcount + code.co_kwonlyargcount
+    rest = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
+    own = taken > 0 and code.co_varnames[0] in ("self", "cls")
+    if own or not (taken == len(schema) or rest):
+        return None, f"its kernel, {code.co_qualname}, is no plain function"
+    closure = tuple(CellType(frame.f_locals[name]) for name in code.co_freevars)
+    made = FunctionType(code, frame.f_globals, code.co_name, None, closure)
+    # torch leaves out arguments that are as the schema has them by default
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    positional = code.co_varnames[: code.co_argcount]
+    given = [a.name for a in schema if not a.kwarg_only][: len(positional)]
+    made.__defaults__ = tuple(defaults[name] for name in given if name in defaults) or None
+    made.__kwdefaults__ = {
+        name: defaults[name]
+        for name in code.co_varnames[code.co_argcount : taken]
+        if name in defaults
+    }
+    return made, ""
+
+
+def _empty_arguments(op: OpOverload, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that torch takes, of the types of the op's schema."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    plain: dict[str, Any] = {
+        "Tensor": torch.empty(0, device=device),
+        "int": 0,
+        "number": 0,
+        "float": 0.0,
+        "bool": False,
+        "str": "",
+        "Device": device,
+    }
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if kind.startswith("Optional"):
+            value = None
+        elif kind.startswith("List["):
+            value = [plain["Tensor"]] if "Tensor" in kind else []
+        else:
+            value = plain.get(kind, 0)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+class _Pickler(_cloudpickle.Pickler):
+    """By value; remembers the ops that it meets."""
+
+    ops: list[str]
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, CustomOpDef):
+            self.ops.append(obj._opoverload.name())
+        elif isinstance(obj, OpOverload):
+            self.ops.append(obj.name())
+        elif isinstance(obj, OpOverloadPacket):
+            self.ops += [getattr(obj, overload).name() for overload in obj.overloads()]
+        elif isinstance(obj, FunctionType):  # torch.ops.mylib.scale, in the text of a function
+            for space, op in itertools.permutations(obj.__code__.co_names, 2):
+                if _C._get_operation_overload(f"{space}::{op}", "") is not None:
+                    self.ops.append(f"{space}::{op}")
+        return super().reducer_override(obj)
+
+
+def _pickled(function: FunctionType) -> tuple[bytes, list[str]]:
+    """A function by value where it cannot be imported by its name, and the ops that it names."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.ops = []
+    pickler.dump(function)
+    return file.getvalue(), pickler.ops
+
+
+# The definition of a custom op, as a global of a function, is called: so is the op itself.
+_reduced: Any = copyreg.pickle
+_reduced(CustomOpDef, lambda definition: (_overload, (definition._opoverload.name(),)))
+# A function that names torch.ops refers to these, which are modules of classes of their own.
+_reduced(type(torch.ops), lambda _: (importlib.import_module, ("torch.ops",)))
+_reduced(_OpNamespace, lambda namespace: (_namespace, (namespace.name,)))
+
+
+def _namespace(name: str) -> Any:
+    return getattr(torch.ops, name)
+
+
+def _is_nobodys(frame: FrameType) -> bool:
+    """Whether torch, daft or Python themselves run it."""
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # typed, or generated
+        return frame.f_globals.get("__name__") != "__main__"
+    path = os.path.abspath(file)
+    inside = path.startswith((_TORCH, _DAFT))
+    return inside or (path.startswith(_PYTHON) and "site-packages" not in path)
+
+
+def _is_known_module(name: str | None) -> bool:
+    """Whether every actor can import it."""
+    return (name or "").partition(".")[0] in ("torch", "dtensor", "builtins")

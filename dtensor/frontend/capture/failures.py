@@ -1,0 +1,197 @@
+"""What the user's program raises while it is captured, said in the terms of the user's program.
+
+    PlanningError: The program raises while it is captured.
+      RuntimeError: a and b must have same reduction dim, but got [4, 16] X [12, 8].
+      blocks.3.mlp.down: Linear(in_features=12, out_features=8, bias=True)
+      linear(f32[4,16], f32[8,12], f32[8])
+      mlp.py:23: return self.down(F.gelu(h))
+    fix: ...
+
+The module is the innermost one that was running; the operands are those of the failing call of
+torch, or else the tensors that the line names. The original error is the cause.
+
+What the program itself raises (`raise`, `assert`, in its own code or a library's) stays the object
+that it was, of its own type and words; a note names the module. In both cases the traceback keeps
+the user's frames alone: torch's export would add some forty.
+
+Not here: what is refused though plain torch runs it (refusals.py); what raises outside the user's
+function and its backward, which propagates whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import dis
+import os
+import re
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
+from dtensor.frontend.capture.refusals import Watch, planning_error
+from dtensor.frontend.graph import type_text
+from dtensor.frontend.source import (
+    OURS,
+    owner_of_frame,
+    source_of_callable,
+    source_of_exception,
+)
+
+MAX_LINES = 4  # of the original's message
+MAX_OPERANDS = 8
+MAX_FRAMES = 3
+
+
+def of_program(error: Exception, root: CallAsModule) -> Exception:
+    """What to raise for an error that capturing the program met."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if all(f.f_code is not CallAsModule.forward.__code__ for f, _ in frames):
+        return error
+    if isinstance(error, PlanningError):
+        return error.with_traceback(users_frames(error, MAX_FRAMES))
+    by = raised_by(error)
+    if by == "dtensor":
+        return error
+    running, source = _running_module(frames, root.call), source_of_exception(error)
+    if by is not None or isinstance(error, Warning):
+        if running:
+            error.add_note(f"raised while the program was captured, in {running}")
+        return error.with_traceback(users_frames(error, MAX_FRAMES))
+    found = planning_error(
+        "The program raises while it is captured.",
+        *_message(error),
+        *([running] if running else []),
+        *_operands(frames, source.text if source else ""),
+        source=source or source_of_callable(root.call.fn),
+        fix=_fix(error),
+    )
+    innermost = users_frames(error, 1)
+    found.__cause__ = error.with_traceback(None)
+    return found.with_traceback(innermost)
+
+
+def of_backward(error: Exception) -> Exception:
+    """What to raise for an error that differentiating the program met: in the user's own backward
+    of an op, or for want of one."""
+    source, by = source_of_exception(error), raised_by(error)
+    if isinstance(error, PlanningError) or by == "dtensor":
+        return error
+    if by is not None:
+        return error.with_traceback(users_frames(error, MAX_FRAMES))
+    found = planning_error(
+        "The program's backward raises while it is captured.",
+        *_message(error),
+        source=source,
+        fix="change that line, or what reaches it; an op of your own needs a register_autograd, "
+        "a module that is not trained .requires_grad_(False)",
+    )
+    cause = error.with_traceback(innermost_of(error))
+    found.__cause__ = cause
+    return found.with_traceback(users_frames(error, 1))
+
+
+def _message(error: Exception) -> list[str]:
+    text = re.sub(r"\b(Fake|Functional)Tensor\b", "Tensor", str(error)).strip()
+    lines = f"{type(error).__name__}: {text}".removesuffix(": ").splitlines()
+    return lines[:MAX_LINES]
+
+
+def _fix(error: Exception) -> str:
+    if isinstance(error, AttributeError) and isinstance(error.name, str):
+        near = difflib.get_close_matches(error.name, dir(error.obj), 1, cutoff=0.8)
+        if near:
+            return f"is {near[0]} meant?"
+    return "change that line or what reaches it; to see it alone, make the call in plain torch"
+
+
+def _running_module(frames: list[tuple[FrameType, int]], call: FlatCall) -> str:
+    """`blocks.3.mlp.down: Linear(...)` of the innermost module that a frame is a method of."""
+    names = {
+        id(module): path
+        for child, root in call.modules.items()
+        for path, module in root.named_modules(prefix=call.prefixes[child])
+    }
+    for frame, _ in reversed(frames):
+        code = frame.f_code
+        of = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(of, nn.Module) and id(of) in names:
+            path, kind = names[id(of)], type(of).__name__
+            text = repr(of)
+            kind = kind if "\n" in text or len(text) > 80 else text
+            return f"{path}: {kind}" if path else kind
+    return ""
+
+
+def _operands(frames: list[tuple[FrameType, int]], line: str) -> list[str]:
+    for frame, _ in reversed(frames):
+        if frame.f_code is Watch.__torch_function__.__code__:
+            func, args = frame.f_locals["func"], frame.f_locals["args"]
+            named = frame.f_locals["kwargs"].items()
+            shown = [_operand(a) for a in args] + [f"{k}={_operand(v)}" for k, v in named]
+            return [f"{getattr(func, '__name__', func)}({', '.join(shown[:MAX_OPERANDS])})"]
+    values = next((f.f_locals for f, _ in reversed(frames) if owner_of_frame(f) is not None), {})
+    words = dict.fromkeys(re.findall(r"(?<![.\w])[A-Za-z_]\w*", line))
+    tensors = [w for w in words if isinstance(values.get(w), torch.Tensor)]
+    return [f"{w}: {type_text(values[w])}" for w in tensors[:MAX_OPERANDS]]
+
+
+def _operand(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(_operand(v) for v in value[:MAX_OPERANDS])
+        return f"[{inside}]"
+    text = type_text(value)
+    return text if len(text) <= 80 else type(value).__name__
+
+
+# -- tracebacks ------------------------------------------------------------------------------------
+
+
+def without_ours(error: Exception) -> Exception:
+    """An error of the user's program, or said of it, with its frames and not the planner's; any
+    other as it is."""
+    last = innermost_of(error)
+    of_users = last is not None and owner_of_frame(last.tb_frame) is not None
+    if of_users or (isinstance(error, PlanningError) and error.__cause__ is not None):
+        return error.with_traceback(users_frames(error))
+    return error
+
+
+def raised_by(error: BaseException) -> str | None:
+    """Whose `raise` or `assert` raised it: OWN, a library's name, "dtensor", or None where that is
+    torch's, Python's, or nobody's, as with what an operator raises."""
+    last = innermost_of(error)
+    if last is None:
+        return None
+    code = last.tb_frame.f_code
+    if code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]:
+        return None
+    ours = os.path.abspath(code.co_filename).startswith(OURS)
+    return "dtensor" if ours else owner_of_frame(last.tb_frame)
+
+
+def innermost_of(error: BaseException) -> TracebackType | None:
+    """The last entry of an error's traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def users_frames(error: BaseException, most: int | None = None) -> TracebackType | None:
+    """Of an error's traceback the frames that are the user's own or a library's: the innermost
+    ``most`` of them."""
+    entries: list[TracebackType] = []
+    trace = error.__traceback__
+    while trace is not None:
+        if owner_of_frame(trace.tb_frame) is not None:
+            entries.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for entry in reversed(entries[-most:] if most else entries):
+        kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept

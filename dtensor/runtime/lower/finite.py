@@ -1,0 +1,144 @@
+"""The check behind ``detect_nan``: after each op of the local code, on what this rank has of it.
+
+    h = aten_div_Tensor(x, n)
+    check_finite((x, n), (h,), dt_step, "aten.div.Tensor", ["x", "n"], ["h"], True)
+    # NotFinite: aten.div.Tensor gives NaN in step 3: h f32[4,8] has 2 NaN of 32, the first at [0,5]
+    #   x: f32[4,8], -1.3 to 2.1
+    #   n: f32[4,1], 0 to 9
+
+A NaN is always reported, with the operands that hold one already: the first op that meets a NaN of
+the batch or of a weight names it. An Inf is reported where the op made it: where no operand holds
+one, and none is written in the call, as in masks that are filled with -inf. An operand's number
+that is the largest of its dtype counts as one (`torch.finfo(dtype).min`): sums of such masks
+overflow on purpose. A pending max or min has Inf for what a rank has not. A log of 0 that is wanted
+needs ``detect_nan="nan"``, which looks for NaN alone.
+
+Not here: what a collective makes of finite parts, or an optimizer: the next op that reads it tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
+
+import torch
+
+from dtensor.errors import PlanningError
+from dtensor.numerics import dtype_name
+from dtensor.runtime.lower.code import CodeBuilder
+from dtensor.sharding.ops.call import STEP, OpCall
+from dtensor.sharding.plan.steps import Compute
+from dtensor.sharding.spec.placements import Partial
+
+DetectNan = bool | Literal["nan"]
+_UNFILLED = ("aten.empty", "aten.new_empty")
+
+
+class NotFinite(ArithmeticError):
+    """An op gave a NaN or an Inf on a rank."""
+
+
+def checked_detect(value: object) -> DetectNan:
+    """What a user passed for ``detect_nan``; PlanningError for anything else."""
+    if isinstance(value, bool) or value == "nan":
+        return cast(DetectNan, value)
+    raise PlanningError(
+        f'detect_nan={value!r}: it is True, False or "nan", for NaN alone.\nfix: detect_nan=True'
+    )
+
+
+def watch(
+    code: CodeBuilder, step: Compute, call: OpCall, source: str | None, detect: DetectNan
+) -> None:
+    """Adds to the local code the check of what the step's call gives."""
+    results = [name for name in step.results if name is not None]
+    if not results or call.name.startswith(_UNFILLED):
+        return
+    infinite = detect is True and not _written(call) and not _pending_extremes(step)
+    names = [list(dict.fromkeys(step.operands)), results]
+    code.apply(check_finite, [*names, STEP], (), call.name, *names, infinite, source=source)
+
+
+def _written(call: OpCall) -> bool:
+    """Whether a number in the call is as large as its dtype has them."""
+    meta = next((m for m in call.results if m is not None), None)
+    if meta is None or not meta.dtype.is_floating_point:
+        return False
+    most = torch.finfo(meta.dtype).max
+    return any(abs(v) >= most for v in _floats((call.args, [v for _, v in call.kwargs])))
+
+
+def _floats(value: object) -> Iterator[float]:
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _floats(each)
+    elif isinstance(value, float):
+        yield value
+
+
+def _pending_extremes(step: Compute) -> bool:
+    placements = (p for spec in step.result_specs if spec for p in spec.sharding.values())
+    return any(isinstance(p, Partial) and p.op in ("max", "min") for p in placements)
+
+
+# -- on a rank -------------------------------------------------------------------------------------
+
+
+def check_finite(
+    operands: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    step: int,
+    op: str,
+    operand_names: Sequence[str],
+    result_names: Sequence[str],
+    infinite: bool,
+) -> None:
+    """Raises NotFinite; see the module's docstring. Tensors are local; of several results the
+    first alone is looked through for Inf, the others are what the backward keeps."""
+    for number, (name, x) in enumerate(zip(result_names, results, strict=True)):
+        if not _is_float(x) or bool(torch.isfinite(wide := _wide(x)).all()):
+            continue
+        bad = torch.isnan(wide)
+        kind = "NaN"
+        if not bool(bad.any()):
+            if number or not infinite or any(map(_holds_infinite, operands)):
+                continue
+            bad, kind = torch.isinf(wide), "Inf"
+        first = ",".join(str(int(i)) for i in bad.nonzero()[0])
+        lines = [
+            f"{op} gives {kind} in step {step}: {name} {_type(x)} has {int(bad.sum())} {kind} of "
+            f"{x.numel()}, the first at [{first}] of this rank's part",
+            *(f"  {n}: {_summary(o)}" for n, o in zip(operand_names, operands, strict=True)),
+        ]
+        raise NotFinite("\n".join(lines))
+
+
+def _is_float(x: torch.Tensor) -> bool:
+    return x.numel() > 0 and (x.is_floating_point() or x.is_complex())
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Of 8 bits torch compares nothing."""
+    return x.float() if x.dtype.itemsize == 1 else x
+
+
+def _holds_infinite(x: torch.Tensor) -> bool:
+    if not _is_float(x):
+        return False
+    most = torch.finfo(x.dtype).max
+    return bool((_wide(x).abs() >= most).any())
+
+
+def _type(x: torch.Tensor) -> str:
+    return f"{dtype_name(x.dtype)}[{','.join(map(str, x.shape))}]"
+
+
+def _summary(x: torch.Tensor) -> str:
+    if not _is_float(x) or x.is_complex():
+        return _type(x)
+    wide = x.double()
+    nan, inf = int(torch.isnan(wide).sum()), int(torch.isinf(wide).sum())
+    finite = wide[torch.isfinite(wide)]
+    span = f", {float(finite.min()):.4g} to {float(finite.max()):.4g}" if finite.numel() else ""
+    held = [f"{n} {kind}" for n, kind in ((nan, "NaN"), (inf, "Inf")) if n]
+    return _type(x) + span + (f"; it holds {' and '.join(held)} already" if held else "")

@@ -1,0 +1,114 @@
+"""From an op to its kernel, to bytes, to an op again; without actors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.daft.programs import function, program
+
+pytest.importorskip("ray")
+from dtensor.daft.ray.operators import Needed, OpOrigin, is_registered
+
+CPU = torch.device("cpu")
+
+
+def scaled(by: float) -> Callable[[Tensor], Tensor]:
+    """Two kernels of one code: they differ in what they close over."""
+
+    def scale(x: Tensor) -> Tensor:
+        return x * by
+
+    return scale
+
+
+def define(name: str, kernel: Callable[..., object], schema: str = "(Tensor x) -> Tensor") -> None:
+    torch.library.define(f"test_operators::{name}", schema)
+    torch.library.impl(f"test_operators::{name}", "default", kernel)
+
+
+double, triple = scaled(2.0), scaled(3.0)
+define("double", double)
+define("triple", triple)
+calls: list[str] = []
+
+
+def many(x: Tensor, xs: list[Tensor], n: int, p: float, kind: torch.dtype, *, s: str) -> Tensor:
+    calls.append(s)
+    return x
+
+
+define("many", many, "(Tensor x, Tensor[] xs, int n, float p, ScalarType kind, *, str s) -> Tensor")
+define("sine", torch.sin)
+
+
+def needed(*names: str) -> Needed:
+    ops = {name: getattr(torch.ops.test_operators, name).default for name in names}
+    source = "def forward():\n    return ()"
+    return Needed.of(program([], functions=[function("f", source, **ops)]), CPU)
+
+
+def origin(name: str) -> OpOrigin:
+    (found,) = needed(name).origins
+    return found
+
+
+def test_a_program_of_torchs_ops_needs_nothing() -> None:
+    source = "def forward(x):\n    return (add(x, x),)"
+    add = function("f", source, add=torch.ops.aten.add.Tensor, relu=torch.relu)
+    assert not Needed.of(program([], functions=[add]), CPU)
+
+
+def test_the_kernel_of_an_op_is_found_and_not_run() -> None:
+    found = origin("many")
+    assert calls == []
+    assert found.module == __name__ and found.kernel is not None and found.reason == ""
+    assert found.schema.startswith("test_operators::many(Tensor x, Tensor[] xs, int n")
+
+
+def test_a_kernel_travels_with_what_it_closes_over() -> None:
+    """Under another name: this process has the op. A changed kernel replaces the first."""
+    named = {
+        name: replace(
+            origin(name),
+            name="test_operators::copy",
+            schema="test_operators::copy(Tensor x) -> Tensor",
+            module=None,
+        )
+        for name in ("double", "triple")
+    }
+    assert not is_registered("test_operators::copy")
+    for name, factor in (("double", 2), ("triple", 3), ("triple", 3)):
+        assert replace(needed("double"), origins=(named[name],)).provide() == []
+        found = torch.ops.test_operators.copy(torch.ones(2))
+        assert torch.equal(found, torch.full((2,), float(factor)))
+
+
+def test_a_kernel_that_is_none_of_pythons_functions() -> None:
+    found = origin("sine")
+    assert found.kernel is None and found.reason == "its kernel cannot be found"
+
+
+def test_what_is_lacking_comes_back_with_why() -> None:
+    lost = OpOrigin(
+        name="test_operators::nowhere",
+        schema="test_operators::nowhere(Tensor x) -> Tensor",
+        module="test_operators_nowhere",
+        kernel=None,
+        reason="its kernel cannot be found",
+    )
+    ((name, why),) = replace(needed("double"), origins=(lost,)).provide()
+    assert name == "test_operators::nowhere"
+    assert why == (
+        "its kernel cannot be found; ModuleNotFoundError: No module named 'test_operators_nowhere'"
+    )
+
+
+def test_ops_that_a_kernel_names_come_along() -> None:
+    define("outer", lambda x: torch.ops.test_operators.double(x) + x)
+    names = [o.name for o in needed("outer").origins]
+    assert names == ["test_operators::double", "test_operators::outer"]

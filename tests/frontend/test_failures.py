@@ -1,0 +1,233 @@
+"""What the user's program raises while it is captured: its line, its module, its operands, in few
+lines; and what it raises on purpose is as it was."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.capture import capture
+
+
+class Part(nn.Module):
+    def __init__(self, act: Callable[[nn.Module, Tensor], Tensor], width: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(width, 8)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self, self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Part(lambda _, h: F.gelu(h)), last])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def error_of(last: nn.Module) -> PlanningError:
+    """What a step of it is refused with."""
+    with pytest.raises(PlanningError) as caught:
+        capture(loss_fn, (Net(last), torch.randn(4, 8)), grads="loss")
+    return caught.value
+
+
+def text_of(error: PlanningError) -> str:
+    return re.sub(r"test_failures.py:\d+", "test_failures.py:N", str(error))
+
+
+def test_a_linear_of_the_wrong_size() -> None:
+    error = error_of(Part(lambda _, h: F.gelu(h), width=12))
+    assert isinstance(error.__cause__, RuntimeError)
+    assert_expected_inline(
+        text_of(error),
+        """\
+The program raises while it is captured.
+  RuntimeError: a and b must have same reduction dim, but got [4, 16] X [12, 8].
+  blocks.1.down: Linear(in_features=12, out_features=8, bias=True)
+  linear(f32[4,16], f32[8,12], f32[8])
+  test_failures.py:N: return self.down(self.act(self, self.up(x)))
+fix: change that line or what reaches it; to see it alone, make the call in plain torch""",
+    )
+
+
+def test_a_missing_attribute() -> None:
+    error = error_of(Part(lambda self, h: self.downn(h)))  # type: ignore[operator]
+    assert isinstance(error.__cause__, AttributeError)
+    assert_expected_inline(
+        text_of(error),
+        """\
+The program raises while it is captured.
+  AttributeError: 'Part' object has no attribute 'downn'
+  blocks.1: Part
+  h: f32[4,16]
+  test_failures.py:N: error = error_of(Part(lambda self, h: self.downn(h)))  # type: ignore[operator]
+fix: is down meant?""",  # noqa: E501
+    )
+
+
+def test_a_wrong_view() -> None:
+    error = error_of(Part(lambda _, h: h.view(4, 3)))
+    assert_expected_inline(
+        text_of(error),
+        """\
+The program raises while it is captured.
+  RuntimeError: shape '[4, 3]' is invalid for input of size 64
+  blocks.1: Part
+  view(f32[4,16], 4, 3)
+  test_failures.py:N: error = error_of(Part(lambda _, h: h.view(4, 3)))
+fix: change that line or what reaches it; to see it alone, make the call in plain torch""",
+    )
+
+
+def test_a_bad_keyword() -> None:
+    error = error_of(Part(lambda _, h: F.gelu(h, aproximate="tanh")))  # type: ignore[call-arg]
+    assert_expected_inline(
+        text_of(error),
+        """\
+The program raises while it is captured.
+  TypeError: gelu() got an unexpected keyword argument 'aproximate'
+  blocks.1: Part
+  h: f32[4,16]
+  test_failures.py:N: error = error_of(Part(lambda _, h: F.gelu(h, aproximate="tanh")))  # type: ignore[call-arg]
+fix: change that line or what reaches it; to see it alone, make the call in plain torch""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda _, h: h + torch.ones(3), r"add\(f32\[4,16\], f32\[3\]\)"),
+        (lambda _, h: torch.cat([h, torch.ones(3, 3)]), r"cat\(\[f32\[4,16\], f32\[3,3\]\]\)"),
+        (lambda _, h: h[:, 40], "IndexError: index 40 is out of bounds"),
+        (lambda _, h: h.sum(dims=1), r"TypeError: sum\(\) received an invalid(.|\n)*h: f32\[4,16"),
+        (lambda _, h: h.nonsense(), "AttributeError: 'Tensor' object has no attribute 'nonsense'"),
+        (lambda _, h: {}["a"], "KeyError: 'a'"),
+        (lambda _, h: F.dropout(h, p=2.0), "ValueError: dropout probability has to be between"),
+    ],
+    ids=["broadcast", "cat", "index", "overload", "method", "key", "torch's own raise"],
+)
+def test_what_torch_or_python_raises(act: Callable[..., Tensor], words: str) -> None:
+    error = error_of(Part(act))
+    assert re.search(words, str(error)), error
+    assert "\n  blocks.1: Part\n" in str(error) and "test_failures.py:" in str(error)
+
+
+def test_a_call_with_the_wrong_arguments() -> None:
+    with pytest.raises(PlanningError, match=r"takes 2 positional arguments but 3 were given") as e:
+        capture(loss_fn, (nn.Linear(2, 2), torch.ones(2), torch.ones(2)), grads="loss")
+    assert re.search(r"test_failures.py:\d+: def loss_fn", str(e.value))
+
+
+def raises(error: Exception) -> Callable[..., Tensor]:
+    def act(_: nn.Module, h: Tensor) -> Tensor:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, KeyError, AssertionError])
+def test_what_the_program_raises_itself_is_as_it_was(kind: type[Exception]) -> None:
+    """The same object, with a note of where; a user's `except` around the step still meets it."""
+    mine = kind("my own")
+    with pytest.raises(kind, match="my own") as caught:
+        capture(loss_fn, (Net(Part(raises(mine))), torch.randn(4, 8)), grads="loss")
+    assert caught.value is mine and mine.args == ("my own",)
+    (note,) = mine.__notes__
+    assert note == "raised while the program was captured, in blocks.1: Part"
+
+
+def test_a_failing_backward_of_an_op() -> None:
+    @torch.library.custom_op("test_failures::no_backward", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x * 2
+
+    op.register_fake(torch.empty_like)
+    with pytest.raises(PlanningError, match=r"no autograd formula(.|\n)*fix: .*register_autograd"):
+        capture(loss_fn, (Net(Part(lambda _, h: op(h))), torch.randn(4, 8)), grads="loss")
+
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad.nonsense()  # type: ignore[operator]
+
+    op.register_autograd(backward)
+    with pytest.raises(
+        PlanningError, match=r"backward raises(.|\n)*'nonsense'\n  test_failures.py"
+    ):
+        capture(loss_fn, (Net(Part(lambda _, h: op(h))), torch.randn(4, 8)), grads="loss")
+
+
+@pytest.mark.parametrize("last", ["size", "own", "item"])
+def test_a_traceback_fits_a_screen(last: str) -> None:
+    """From the user's call to the last line, also through a step."""
+    made = {
+        "size": lambda: Part(lambda _, h: F.gelu(h), width=12),
+        "own": lambda: Part(raises(ValueError("my own"))),
+        "item": lambda: Part(lambda _, h: h * h.sum().item()),
+    }
+    mesh = dt.Mesh(tp=2)
+    model = dt.parallelize(Net(made[last]()), mesh, {})
+    step = dt.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError) as caught:
+        step.plan(torch.randn(4, 8))
+    lines = "".join(traceback.format_exception(caught.value)).splitlines()
+    assert len(lines) <= 30, "\n".join(lines)
+    assert not any("site-packages/torch" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_what_a_terminal_shows(tmp_path: Path) -> None:
+    """Standard error of a whole program, with what torch logs."""
+    file = tmp_path / "train.py"
+    file.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+            import dtensor as dt
+
+            mesh = dt.Mesh(tp=2)
+            model = dt.parallelize(nn.Sequential(nn.Linear(8, 16), nn.Linear(12, 8)), mesh, {})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = dt.train_step(model, lambda model, x: model(x).sum(), optimizer)
+            step(torch.randn(4, 8))
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": str(Path(dt.__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and len(lines) <= 30, done.stderr
+    assert "  1: Linear(in_features=12, out_features=8, bias=True)" in lines
+    assert (
+        "  train.py:9: step = dt.train_step(model, lambda model, x: model(x).sum(), optimizer)"
+        in (lines)
+    )
