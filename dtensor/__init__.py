@@ -44,6 +44,7 @@ from dtensor.runtime.schedule import (
 )
 from dtensor.runtime.simulate.trace import Trace, compare_traces
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute import topologies
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import ColumnParallel, RowParallel
@@ -103,6 +104,7 @@ __all__ = [
     "simulate",
     "spec",
     "testing",
+    "topologies",
     "trace",
     "train_step",
     "transfer",

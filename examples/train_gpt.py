@@ -2,14 +2,17 @@
 
     python examples/train_gpt.py --placements tp2pp2 --backend ray --compare
 
-`PLACEMENTS` is all that is parallel here. The run prints its plan before anything starts, trains on
-four actors, saves a checkpoint, goes on from it under another placement, and, with --compare, shows
-how far its losses are from those of plain PyTorch on one device with the same seed.
+`PLACEMENTS` is all that is parallel here. The run starts four actors, measures what they do in a
+second, prints its plan with the time that this predicts, trains, shows the measured time beside it,
+saves a checkpoint, goes on from it under another placement, and, with --compare, shows how far its
+losses are from those of plain PyTorch on one device with the same seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from gpt import GPT, Config
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from text import batches, load
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -101,15 +104,22 @@ def train(
         dt.load_state_dict(model, opt, saved)
         scheduler.load_state_dict(saved["scheduler"])
 
-    step = dt.train_step(
-        model, loss_fn, opt, inputs=place.inputs, schedule=place.schedule, clip_grad_norm=1.0
-    )
     next_logits = dt.compile(lambda model, tokens: model(tokens)[:, -1], mesh)
     data = list(batches(tokens, args.batch, args.context, steps, args.seed))
     console.rule(f"{name} on {backend}: steps {steps.start} to {steps.stop - 1}")
-    print(step.plan(*data[0]), flush=True)
 
     with dt.launch(mesh, backend=backend, device=args.device):
+        step = dt.train_step(
+            model,
+            loss_fn,
+            opt,
+            inputs=place.inputs,
+            schedule=place.schedule,
+            clip_grad_norm=1.0,
+            topology=dt.calibrate(),  # of these ranks; by default a plan is an H100's
+        )
+        print(step.plan(*data[0]), flush=True)
+        predicted = predict(step, *data[0], in_turns=backend == "inprocess")
 
         def logits(window: Tensor) -> Tensor:
             return next_logits(model, window).full_tensor()
@@ -125,6 +135,7 @@ def train(
                     report(float(losses[-2]))
             losses = [float(loss) for loss in losses]
             report(losses[-1])
+        compare_times(predicted, report.seconds, name, backend)
         show("after", generate(logits, tokenizer, tokens[: args.context]))
         state = dt.gather_state_dict(model, opt)
     return losses, {**state, "scheduler": scheduler.state_dict(), "step": steps.stop}
@@ -171,24 +182,53 @@ def show(when: str, text: str) -> None:
     console.print(text.strip(), markup=False, highlight=False, end="\n\n")
 
 
+def predict(step: dt.TrainStep, *batch: Tensor, in_turns: bool) -> float:
+    """Seconds of a simulated step. Of ranks `in_turns`, which share a thread, times add up."""
+    trace = dt.simulate(step, *batch)
+    if not in_turns:
+        return trace.seconds
+    return trace.alike * sum(trace.spent(rank, "compute") for rank in trace.ranks)
+
+
+def compare_times(predicted: float, measured: list[float], name: str, backend: str) -> None:
+    """The prediction beside the median of the steps after the first few, which warm up."""
+    if len(measured) < 5:
+        return
+    median = statistics.median(measured[3:])
+    ranks = dt.Mesh(**PLACEMENTS[name].mesh).size
+    how = "one after the other in this process" if backend == "inprocess" else "side by side"
+    console.print(
+        f"a step takes {1e3 * median:.1f} ms, {1e3 * predicted:.1f} ms were predicted for {ranks} "
+        f"ranks {how} on {os.cpu_count()} cores: {median / predicted:.2f} times",
+        highlight=False,
+    )
+
+
+class Report:
+    """Call it after each step with its loss; ``seconds``: what each step took."""
+
+    def __init__(self, bar: Progress, task: TaskID, tokens_per_step: int) -> None:
+        self.bar, self.task, self.tokens_per_step = bar, task, tokens_per_step
+        self.seconds: list[float] = []
+        self.last = time.perf_counter()
+
+    def __call__(self, loss: float) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.last)
+        self.last, done = now, len(self.seconds)
+        speed = done * self.tokens_per_step / sum(self.seconds)
+        text = f"loss {loss:.4f}   {speed:,.0f} tokens/s"
+        self.bar.update(self.task, advance=1, description=text)
+        if done % 20 == 0 or done == 1:
+            self.bar.console.print(f"step {done:4d}   {text}", highlight=False)
+
+
 @contextmanager
-def progress(num_steps: int, tokens_per_step: int) -> Iterator[Callable[[float], None]]:
-    """A bar with the loss and the tokens per second; call what it yields after each step."""
+def progress(num_steps: int, tokens_per_step: int) -> Iterator[Report]:
+    """A bar with the loss and the tokens per second."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=num_steps)
-        start, done = time.perf_counter(), 0
-
-        def report(loss: float) -> None:
-            nonlocal done
-            done += 1
-            speed = done * tokens_per_step / (time.perf_counter() - start)
-            text = f"loss {loss:.4f}   {speed:,.0f} tokens/s"
-            bar.update(task, advance=1, description=text)
-            if done % 20 == 0 or done == 1:
-                bar.console.print(f"step {done:4d}   {text}", highlight=False)
-
-        yield report
+        yield Report(bar, bar.add_task("", total=num_steps), tokens_per_step)
 
 
 def parser() -> argparse.ArgumentParser:

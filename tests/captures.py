@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dtensor.frontend.capture.call_as_module import flat_call
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
-from dtensor.frontend.graph import Graph
+from dtensor.frontend.graph import Const, Graph
+from dtensor.frontend.reads.reads import Reads
 
 _found: dict[object, Graph] = {}
 
@@ -30,15 +33,21 @@ def shared_capture(
     kwargs: dict[str, Any] | None = None,
     *,
     grads: Any,
+    each_call: bool = False,
 ) -> Graph:
-    if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__:
-        return capture(fn, args, kwargs, grads=grads)
+    if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__ or each_call:
+        return capture(fn, args, kwargs, grads=grads, each_call=each_call)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     around = surrounding()
     key = (fn.__code__, fn.__module__, grads, around, str(tree), *map(_key, leaves))
     if key not in _found:
         _found[key] = capture(fn, args, kwargs, grads=grads)
-    return _found[key]
+        return _found[key]
+    found = _found[key]
+    assert found.reads is not None
+    constants = [(c.name, c.value) for c in found.inputs if isinstance(c, Const)]
+    roots = flat_call(fn, args, kwargs or {}).roots
+    return replace(found, reads=Reads(roots, found.reads.ran, constants))
 
 
 def _key(leaf: Any) -> object:

@@ -145,7 +145,7 @@ def test_the_map_names_every_file():
         for f in FILES
         if f.is_relative_to(ROOT / "dtensor") and f.stem != "__init__"
     }
-    assert sorted(listed) == sorted(files - {"numerics", "errors"})
+    assert sorted(listed) == sorted(files - {"numerics", "errors", "showing"})
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", text)
     assert len(paths) > 60
     assert [
@@ -176,7 +176,7 @@ def test_the_path_of_the_readmes_example():
     text = python("-W", "ignore", "-m", "tests.path")
     files, lines, ran = (int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d", text))
     assert files > 20 and lines > ran > 1000
-    assert files <= 85 and lines <= 19_050 and ran <= 8_520, text
+    assert files <= 89 and lines <= 20_800 and ran <= 9_350, text
 
 
 def test_long_files_are_looked_at():

@@ -49,6 +49,7 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.showing import html_text, screen
 
 Strategy = tuple[Any, ...] | Mapping[str, Any]
 """(mesh, placements), (mesh, placements, options), or a dict with "mesh", "placements", options:
@@ -127,7 +128,7 @@ class Compared:
         return [[c for c in all_of if c.stage in held] for held in self.plan.hosted]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
     """What `compare` returns; its str is the table. ``comparison["tp4"]`` is a row."""
 
@@ -146,6 +147,13 @@ class Comparison:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        names = [row.name for row in self.rows]
+        return screen(f"<comparison of {self.name}: {listing(names)}>")
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __str__(self) -> str:
         return _table_of(self)

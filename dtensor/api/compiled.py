@@ -25,7 +25,14 @@ from dtensor.api.away import ONE_AT_A_TIME
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import fresh_name
 from dtensor.api.loaded_program import load, on_stage
-from dtensor.api.plan_call import BoundCall, Options, PlanCache, Planned, plan_call
+from dtensor.api.plan_call import (
+    BoundCall,
+    Options,
+    PlanCache,
+    Planned,
+    checked_capture,
+    plan_call,
+)
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import session_for
 from dtensor.api.stating.patterns import listing, nearest
@@ -40,6 +47,7 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.spec import make_spec
+from dtensor.showing import html_text
 
 Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
@@ -56,6 +64,13 @@ class CompiledFunction:
         self._options = replace(
             options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)
         )
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._name} on {self.mesh}, plans: {len(self.plans)}>"
+
+    def _repr_html_(self) -> str:
+        latest = self.plans.latest
+        return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
@@ -85,9 +100,13 @@ class CompiledFunction:
         return planned.graph.unflatten(results)
 
     def _planned(self, call: BoundCall) -> Planned:
-        return self.plans.get(
-            call.key, lambda: plan_call(call, self.mesh, "none", self._options, self._name)
-        )
+        def make(graph: Graph | None) -> Planned:
+            options = replace(self._options, graph=graph)
+            return plan_call(call, self.mesh, "none", options, self._name)
+
+        if self._options.each_call:
+            return self.plans.of_graph(call.graph("none", each_call=True), call.key(), make)
+        return self.plans.get(call, None, lambda: make(None))
 
     @property
     def _name(self) -> str:
@@ -102,6 +121,7 @@ def compile(
     out: Out = None,
     topology: Topology | None = None,
     search: str = "predictable",
+    capture: str = "once",
 ) -> CompiledFunction:
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
 
@@ -110,6 +130,8 @@ def compile(
             ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
         topology: what the planner prices with.
         search: "predictable" splits only what pins reach; "free" lifts that.
+        capture: "once": fn's Python runs once, and again where what it reads has changed; "each
+            call": at each call, so that it may draw random numbers and change attributes.
 
     Raises PlanningError at the first call, or at `plan`.
     """
@@ -117,9 +139,9 @@ def compile(
     check_callable("what compile takes", fn, fix)
     check_mesh(mesh)
     check_topology(topology)
-    return CompiledFunction(
-        fn, mesh, out, Options(topology=topology, search=checked_search(search))
-    )
+    each_call = checked_capture(capture)
+    options = Options(topology=topology, search=checked_search(search), each_call=each_call)
+    return CompiledFunction(fn, mesh, out, options)
 
 
 # -- out= ------------------------------------------------------------------------------------------

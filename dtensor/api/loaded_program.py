@@ -39,7 +39,13 @@ class LoadedProgram:
     """
 
     def __init__(
-        self, session: MeshSession, planned: Planned, program: Program, training: bool
+        self,
+        session: MeshSession,
+        planned: Planned,
+        program: Program,
+        state: Mapping[str, str],
+        *,
+        training: bool,
     ) -> None:
         self.session = session
         self.planned = planned
@@ -49,6 +55,20 @@ class LoadedProgram:
         }
         self.handle = session.cluster.load(program)
         self.writes = _written(planned, training)
+        self._state = state  # the names of constants and weights in the actors' tables
+        self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
+
+    def put_caught(self) -> None:
+        """Put what the tensors hold now that the program caught, where that is not there yet."""
+        reads = self.planned.graph.reads
+        if reads is None or not reads.caught:
+            return
+        reads.refresh()
+        changed = [c for c in reads.caught if self._put.get(c.name) != c.number]
+        if changed:
+            tensors = {caught.name: caught.kept for caught in changed}
+            _put_constants(self.session, self.planned.plan, self._state, tensors)
+            self._put.update((caught.name, caught.number) for caught in changed)
 
     def feed(
         self,
@@ -115,12 +135,16 @@ def load(
             device=session.cluster.device,
             roles=Roles(gradients=roles.gradients, optimizer=roles.optimizer, state=state),
         )
-        _put_constants(session, planned.plan, state)
-        loaded = LoadedProgram(session, planned, lowered, roles.optimizer is not None)
+        plan = planned.plan
+        made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
+        _put_constants(session, plan, state, made)
+        training = roles.optimizer is not None
+        loaded = LoadedProgram(session, planned, lowered, state, training=training)
         if planned.model is not None:
             check_apart(named_tensors(planned.model.module), loaded.writes)
         session.loaded[key] = (planned, loaded)
     program: LoadedProgram = session.loaded[key][1]
+    program.put_caught()
     if planned.model is not None:
         session.place(planned.model, planned.plan, planned.stages)
     return program
@@ -135,13 +159,15 @@ def _written(planned: Planned, training: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _put_constants(session: MeshSession, plan: Plan, state: Mapping[str, str]) -> None:
-    tensors = {i.name: i.constant for i in plan.flow.inputs if i.constant is not None}
+def _put_constants(
+    session: MeshSession, plan: Plan, state: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Put tensors, by the labels of the program's constants, on the ranks that hold these."""
     values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
     for item in plan.inputs:
-        if item.name in tensors:
+        if item.kind == "constant" and item.label in tensors:
             for rank in holders(plan, item):
-                values[rank][state[item.name]] = tensors[item.name]
+                values[rank][state[item.name]] = tensors[item.label]
     if any(values):
         session.put(values)
 

@@ -7,9 +7,10 @@
 
 Leaves of a call may be tensors (also on the meta device), DTensors, specs, parallelized or plain
 modules, and anything else, which is a constant of the program. A program depends on the shapes of
-tensors and specs, on the mode and the plain attributes of modules (a dropout's p, a temperature),
-on numbers and strings, and on anything else by identity; and on what programs of the same model
-that ran before chose for parameters that nothing was stated of.
+tensors and specs, on numbers and strings, on anything else by identity; on all that its capture
+read besides (frontend/reads): where that has changed, the call is captured again, and what was
+planned before is kept for when it changes back; and on what programs of the same model that ran
+before chose for parameters that nothing was stated of.
 
 Planning changes neither the model nor what asks for the plan. Nothing is launched here.
 """
@@ -17,7 +18,9 @@ Planning changes neither the model nor what asks for the plan. Nothing is launch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,11 +38,14 @@ from dtensor.api.stating.placing import (
     restated,
 )
 from dtensor.api.stating.stages import NO_STAGES, StagePlan
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_word
+from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.graph import Arg, Graph, Param
+from dtensor.frontend.graph import Arg, Const, Graph, Param
+from dtensor.frontend.reads.reads import Reads
+from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.actions import GridTimetable
 from dtensor.sharding.gc_pause import collector_paused
@@ -55,7 +61,7 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 Grads = Literal["none", "loss", "tangents"]
 
-_PLAIN = frozenset({bool, int, float, str})
+MOST_RECAPTURES = 3
 _DEEPEST = 4  # how far into an unknown object tensors are looked for
 
 
@@ -76,9 +82,9 @@ class BoundCall:
         return BoundCall(fn, tuple(leaves), tree)
 
     def key(self) -> object:
-        """What the captured program depends on: shapes, dtypes, placements, modules, numbers, the
-        autocast around the call."""
-        return (str(self.tree), tuple(leaf_key(leaf) for leaf in self.leaves), surrounding())
+        """What the captured program depends on of its arguments: shapes, dtypes, placements,
+        numbers, other objects by identity; and the autocast around the call."""
+        return (self.tree, tuple(map(leaf_key, self.leaves)), surrounding())
 
     @property
     def model(self) -> ParallelModule | None:
@@ -93,14 +99,14 @@ class BoundCall:
             )
         return next(iter(found.values()), None)
 
-    def graph(self, grads: Grads) -> Graph:
+    def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
         leaves = [for_capture(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
-        return capture(fn, args, kwargs, grads=grads)
+        return capture(fn, args, kwargs, grads=grads, each_call=each_call)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Planned:
     """A plan, what it came from, and which leaf of the call feeds which input.
 
@@ -114,12 +120,25 @@ class Planned:
     request: Request
     stages: StagePlan
 
+    def same(self) -> bool:
+        """Whether all that the capture read is the very same; False may be a false alarm."""
+        reads = self.graph.reads
+        return reads is None or reads.same()
+
+    def difference(self) -> str | None:
+        """What is not as the capture read it, by value."""
+        reads = self.graph.reads
+        return None if reads is None else reads.difference()
+
+    def __repr__(self) -> str:
+        return f"<planned: {self.plan!r}>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a plan depends on besides the call. ``inputs``: as stated, or pins that stand as they
     are, whatever the arguments are; ``split_results``: those on which nothing is stated may stay
-    split; ``graph``: the call's, where it is captured."""
+    split; ``graph``: the call's, where it is captured; ``each_call``: capture at each."""
 
     inputs: Mapping[str, Any] | InputPins | None = None
     split_results: bool = False
@@ -131,42 +150,111 @@ class Options:
     search: Search = "predictable"
     graph: Graph | None = None
     recompute: tuple[str, ...] = ()
+    each_call: bool = False
 
 
 class PlanCache:
     """Plans of one function by what they depend on; ``latest``: what was asked for last.
 
-    One that disagrees with what the model's programs have settled since is made anew.
+    One that disagrees with what the model's programs have settled since is made anew. A value that
+    changes from call to call is captured at each: a warning says so.
     """
 
     def __init__(self) -> None:
         self.latest: Planned | None = None
-        self._plans: dict[object, Planned] = {}
-        self._settled: dict[object, int] = {}  # the state of the model that a plan agrees with
+        self._plans: dict[object, list[Planned]] = {}  # by key, the last used first
+        self._asked: object = None  # the key of the latest
+        self._settled: dict[int, int] = {}  # by id of a plan, the state of the model it agrees with
+        self._changed: dict[str, list[float]] = {}  # what changed -> the seconds that this has cost
 
     def __len__(self) -> int:
-        return len({id(planned) for planned in self._plans.values()})
+        return sum(map(len, self._plans.values()))
 
-    def get(self, key: Callable[[], object], make: Callable[[], Planned]) -> Planned:
-        now = key()
-        found = self._plans.get(now)
-        if found is None or not self._agrees(now, found):
-            found = make()
-            # capture ran the function, which may count its calls in an attribute of a module
-            for one in (now, key()):
-                self._plans[one] = found
-                self._settled[one] = _settlement(found)
-        self.latest = found
+    def of_graph(self, graph: Graph, others: object, make: Callable[[Graph], Planned]) -> Planned:
+        """The plan of a graph that was captured for one call; of one that differs in the values of
+        constants alone, with those of this one."""
+        constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
+        key = (str(graph), str(graph.out_tree), others)
+        found = [p for p in self._plans.get(key, ()) if self._agrees(p)]
+        if not found:
+            alone = replace(graph, reads=Reads((), None, constants))
+            found = [make(alone)]
+            self._settled[id(found[0])] = _settlement(found[0])
+            self._plans[key] = found
+        self.latest = found[0]
+        reads = found[0].graph.reads
+        assert reads is not None
+        reads.hold(constants)
+        return found[0]
+
+    def get(self, call: BoundCall, others: object, make: Callable[[], Planned]) -> Planned:
+        """The plan of a call; ``others``: what it depends on besides."""
+        asked = call.key()
+        known = self._plans.get((asked, others), [])
+        if known and known[0].same() and self._agrees(known[0]):
+            self.latest = known[0]
+            return known[0]
+        found, changed = self._known(known)
+        if found is None:
+            found = self._made(changed or _changed_number(self._asked, asked, call), make)
+            known = [planned for planned in known if self._agrees(planned)]
+        self._plans[asked, others] = [found, *(p for p in known if p is not found)]
+        self.latest, self._asked = found, asked
         return found
 
-    def _agrees(self, key: object, planned: Planned) -> bool:
+    def _known(self, known: Sequence[Planned]) -> tuple[Planned | None, str | None]:
+        """Of plans for such arguments the one that is still right, and what is not as the last one
+        read it."""
+        for planned in known:
+            if planned.same() and self._agrees(planned):
+                return planned, None
+        changed: str | None = None
+        for planned in known:
+            difference = planned.difference()
+            if difference is None and self._agrees(planned):
+                return planned, changed
+            changed = changed or difference
+        return None, changed
+
+    def _made(self, changed: str | None, make: Callable[[], Planned]) -> Planned:
+        began = time.perf_counter()
+        found = make()
+        self._settled[id(found)] = _settlement(found)
+        if changed is not None:
+            what = changed.partition(": ")[0]
+            spent = self._changed.setdefault(what, [])
+            spent.append(time.perf_counter() - began)
+            if len(spent) == MOST_RECAPTURES:
+                warnings.warn(
+                    f"{changed}. A step was captured for each of its last {len(spent) + 1} values, "
+                    f"{sum(spent):.1f} s in all, and will be for the next.\n"
+                    f"fix: pass torch.tensor(...) of it as an argument of the step, and read that",
+                    stacklevel=caller_level(),
+                )
+        return found
+
+    def _agrees(self, planned: Planned) -> bool:
         settlement = _settlement(planned)
-        if self._settled[key] != settlement:
+        if self._settled[id(planned)] != settlement:
             model = planned.model
             if model is not None and not model.agrees(planned.plan, planned.stages):
                 return False
-            self._settled[key] = settlement
+            self._settled[id(planned)] = settlement
         return True
+
+
+def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
+    """The argument in which the keys of two calls differ, where that is one, and a number."""
+    if before is None or before[0] != now[0]:
+        return None
+    pairs = list(zip(before[1], now[1], strict=True))
+    differing = [i for i, (a, b) in enumerate(pairs) if a != b]
+    if len(differing) != 1 or type(call.leaves[differing[0]]) not in (int, float):
+        return None
+    args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
+    name = leaf_names(call.fn, args, kwargs)[differing[0]]
+    a, b = (key[1] if isinstance(key, tuple) else key for key in pairs[differing[0]])
+    return f"the argument {name}: {a} -> {b}"
 
 
 def _settlement(planned: Planned) -> int:
@@ -285,6 +373,15 @@ def _input_pins(
     return InputPins(pins=merged, batch=pins.batch)
 
 
+CAPTURES = ("once", "each call")
+
+
+def checked_capture(capture: str) -> bool:
+    """Whether a step is captured at each call. PlanningError for what is no such word."""
+    check_word("capture", capture, CAPTURES)
+    return capture == "each call"
+
+
 def parameter_labels(graph: Graph) -> frozenset[str]:
     return frozenset(entry.name for entry in graph.inputs if isinstance(entry, Param))
 
@@ -316,27 +413,12 @@ def leaf_key(leaf: Any) -> object:
             return (leaf, leaf.requires_grad)
         case torch.Tensor():
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        case ParallelModule():
-            return (_Same(leaf), _settings(leaf.module))
-        case torch.nn.Module():
-            return (_Same(leaf), _settings(leaf))
-        case int() | float() | str() | bool() | None:
+        case float():
+            return repr(leaf)  # 0.0 == -0.0, and nan is not nan
+        case int() | str() | bool() | None:
             return (type(leaf), leaf)
         case _:
             return _Same(leaf)
-
-
-def _settings(module: torch.nn.Module) -> tuple[object, ...]:
-    """``training`` and the other plain attributes, which forward may read; tensors that are no
-    buffers are constants of the program."""
-    return tuple(
-        tuple(
-            value if type(value) in _PLAIN else (_Same(value), value._version)
-            for value in vars(part).values()
-            if type(value) in _PLAIN or type(value) is torch.Tensor  # isinstance of it is slow
-        )
-        for part in module.modules()
-    )
 
 
 def for_capture(leaf: Any) -> Any:

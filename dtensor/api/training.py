@@ -29,6 +29,7 @@ from dtensor.api.plan_call import (
     Options,
     PlanCache,
     Planned,
+    checked_capture,
     parameter_labels,
     plan_call,
 )
@@ -49,6 +50,7 @@ from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.showing import html_text, screen
 
 RUN_AHEAD = 2
 
@@ -65,6 +67,7 @@ class StepOptions:
     keep_gradients: bool
     recompute: tuple[str, ...]
     master_weights: bool
+    each_call: bool
 
 
 class Loss:
@@ -167,6 +170,16 @@ class TrainStep:
         self._running: deque[Loss] = deque()
         self._session: MeshSession | None = None  # of the last step
 
+    def __repr__(self) -> str:
+        schedule = self.options.schedule
+        order = f"{type(schedule).__name__}, microbatches: {schedule.microbatches}"
+        by = f"{type(self.optimizer).__name__}, {order}, plans: {len(self.plans)}"
+        return screen(f"<step of {self._name}: {by}\n  {self.model!r}>")
+
+    def _repr_html_(self) -> str:
+        latest = self.plans.latest
+        return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
+
     # -- planning --------------------------------------------------------------------------------
 
     def plan(self, *batch: Any, hints: bool = False, **kwargs: Any) -> Plan:
@@ -195,12 +208,7 @@ class TrainStep:
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         groups = self._groups()
 
-        def key() -> object:
-            with as_it_is():
-                trained = tuple(p.requires_grad for p in self.model.parameters())
-            return (call.key(), trained, groups)
-
-        def make() -> Planned:
+        def make(graph: Graph | None) -> Planned:
             options = Options(
                 inputs=self.options.inputs,
                 num_microbatches=self.options.schedule.microbatches,
@@ -211,10 +219,15 @@ class TrainStep:
                 recompute=self.options.recompute,
                 graph=graph,
             )
-            name = getattr(self.loss_fn, "__name__", "step").strip("<>")
-            return plan_call(call, self.model.mesh, "loss", options, name)
+            return plan_call(call, self.model.mesh, "loss", options, self._name)
 
-        return self.plans.get(key, make)
+        if self.options.each_call:
+            return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
+        return self.plans.get(call, groups, lambda: make(graph))
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.loss_fn, "__name__", "step").strip("<>")
 
     def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
         known = parameter_labels(graph)
@@ -349,6 +362,7 @@ def train_step(
     keep_gradients: bool = False,
     recompute: Sequence[str] | None = None,
     master_weights: bool = False,
+    capture: str = "once",
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -364,6 +378,10 @@ def train_step(
             computed again; `parallelize` takes it too.
         master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
             these rounded; the copies are split as its state is, and saved with it.
+        capture: "once": loss_fn's Python runs once, and again where what it reads has changed.
+            "each call": it runs at each call, so that it may draw from Python's or numpy's random
+            numbers and change attributes; that costs the time of a capture, and where the ops
+            differ, of planning.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -400,6 +418,7 @@ def train_step(
         keep_gradients=keep_gradients,
         recompute=again,
         master_weights=master_weights,
+        each_call=checked_capture(capture),
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())

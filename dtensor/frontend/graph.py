@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from dtensor.frontend.reads.reads import Reads
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
 
@@ -110,14 +111,16 @@ class OutTree:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Graph:
-    """A captured program."""
+    """A captured program. ``reads``: what it read besides its arguments; None for one that was not
+    captured from Python."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     out_tree: OutTree
+    reads: Reads | None = None
 
     def __post_init__(self) -> None:
         self.verify()
@@ -158,6 +161,10 @@ class Graph:
                 assert backward == (node.meta["phase"] == "backward"), (
                     f"{node.name} is out of phase"
                 )
+
+    def __repr__(self) -> str:
+        num = f"inputs: {len(self.inputs):,}, ops: {len(self.nodes):,}"
+        return f"<graph, {num}, outputs: {len(self.outputs):,}>"
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = []

@@ -132,6 +132,14 @@ def user_place() -> Place | None:
     return found[-1] if found else None
 
 
+def caller_level() -> int:
+    """How many frames up the first caller is that is not of this package: what a warning names."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("dtensor."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def source_here() -> Source | None:
     """The line in the calling stack."""
     place = user_place()

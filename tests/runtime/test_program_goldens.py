@@ -96,7 +96,9 @@ def text_of(name: str) -> str:
         program = loaded(session).handle.program
         dt.gather_state_dict(model)
     functions = [f"{name}\n{f.source}" for name, f in program.functions if kind == "mlp"]
-    return "\n\n".join([str(step.plan(*given)), program.text(), *functions]).rstrip() + "\n"
+    return (
+        "\n\n".join([step.plan(*given).text(full=True), program.text(), *functions]).rstrip() + "\n"
+    )
 
 
 def loaded(session: object) -> LoadedProgram:

@@ -44,6 +44,7 @@ from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.shards import assemble_at, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
+from dtensor.showing import html_text, screen
 
 
 class DTensor(CellTensor):
@@ -217,7 +218,10 @@ class DTensor(CellTensor):
             tail = f",\n        grad_fn=<{self.grad_fn.name().removesuffix('0')}>"
         elif self.requires_grad:
             tail = ",\n        requires_grad=True"
-        return f"{head},\n        {text}{tail})"
+        return screen(f"{head},\n        {text}{tail})")
+
+    def _repr_html_(self) -> str:
+        return html_text(repr(self))
 
 
 def _as_tensors(made: Any) -> Any:

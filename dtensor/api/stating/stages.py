@@ -63,8 +63,10 @@ class StagePlan:
 
     axis: str | None
     num_stages: int
-    held: Mapping[str, tuple[int, ...]]
-    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    held: Mapping[str, tuple[int, ...]] = field(repr=False)
+    homes: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict[str, tuple[int, ...]], repr=False
+    )
     ranks: tuple[int, ...] = ()
     patterns: tuple[tuple[str, ...], ...] = ()
     auto: bool = False

@@ -50,7 +50,7 @@ from dtensor.daft.ir.text import columns, format_instruction
 Built: TypeAlias = Callable[..., tuple[object, ...]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RankProgram:
     """One rank's list. `nbytes` are (value, bytes) of Call outputs, inputs and state."""
 
@@ -60,12 +60,15 @@ class RankProgram:
     state: tuple[str, ...] = ()
     nbytes: tuple[tuple[str, int], ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<list of {len(self.instructions):,} instructions>"
+
     def text(self) -> str:
         """The instructions in the grammar of `text.py`, one a line."""
         return "\n".join(map(format_instruction, self.instructions))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program:
     """A list for each rank; `stage_of[rank]` is its pipeline stage, which errors name."""
 
@@ -84,6 +87,10 @@ class Program:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def __repr__(self) -> str:
+        num = sum(len(rank.instructions) for rank in self.ranks)
+        return f"<program {self.name}: ranks: {self.size:,}, instructions: {num:,}>"
 
     def __str__(self) -> str:
         titles = [f"rank {r} (stage {stage})" for r, stage in enumerate(self.stage_of)]
@@ -106,7 +113,7 @@ class Program:
         return "\n".join(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Function:
     """Python source that defines `forward`, with the globals (`bindings`) that it needs.
 
@@ -126,6 +133,9 @@ class Function:
             source="forward = wrapped",
             bindings=(("wrapped", fn),),
         )
+
+    def __repr__(self) -> str:
+        return f"<function {self.name}, lines: {len(self.source.splitlines()):,}>"
 
     @property
     def filename(self) -> str:

@@ -28,8 +28,23 @@ from torch.utils import _pytree as pytree
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.patches import region
-from dtensor.frontend.capture.refusals import Watch, assigned_attribute, planning_error
+from dtensor.frontend.capture.refusals import (
+    Watch,
+    assigned_attribute,
+    hooks_on_gradients,
+    planning_error,
+    requires_grad_kept,
+)
 from dtensor.frontend.graph import Arg, OutTree, type_text
+from dtensor.frontend.reads.effects import Before, Change
+from dtensor.frontend.reads.ran import CodeRecorder
+from dtensor.frontend.reads.walk import (
+    BACKWARD_HOOKS,
+    GLOBAL_BACKWARD_HOOKS,
+    PLAIN,
+    Roots,
+    has_hooks,
+)
 from dtensor.frontend.source import source_of_callable
 
 Grads = Literal["none", "loss", "tangents"]
@@ -38,7 +53,8 @@ Grads = Literal["none", "loss", "tangents"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatCall:
     """`args` are the tensor leaves; `modules` maps the root's child names to modules, and
-    `prefixes` the same names to the user's prefix ("" when there is one module)."""
+    `prefixes` the same names to the user's prefix ("" when there is one module). `roots`: what
+    there is to read besides the tensors."""
 
     fn: Callable[..., Any]
     leaves: tuple[Any, ...]
@@ -46,6 +62,7 @@ class FlatCall:
     args: tuple[Arg, ...]
     modules: dict[str, nn.Module]
     prefixes: dict[str, str]
+    roots: Roots
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -54,7 +71,7 @@ class FlatCall:
 
 def flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    names = _leaf_names(fn, args, kwargs)
+    names = leaf_names(fn, args, kwargs)
     assert len(names) == len(leaves)
     owner = fn.__self__ if isinstance(fn, MethodType) else fn
     found: dict[str, nn.Module] = {"module": owner} if isinstance(owner, nn.Module) else {}
@@ -77,10 +94,19 @@ def flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         ),
         modules=children,
         prefixes=prefixes,
+        roots=(
+            *((prefixes[child], module) for child, module in children.items()),
+            (str(getattr(fn, "__name__", type(fn).__name__)), fn),
+            *(
+                (names[i], leaf)
+                for i, leaf in enumerate(leaves)
+                if not isinstance(leaf, (torch.Tensor, nn.Module, *PLAIN))
+            ),
+        ),
     )
 
 
-def _leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """`tokens`, `batch.0`, `batch.ids`: the parameter's name and the path inside its value."""
     try:
         parameters = list(
@@ -117,33 +143,47 @@ def _key_text(key: Any) -> str:
 
 
 class _Seen:
-    """A box, because the export restores the root's own attributes."""
+    """A box, because the export restores the root's own attributes. ``changes``: what the call has
+    changed besides tensors."""
 
     out_tree: OutTree
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
 
 
 class CallAsModule(nn.Module):
     """The root that is exported; its forward, once run, leaves the user's structure in `seen`."""
 
-    def __init__(self, call: FlatCall, grads: Grads, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        call: FlatCall,
+        grads: Grads,
+        before: Before,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         for name, module in call.modules.items():
             self.add_module(name, module)
         self.call = call
         self.grads = grads
         self.autocast = autocast  # the region around the call
+        self.before = before
         self.seen = _Seen()
+        self.recorder = CodeRecorder()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)
         for arg, tensor in zip(self.call.args, tensors, strict=True):
             leaves[arg.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
-        before = _present(self.call)
-        with Watch(), region(self.autocast):
-            out = self.call.fn(*args, **kwargs)
-        if made := sorted(_present(self.call) - before):
-            raise assigned_attribute(made, source_of_callable(self.call.fn))
+        held = _held(self.call)
+        try:
+            with self.recorder, Watch(self.recorder), region(self.autocast):
+                out = self.call.fn(*args, **kwargs)
+        finally:
+            self.seen.changes += self.before.changes()
+        self._check_held(held)
         if self.grads == "loss":
             self._check_loss(out)
         flat, spec = pytree.tree_flatten(out)
@@ -159,6 +199,28 @@ class CallAsModule(nn.Module):
         if self.grads == "loss":
             return (results[0].clone(), *(r.detach().clone() for r in results[1:]))
         return tuple(r.clone() for r in results)
+
+    def _check_held(self, before: dict[tuple[str, str], torch.Tensor | None]) -> None:
+        """A buffer that forward assigned anew is changed in place instead, which is the same where
+        steps are separate; what else it assigned would be lost."""
+        now = _held(self.call)
+        source = source_of_callable(self.call.fn)
+        if made := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
+            raise assigned_attribute(made, source)
+        modules = _modules(self.call)
+        for (path, name), old in before.items():
+            new = now.get((path, name))
+            if new is old:
+                continue
+            shapes = [(x.shape, x.dtype) if x is not None else None for x in (old, new)]
+            if name in modules[path]._parameters or old is None or shapes[0] != shapes[1]:
+                raise assigned_attribute([f"{path}{name}"], source)
+            assert new is not None
+            if new.requires_grad:
+                raise requires_grad_kept(f"{path}{name}", source)
+            with torch.no_grad():
+                old.copy_(new)
+            modules[path]._buffers[name] = old
 
     def _check_loss(self, out: Any) -> None:
         source = source_of_callable(self.call.fn)
@@ -188,12 +250,21 @@ class CallAsModule(nn.Module):
             )
 
 
-def _present(call: FlatCall) -> set[str]:
-    """The parameters and buffers that there are: forward may have made some, as a cache."""
+def _modules(call: FlatCall) -> dict[str, nn.Module]:
+    """Every module, by its path and a dot; the root's own is ""."""
     return {
-        ".".join(filter(None, (path, name)))
+        f"{path}." if path else "": module
         for child, root in call.modules.items()
         for path, module in root.named_modules(prefix=call.prefixes[child])
+    }
+
+
+def _held(call: FlatCall) -> dict[tuple[str, str], torch.Tensor | None]:
+    """The parameters and buffers by module and name; those that are None only where they are a
+    buffer: forward may make it, as a cache."""
+    return {
+        (path, name): tensor
+        for path, module in _modules(call).items()
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]
         if tensor is not None
     }
@@ -210,6 +281,20 @@ def _returned_text(out: Any) -> str:
             return f"({', '.join(_returned_text(v) for v in out)})"
         case _:
             return f"{out!r} ({type(out).__name__})"
+
+
+def refuse_hooks(call: FlatCall, grads: Grads) -> None:
+    """PlanningError for hooks on gradients, which no capture calls."""
+    found: list[str] = []
+    for path, module in _modules(call).items() if grads != "none" else ():
+        space = vars(module)
+        if any(space.get(kind) for kind in BACKWARD_HOOKS):
+            found.append(path.rstrip(".") or type(module).__name__)
+        for name, x in [*module._parameters.items(), *module._buffers.items()]:
+            if x is not None and has_hooks(x):
+                found.append(f"{path}{name}")
+    if found or (grads != "none" and any(GLOBAL_BACKWARD_HOOKS)):
+        raise hooks_on_gradients(found or ["every module"], source_of_callable(call.fn))
 
 
 @contextmanager

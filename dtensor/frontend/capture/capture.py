@@ -9,7 +9,10 @@ it, rewrites on that forward graph (canonical.py), torch's joint export, of repe
 from a backward op to its forward, and captured every model it was tried on; `make_fx` of a gradient
 has none of these.
 
-Invariants: nothing is computed, no memory is taken, the user's objects are as before.
+The graph knows what it read besides its arguments (frontend/reads). What the call changes is put
+back; where a second capture changes nothing more, it was a cache, and stays filled.
+
+Invariants: nothing is computed, no memory is taken, the user's objects are as before but for such.
 Not here: placements; what cannot be captured (refusals.py); what torch is changed for (patches.py).
 """
 
@@ -17,7 +20,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +31,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor.frontend.capture.call_as_module import CallAsModule, Grads, faked, flat_call
+from dtensor.frontend.capture.call_as_module import (
+    CallAsModule,
+    FlatCall,
+    Grads,
+    faked,
+    flat_call,
+    refuse_hooks,
+)
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import Held
 from dtensor.frontend.capture.layers import segments_of
@@ -35,13 +47,23 @@ from dtensor.frontend.capture.refusals import (
     ASSIGNED,
     assigned_attribute,
     assigned_names,
+    changes_outside,
     check_forward,
     data_dependent,
     data_dependent_errors,
+    draws,
 )
-from dtensor.frontend.graph import Graph
+from dtensor.frontend.graph import Const, Graph
 from dtensor.frontend.marks import capturing_marks
-from dtensor.frontend.source import source_of_callable, source_of_exception
+from dtensor.frontend.reads.effects import Before, Change, line_of_change, redo, undo
+from dtensor.frontend.reads.reads import Reads
+from dtensor.frontend.reads.walk import walk
+from dtensor.frontend.source import (
+    caller_level,
+    line_of,
+    source_of_callable,
+    source_of_exception,
+)
 from dtensor.sharding.gc_pause import collector_paused
 
 
@@ -52,6 +74,7 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     grads: Grads,
+    each_call: bool = False,
 ) -> Graph:
     """The graph of `fn(*args, **kwargs)`; of tensors only shape, dtype and requires_grad count.
 
@@ -61,29 +84,99 @@ def capture(
         grads: "none": forward only. "loss": fn returns a scalar or (scalar, {name: scalar}) and
             the first is differentiated by all parameters and tensor arguments that require grad,
             with cotangent 1. "tangents": each result that requires grad gets a `Tangent`.
+        each_call: this graph is for one call: the call's Python may draw random numbers and change
+            attributes, as it would in torch.
 
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
-    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
-    from dtensor.frontend.capture.to_graph import to_graph
-
     call = flat_call(fn, args, kwargs or {})
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    root = CallAsModule(call, grads, surrounding())
-    with (
-        torch.enable_grad(),
-        capturing_marks(),
-        patched(below=CallAsModule.forward),
-        faked(call, grads, mode) as tensors,
-    ):
-        forward = _export(root, tensors)
-        canonicalise(forward, itertools.count())
-        check_forward(forward)
-        # Attention that `canonicalise` leaves decomposes the same on every machine.
-        with sdpa_kernel(SDPBackend.MATH), whole_layers():
-            joint = _differentiate(forward, tensors, mode)
-            return to_graph(root, joint, forward, mode)
+    refuse_hooks(call, grads)
+    first = _Capture(call, grads, each_call=each_call)
+    if each_call:
+        first.check_tensors()
+        redo(first.changes)
+        return first.with_reads()
+    first.check()
+    if not first.changes:
+        return first.with_reads()
+    redo(first.changes)
+    try:  # a cache that is filled once is filled now; what changes again would be lost
+        second = _Capture(call, grads)
+        second.check()
+        if second.changes:
+            ran = second.ran
+            raise changes_outside(second.changes, ran, source_of_callable(fn))
+    except BaseException:
+        undo(first.changes)
+        raise
+    if second.text() == first.text():
+        return second.with_reads()
+    undo(first.changes)
+    graph = first.with_reads()  # as before the cache was filled: the next call is captured again
+    redo(first.changes)
+    return graph
+
+
+class _Capture:
+    """One run of a call's Python. ``changes``: what it changed, which is as before it again."""
+
+    def __init__(self, call: FlatCall, grads: Grads, *, each_call: bool = False) -> None:
+        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        from dtensor.frontend.capture.to_graph import to_graph
+
+        self.call = call
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        before = Before(walk(call.roots))
+        root = CallAsModule(call, grads, before, surrounding())
+        self.changes: list[Change] = root.seen.changes
+        try:
+            with (
+                torch.enable_grad(),
+                capturing_marks(),
+                patched(below=CallAsModule.forward),
+                faked(call, grads, mode) as tensors,
+            ):
+                forward = _export(root, tensors)
+                canonicalise(forward, itertools.count())
+                check_forward(forward)
+                # Attention that `canonicalise` leaves decomposes the same on every machine.
+                with sdpa_kernel(SDPBackend.MATH), whole_layers():
+                    joint = _differentiate(forward, tensors, mode)
+                    self.graph = to_graph(root, joint, forward, mode)
+        finally:
+            undo(self.changes)
+            before.forget_cached()
+            self.moved = before.moved()
+            if not each_call:
+                before.put_back()
+        self.ran = root.recorder.codes()
+        self.outside = root.recorder.outside()
+
+    def check_tensors(self) -> None:
+        if lost := [change for change in self.changes if change.has_tensors]:
+            line = line_of_change(lost[0], self.ran) or source_of_callable(self.call.fn)
+            raise assigned_attribute([change.path for change in lost], line)
+
+    def check(self) -> None:
+        for what, code in self.outside:
+            line = line_of(code.co_filename, code.co_firstlineno, code.co_name)
+            warnings.warn(
+                f"the program reads {what}, once: when it is captured ({line}: {line.text})",
+                stacklevel=caller_level(),
+            )
+        self.check_tensors()
+        if self.moved:
+            raise draws(self.moved, source_of_callable(self.call.fn))
+
+    def text(self) -> str:
+        constants = [c.value.tolist() for c in self.graph.inputs if isinstance(c, Const)]
+        return f"{self.graph}{constants}"
+
+    def with_reads(self) -> Graph:
+        """The graph, with what it read as that is now."""
+        constants = [(c.name, c.value) for c in self.graph.inputs if isinstance(c, Const)]
+        return replace(self.graph, reads=Reads(self.call.roots, self.ran, constants))
 
 
 def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:

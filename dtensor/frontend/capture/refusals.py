@@ -13,7 +13,8 @@ propagate as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import type_text
+from dtensor.frontend.reads.effects import Change, line_of_change
+from dtensor.frontend.reads.ran import CodeRecorder
+from dtensor.frontend.reads.walk import RanCode
 from dtensor.frontend.source import Source, source_here, source_of_trace
 
 
@@ -69,8 +73,20 @@ _ASKS: dict[Callable[..., Any], str] = {
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
+_HOOKS = {
+    torch.Tensor.register_hook: "a hook on a gradient",
+    torch.Tensor.register_post_accumulate_grad_hook: "a hook on a gradient",
+    torch.Tensor.retain_grad: "retain_grad()",
+}
+
+
 class Watch(TorchFunctionMode):
-    """Sees each torch call of the user's function, before anything is computed."""
+    """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
+    code torch runs for it is of no interest."""
+
+    def __init__(self, recorder: CodeRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
 
     def __torch_function__(
         self,
@@ -88,7 +104,11 @@ class Watch(TorchFunctionMode):
                 source=source_here(),
                 fix="return the loss, and let the runtime differentiate it",
             )
-        for value in (*args, *kwargs.values()):
+        if func in _HOOKS:
+            raise hooks_on_gradients([type_text(args[0])], source_here(), _HOOKS[func])
+        calls_back = False
+        for value in _opened((*args, *kwargs.values())):
+            calls_back |= isinstance(value, FunctionType)
             if isinstance(value, torch.Tensor) and _is_stray(value):
                 raise planning_error(
                     "A tensor that requires grad is used but was not passed in: its gradient "
@@ -97,7 +117,19 @@ class Watch(TorchFunctionMode):
                     source=source_here(),
                     fix="pass the module as an argument, as in loss_fn(model, x)",
                 )
-        return func(*args, **kwargs)
+        if calls_back:
+            return func(*args, **kwargs)
+        with self.recorder.paused():
+            return func(*args, **kwargs)
+
+
+def _opened(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, of lists and tuples their items."""
+    for value in values:
+        if type(value) in (list, tuple):
+            yield from value
+        else:
+            yield value
 
 
 def _is_constant(x: torch.Tensor) -> bool:
@@ -131,6 +163,61 @@ def assigned_attribute(names: Sequence[str], source: Source | None) -> PlanningE
         source=source,
         fix="return the tensor, or register it as a buffer and change it in place; a cache that "
         "stays as it is: let one call of the module fill it before",
+    )
+
+
+def requires_grad_kept(name: str, source: Source | None) -> PlanningError:
+    return planning_error(
+        "A buffer is changed to a value that requires grad: steps would share gradients.",
+        f"buffer {name}",
+        source=source,
+        fix="change it under torch.no_grad(), or from a detached value",
+    )
+
+
+def hooks_on_gradients(
+    where: Sequence[str], source: Source | None, what: str = "a hook on a gradient"
+) -> PlanningError:
+    return planning_error(
+        f"The program has {what}, which a captured step would not call.",
+        *where,
+        source=source,
+        fix="remove the hook; step.gradients() gives gradients, clip_grad_norm= clips them, and a "
+        "torch.library.custom_op with register_autograd may change one",
+    )
+
+
+def changes_outside(
+    changes: Sequence[Change], ran: RanCode | None, source: Source | None
+) -> PlanningError:
+    """For a program that changes, at each call, what a captured step would change once."""
+    return planning_error(
+        "The program changes what is there after the call, each time that it is called; a captured "
+        "step runs this Python once.",
+        *map(str, changes[:4]),
+        source=line_of_change(changes[0], ran) or source,
+        fix="keep it in a buffer that is changed in place (register_buffer), return it, or change "
+        "it outside the step",
+    )
+
+
+def draws(generators: Sequence[str], source: Source | None) -> PlanningError:
+    """For random numbers of Python's or numpy's, which a captured step would draw once."""
+    return planning_error(
+        f"The program draws from {', '.join(generators)}; a captured step would draw once, and "
+        f"compute with that number ever after.",
+        source=source,
+        fix="draw it with torch (torch.rand, dropout), pass it as an argument, or state "
+        'capture="each call"',
+    )
+
+
+def advances(iterators: Sequence[str], source: Source | None) -> PlanningError:
+    return planning_error(
+        "The program reads an iterator, which a captured step would advance once.",
+        *iterators,
+        source=source,
+        fix="take the next value outside the step, and pass it as an argument",
     )
 
 

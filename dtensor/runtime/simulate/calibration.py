@@ -107,6 +107,7 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     batch, heads, positions, width = sizes.attention
     # of a forward and its backward, as the rules of both count them
     attended = (1 + 2.5) * 2 * batch * heads * positions**2 * 2 * width
+    where = "ranks side by side" if busy else "each rank alone in this process"
     return Topology(
         latency={axis: _rounded(fit[0]) for axis, fit in fits.items()},
         bandwidth={axis: _rounded(fit[1]) for axis, fit in fits.items()},
@@ -117,6 +118,7 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
         attention_flops=_rounded(attended / local["attention"]),
         # the streams are parameters and gradients in halves
         update_bandwidth=_rounded(UPDATED * (nbytes / 2) / local["update"]),
+        name=f"calibrated on {mesh}, {device.type}, {where}",
     )
 
 

@@ -27,6 +27,7 @@ from dtensor.daft.run.engine import TIMES
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.showing import html_text, screen
 
 Track = Literal["compute", "wait", "communication"]
 _TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
@@ -60,7 +61,7 @@ def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float
     return Span(rank=rank, track=track, name=item.label, begin=begin, end=end, source=item.source)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Trace:
     """``ranks``: those that have spans, each of which stands for ``alike`` ranks of the mesh.
 
@@ -94,6 +95,14 @@ class Trace:
         total = self.seconds * len(self.ranks)
         busy = sum(span.seconds for span in self.spans if span.track == "compute")
         return 1.0 - busy / total if total else 0.0
+
+    def __repr__(self) -> str:
+        took = f"{seconds_text(self.seconds)}, spans: {len(self.spans):,}"
+        return f"<trace {self.name}: {took}, ranks: {len(self.ranks):,}>"
+
+    def _repr_html_(self) -> str:
+        """The drawing: notebooks prefer what has this name to `_repr_svg_`."""
+        return self._repr_svg_()
 
     def __str__(self) -> str:
         rows = [["", *_TRACKS.values(), _HELD], *self._table()]
@@ -284,7 +293,7 @@ def _ticks(seconds: float) -> list[tuple[float, str]]:
 # -- two of them side by side ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TraceComparison:
     """Rows: (rank, what, predicted seconds, measured seconds) of one step."""
 
@@ -296,6 +305,13 @@ class TraceComparison:
     def ratio(self) -> float:
         """Measured over predicted time of the step."""
         return self.measured / self.predicted if self.predicted else float("inf")
+
+    def __repr__(self) -> str:
+        step = f"{seconds_text(self.predicted)} predicted, {seconds_text(self.measured)} measured"
+        return f"<traces of a step: {step}, rows: {len(self.rows):,}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(screen(str(self)))
 
     def __str__(self) -> str:
         rows = [["", "", "predicted", "measured", "ratio"]]

@@ -83,12 +83,16 @@ class Output:
     stage: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Dataflow:
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Output, ...]
     num_stages: int = 1
+
+    def __repr__(self) -> str:
+        num = f"inputs: {len(self.inputs):,}, ops: {len(self.ops):,}"
+        return f"<dataflow, {num}, outputs: {len(self.outputs):,}>"
 
     @cached_property
     def metas(self) -> dict[str, Meta]:

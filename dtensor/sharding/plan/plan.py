@@ -5,7 +5,8 @@
     plan.cost             predicted seconds of a step
     plan.regions          what runs again in the backward; plan.plain is the plan without that
     plan.explain("h")     why a value has its placement, why each collective on it is there
-    print(plan)           one step a line
+    print(plan)           one step a line, repeated layers once; plan.text(full=True) has all
+    plan.summary()        what matters of it in 25 lines
 
 What is decided is its record (record.py); all else follows from that.
 """
@@ -18,14 +19,17 @@ from typing import Any
 
 from dtensor.sharding.plan.cost.memory import Memory, memory_of
 from dtensor.sharding.plan.cost.seconds import Cost, PlannedCollective, all_collectives, cost_of
+from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.text.explain import explain
+from dtensor.sharding.plan.text.folded import render_folded
 from dtensor.sharding.plan.text.render import render
 from dtensor.sharding.plan.text.rounding import rounding_text
+from dtensor.sharding.plan.text.summary import summary_html, summary_text
 from dtensor.sharding.plan.verify import verify
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlanRecord):
     """See the module docstring, and `PlanRecord` for what it holds."""
 
@@ -75,5 +79,19 @@ class Plan(PlanRecord):
         """AssertionError where the plan contradicts itself; every plan is verified when made."""
         verify(self)
 
+    def text(self, *, full: bool = False) -> str:
+        """What `print` shows, layers that are alike only once; ``full``: each layer, each step."""
+        labels = (*(i.label for i in self.inputs), *(op.module for op in self.flow.ops))
+        layered = any(without_numbers(label) != label for label in labels)
+        return render_folded(self) if layered and not full else render(self)
+
+    def summary(self) -> str:
+        """At most 25 lines: what is split, sent and held, what takes longest, seconds, and of
+        what hardware."""
+        return summary_text(self)
+
     def __str__(self) -> str:
-        return render(self)
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return summary_html(self)

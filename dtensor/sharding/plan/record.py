@@ -37,7 +37,7 @@ class Opened:
     size: int
     values: tuple[str, ...]
     label: str
-    reached: tuple[str, ...]
+    reached: tuple[str, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Region:
     stage: int
     saved: tuple[str, ...]
     communicated: tuple[str, ...]
-    repeated: tuple[tuple[str, str], ...]
+    repeated: tuple[tuple[str, str], ...] = field(repr=False)
     num_ops: int
     flops: int
 
@@ -112,7 +112,7 @@ class Hint:
     opposite_bytes_sent: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord:
     """See the module docstring. ``mesh`` is the user's; ``inner`` is what specs are stated on:
     the mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
@@ -140,6 +140,9 @@ class PlanRecord:
     regions: tuple[Region, ...] = ()  # what runs again in the backward
     plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
     hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
+
+    def __repr__(self) -> str:
+        return f"<plan {self.name} on {self.mesh}, steps: {len(self.steps):,}>"
 
     @property
     def hosted(self) -> tuple[tuple[int, ...], ...]:

@@ -69,7 +69,7 @@ class Timetable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Request:
     """What a plan is asked for.
 
@@ -110,6 +110,9 @@ class Request:
     zero: tuple[str, int] | None = None
     recompute: frozenset[str] = frozenset()
     auto: tuple[tuple[str, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<request of a plan of {self.name} on {self.mesh}: {self.flow!r}>"
 
     def __post_init__(self) -> None:
         checked_search(self.search)

@@ -25,7 +25,7 @@ from dtensor.sharding.spec.spec import TensorSpec
 StepPhase = Literal["forward", "backward", "optimizer"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Compute:
     """One local op on every rank of its stage; ``strategies``: (axis, what was chosen there)."""
 
@@ -40,6 +40,11 @@ class Compute:
     once: bool
     strategies: tuple[tuple[str, Strategy], ...]
     flops: int  # of one rank
+
+    def __repr__(self) -> str:
+        made = ", ".join(name for name in self.results if name is not None)
+        call = f"{self.op.call.name}({', '.join(self.operands)})"
+        return f"<compute {made} = {call}, {self.phase}, stage {self.stage}>"
 
     @property
     def is_view(self) -> bool:

@@ -8,17 +8,20 @@ A collective over n ranks that sends b bytes per rank takes steps * latency + b 
 the steps of a ring: n-1, for an all-reduce 2(n-1) (Thakur, Rabenseifner, Gropp 2005). A local op
 takes the larger of its FLOPs over FLOP/s and its bytes over memory bandwidth (Williams,
 Waterman, Patterson 2009), and a fixed time beside. Overlap and contention are not modelled.
+A prediction is printed with the `title` of what it is for; topologies.py has some hardware by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import cast
 
 from dtensor.errors import PlanningError, check_kind, check_number
 
 _MAY_BE_ZERO = ("latency", "op_latency", "step_latency")
+_MAIN = {"latency", "bandwidth", "flops", "memory_bandwidth"}
+H100 = "H100 SXM bf16, NVLink"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,8 @@ class Topology:
     update_bandwidth: bytes of parameters, gradients and optimizer state per second, each counted
     when read and when written, however often the optimizer goes through them; None: once, at
     memory_bandwidth.
-    The defaults are an H100 within one host, dense bf16, at about half of its peak, and leave out
-    what comes after. `calibrate` measures what there is.
+    name: of the hardware; ``named``: the figures that it was given to, which `replace` may change.
+    The defaults are `topologies.h100`'s. `calibrate` measures what there is.
     """
 
     latency: float | Mapping[str, float] = 5e-6
@@ -47,20 +50,35 @@ class Topology:
     step_latency: float = 0.0
     attention_flops: float | None = None
     update_bandwidth: float | None = None
+    name: str | None = field(default=None, compare=False)
+    named: tuple[object, ...] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, value = field.name, cast(object, getattr(self, field.name))
+        for figure in _figures():
+            name, value = figure.name, cast(object, getattr(self, figure.name))
             numbers: Iterable[object] = [value]
             if isinstance(value, Mapping) and name in ("latency", "bandwidth"):
                 by_axis = _Frozen(cast(Mapping[str, float], value))
                 object.__setattr__(self, name, by_axis)
                 numbers = by_axis.values()
             above = None if name in _MAY_BE_ZERO else 0
-            fix = f"dt.Topology({name}={field.default!r})"
+            fix = f"dt.Topology({name}={figure.default!r})"
             for number in numbers:
-                if number is not None or field.default is not None:
+                if number is not None or figure.default is not None:
                     check_number(f"Topology: {name}", number, above=above, least=0, fix=fix)
+        check_kind("Topology: name", self.name, str | None, "a str", 'dt.Topology(name="ours")')
+        if self.named is None and self.name is not None:
+            object.__setattr__(self, "named", tuple(getattr(self, f.name) for f in _figures()))
+
+    @property
+    def title(self) -> str:
+        """What is priced with, in words: its name, and what was stated instead of its figures."""
+        stood_for = self.named or tuple(figure.default for figure in _figures())
+        found = {f.name: (getattr(self, f.name), of) for f, of in zip(_figures(), stood_for)}
+        changed = [name for name, (now, of) in found.items() if now != of]
+        if self.name is None and set(changed) >= _MAIN:
+            return "hardware as stated"
+        return (self.name or H100) + (f" with {', '.join(changed)} as stated" if changed else "")
 
     def latency_of(self, axis: str) -> float:
         return _lookup(self.latency, axis, "latency")
@@ -82,6 +100,10 @@ class Topology:
     def update_seconds(self, *, bytes_moved: float) -> float:
         """Of the optimizer's step on one parameter."""
         return bytes_moved / (self.update_bandwidth or self.memory_bandwidth) + self.op_latency
+
+
+def _figures() -> Sequence[Field[object]]:
+    return [figure for figure in fields(Topology) if figure.name not in ("name", "named")]
 
 
 def check_topology(value: object) -> None:

@@ -27,7 +27,7 @@ text depends on the plan alone. Not here: why a step is there (explain.py), what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -61,6 +61,7 @@ from dtensor.sharding.plan.text.words import (
     flop_text,
     seconds_text,
     size_text,
+    table,
     wrapped,
 )
 from dtensor.sharding.redistribute.moves import FREE_KINDS
@@ -69,7 +70,7 @@ from dtensor.sharding.spec.placements import Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
-
+UPDATED = "updated"  # the end of the optimizer's: what is sent after the update
 WIDTH = 100
 # Widths of columns; what is longer pushes its own line out, not all lines.
 MAX_TEXT, MAX_TYPE = 48, 30
@@ -78,8 +79,8 @@ _REGION_NAME = 18
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """One printed line in columns; ``more`` follows it, indented."""
+class Line:
+    """A printed line in columns; ``more`` follows it, indented. ``inner``: of a repeated layer."""
 
     mark: str
     name: str
@@ -88,38 +89,52 @@ class _Line:
     cost: str = ""
     source: str = ""
     more: tuple[str, ...] = ()
+    inner: bool = False
 
 
-def render(plan: PlanRecord) -> str:
-    """The text of the plan; deterministic, without a trailing newline."""
-    lines = [_head(plan), *_axes(plan), *_stored(plan)]
+def render(
+    plan: PlanRecord,
+    lines: Callable[[int, str, Sequence[Step]], list[Line | str]] | None = None,
+    note: Sequence[str] = (),
+) -> str:
+    """The text of the plan; deterministic, without a trailing newline.
+
+    ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: what
+    the head says of them.
+    """
+    text = [_head(plan), *_axes(plan), *_stored(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
-            lines += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
-        lines += ["", "inputs", *_inputs(plan, stage)]
-        sections = {name: list[_Line]() for name in SECTIONS}
-        for step in plan.steps:
-            if (line := _line(plan, step, stage)) is not None:
-                sections[_section(step)].append(line)
-        sections["optimizer"] += _updates(plan, stage)
-        sections["optimizer"] += [
-            _bucket(plan, step)
-            for step in plan.steps
-            if isinstance(step, Bucket) and step.in_place and step.stage == stage
-        ]
+            text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
+        text += ["", "inputs", *_inputs(plan, stage)]
+        sections: dict[str, list[Line | str]] = {
+            name: lines(stage, name, own) if lines else [line_of(plan, s, stage) for s in own]
+            for name, own in steps_by_section(plan, stage).items()
+        }
+        sections["optimizer"] += [*_updates(plan, stage), *sections.pop(UPDATED)]
         widths = _widths([line for found in sections.values() for line in found])
         for name, found in sections.items():
             if found:
-                lines += ["", _title(plan, name), *_columns(found, widths)]
+                text += ["", _title(plan, name), *_columns(found, widths)]
     if plan.schedule:
-        lines += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
-    lines += [*_regions(plan), "", *_totals(plan)]
+        text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
+    text += [*_regions(plan), "", *_totals(plan)]
     for hint in plan.hints:
-        lines += wrapped(_hint(hint), "", WIDTH)
-    return "\n".join(line.rstrip() for line in lines)
+        text += wrapped(_hint(hint), "", WIDTH)
+    return "\n".join(line.rstrip() for line in text)
 
 
 # -- steps ---------------------------------------------------------------------------------------
+
+
+def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
+    """What is printed of a stage, in order, without the updates, which are printed together."""
+    found = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
+    for step in plan.steps:
+        if isinstance(step, Norm) or (stage in stages_of(step) and not isinstance(step, Update)):
+            last = isinstance(step, Bucket) and step.in_place
+            found[UPDATED if last else SECTIONS[0] if step.once else step.phase].append(step)
+    return found
 
 
 def _title(plan: PlanRecord, section: str) -> str:
@@ -129,14 +144,8 @@ def _title(plan: PlanRecord, section: str) -> str:
     return f"{section:<64}{per}"
 
 
-def _section(step: Step) -> str:
-    return SECTIONS[0] if step.once else step.phase
-
-
-def _line(plan: PlanRecord, step: Step, stage: int) -> _Line | None:
-    """The step as the stage sees it, None where it does not; updates are printed together."""
-    if stage not in stages_of(step) and not isinstance(step, Norm):
-        return None
+def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
+    """The step as the stage sees it."""
     match step:
         case Compute():
             return _compute(step)
@@ -144,39 +153,39 @@ def _line(plan: PlanRecord, step: Step, stage: int) -> _Line | None:
             text = f"{move.kind}({step.operand}, {move.axis})"
             sent = "" if move.kind in FREE_KINDS else _sent(plan, step, stage)
             mark = "" if move.kind in FREE_KINDS else "*"
-            return _Line(mark, step.result, text, str(move.dst), sent, step.source)
+            return Line(mark, step.result, text, str(move.dst), sent, step.source)
         case Transfer():
             where = f"{step.operand}, {plan.stage_axis} {step.stage} -> {step.to_stage}"
             sends = step.stage == stage
             text = f"{'transfer' if sends else 'receive'}({where})"
             sent = _sent(plan, step, stage)
             mark = "*" if sends else ""
-            return _Line(mark, step.result, text, str(step.spec), sent, step.source)
+            return Line(mark, step.result, text, str(step.spec), sent, step.source)
         case Accumulate():
             text = f"accumulate({step.operand}, {MICROBATCH_AXIS})"
-            return _Line("", step.result, text, str(step.dst), "", step.of)
+            return Line("", step.result, text, str(step.dst), "", step.of)
         case Bucket():
-            return None if step.in_place else _bucket(plan, step)
+            return _bucket(plan, step)
         case TieSum():
             at = step.stages.index(stage)
             stages = ", ".join(map(str, step.stages))
             text = f"all_reduce({step.operands[at]}, {plan.stage_axis} stages {stages})"
             sent = _sent(plan, step, stage)
-            return _Line("*", step.results[at], text, str(step.spec), sent, step.of)
+            return Line("*", step.results[at], text, str(step.spec), sent, step.of)
         case Norm():
             counted = [name for at, _, name in step.operands if at == stage]
-            text = f"norm({_count(len(counted), 'gradient')}), clipped to {step.max_norm:g}"
+            text = f"norm({count_text(len(counted), 'gradient')}), clipped to {step.max_norm:g}"
             mark = "*" if plan.mesh.size > 1 else ""
-            return _Line(mark, step.result, text, "f32[]", _sent(plan, step, stage))
+            return Line(mark, step.result, text, "f32[]", _sent(plan, step, stage))
         case Update():
-            return None
+            raise AssertionError("updates are printed together")
         case _:
             assert_never(step)
 
 
-def _compute(step: Compute) -> _Line:
+def _compute(step: Compute) -> Line:
     results = results_of(step)
-    return _Line(
+    return Line(
         "",
         ", ".join(name for name, _ in results),
         call_text(step.op.call, step.operands),
@@ -186,42 +195,45 @@ def _compute(step: Compute) -> _Line:
     )
 
 
-def _bucket(plan: PlanRecord, step: Bucket) -> _Line:
+def _bucket(plan: PlanRecord, step: Bucket) -> Line:
     gathers = step.kind == "all_gather"
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     wider = f", to {dtype_name(dst)}" if src != dst else ""  # 16 bits that are summed in 32
     noun = "parameter" if gathers else "gradient"
     noun = f"updated {noun}" if step.in_place else noun
-    return _Line(
+    return Line(
         "*",
         step.name,
-        f"{step.kind}({_count(len(step.of), noun)}, {step.axis})",
+        f"{step.kind}({count_text(len(step.of), noun)}, {step.axis})",
         f"one bucket of {size_text(size)}{wider}",
         _sent(plan, step, step.stage),
-        more=tuple(wrapped(", ".join(collapse(step.of)), "      of ", WIDTH)),
+        more=members(step.of),
     )
 
 
-def _updates(plan: PlanRecord, stage: int) -> list[_Line]:
+def members(labels: Sequence[str]) -> tuple[str, ...]:
+    return tuple(wrapped(", ".join(collapse(labels)), "      of ", WIDTH))
+
+
+def _updates(plan: PlanRecord, stage: int) -> list[Line]:
     """One line for each optimizer, with the parameters that it updates."""
     groups: dict[str, list[Update]] = {}
     for step in plan.steps:
         if isinstance(step, Update) and step.stage == stage:
             groups.setdefault(step.optimizer, []).append(step)
-    lines: list[_Line] = []
+    lines: list[Line] = []
     for optimizer, found in groups.items():
         state = size_text(sum(step.state_bytes for step in found))
         copies = sum(step.master_bytes for step in found)
         masters = f", {size_text(copies)} of float32 masters" if copies else ""
-        names = ", ".join(collapse([step.parameter for step in found]))
         lines.append(
-            _Line(
+            Line(
                 "",
                 "",
-                f"update {_count(len(found), 'parameter')} by {optimizer}",
+                f"update {count_text(len(found), 'parameter')} by {optimizer}",
                 f"{state} of state{masters}",
-                more=tuple(wrapped(names, "      of ", WIDTH)),
+                more=members([step.parameter for step in found]),
             )
         )
     return lines
@@ -236,33 +248,40 @@ def _sent(plan: PlanRecord, step: Step, stage: int) -> str:
     return f"{size_text(sum(c.bytes_sent for c in found))} sent{times}{over}"
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # -- columns -------------------------------------------------------------------------------------
 
 
-def _widths(lines: Sequence[_Line]) -> tuple[int, int, int, int]:
+def _widths(given: Sequence[Line | str]) -> tuple[int, int, int, int]:
+    lines = [line for line in given if isinstance(line, Line)]
+
     def widest(texts: Iterable[str], limit: int) -> int:
         return max((len(t) for t in texts if len(t) <= limit), default=0)
 
     return (
-        widest((line.name for line in lines), _MAX_NAME),
+        widest(("  " * line.inner + line.name for line in lines), _MAX_NAME),
         widest((line.text for line in lines), MAX_TEXT),
         widest((line.type for line in lines), MAX_TYPE),
         widest((line.cost for line in lines), _MAX_COST),
     )
 
 
-def _columns(lines: Sequence[_Line], widths: tuple[int, int, int, int]) -> list[str]:
+def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> list[str]:
     """Lines with their columns aligned: what is too long for one borrows from the next."""
     name_width, text_width, type_width, cost_width = widths
     found: list[str] = []
     for line in lines:
+        if isinstance(line, str):
+            first, *more = wrapped(line, "  ", WIDTH - 8)
+            found += [first, *(f"        {text}" for text in more)]
+            continue
+        name = f"  {line.name}" if line.inner else line.name
         start = f"{line.mark or ' '} {line.text}"
         if line.name:
-            start = f"{line.mark or ' '} {line.name:<{name_width}} = {line.text}"
+            start = f"{line.mark or ' '} {name:<{name_width}} = {line.text}"
         edge = 2 + name_width + 3 + text_width
         for text, width in ((line.type, type_width), (line.cost, cost_width), (line.source, 0)):
             start = f"{start:<{edge}}  {text}"
@@ -288,18 +307,26 @@ def _head(plan: PlanRecord) -> str:
 def _ranks(plan: PlanRecord, stage: int) -> str:
     """Whether all ranks of the stage hold shards of the same sizes."""
     uneven: list[str] = []
+    sizes_of: dict[TensorSpec, list[tuple[str, list[int]]]] = {}
     for name, spec in _held(plan, stage):
-        for axis, placement in spec.sharding.items():
-            if isinstance(placement, Shard):
-                num = spec.mesh.axis_size(axis)
-                sets = index_sets(placement, spec.shape[placement.dim], num)
-                sizes = [length(held) for held in sets]
-                if len(set(sizes)) > 1:
-                    uneven.append(f"{name} {spec} holds {', '.join(map(str, sizes))} over {axis}")
+        if (found := sizes_of.get(spec)) is None:
+            found = sizes_of[spec] = list(_uneven_axes(spec))
+        for axis, sizes in found:
+            uneven.append(f"{name} {spec} holds {', '.join(map(str, sizes))} over {axis}")
     if not uneven:
         return "all ranks identical"
     more = f" and {len(uneven) - 1} more" if len(uneven) > 1 else ""
     return f"ranks differ: {uneven[0]}{more}"
+
+
+def _uneven_axes(spec: TensorSpec) -> Iterator[tuple[str, list[int]]]:
+    """The axes that split a dim unevenly, and by rank of each what it holds of the dim."""
+    for axis, placement in spec.sharding.items():
+        if isinstance(placement, Shard):
+            num = spec.mesh.axis_size(axis)
+            sizes = [length(held) for held in index_sets(placement, spec.shape[placement.dim], num)]
+            if len(set(sizes)) > 1:
+                yield axis, sizes
 
 
 def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
@@ -418,7 +445,7 @@ def _entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str
     count = f"{len(members)} regions{each}" if several else "1 region"
     name = ", ".join(collapse([region.name for region in members]))
     of_first = f" (of {first.name})" if several else ""
-    ops = _count(first.num_ops, "op")
+    ops = count_text(first.num_ops, "op")
     head = f"{name:<{_REGION_NAME - 2}}  {where}{count}"
     if not first.repeated:
         return wrapped(f"{head}: the backward reads nothing that runs again", "  ", WIDTH)
@@ -454,7 +481,7 @@ def _memory(plan: PlanRecord) -> list[str]:
     if any(held > 1 for held in plan.in_flight):
         rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
-    return _table(rows)
+    return table(rows)
 
 
 def _communication(plan: PlanRecord) -> list[str]:
@@ -479,7 +506,7 @@ def _communication(plan: PlanRecord) -> list[str]:
             found.items(), key=lambda e: (e[0][0], axes.index(e[0][1]), order[e[0][2]], e[0][3])
         )
     ]
-    return ["communication per rank and step", *_table(rows, left=3)]
+    return ["communication per rank and step", *table(rows, left=3)]
 
 
 def _time(plan: PlanRecord) -> list[str]:
@@ -499,7 +526,8 @@ def _time(plan: PlanRecord) -> list[str]:
     where = f" of the slowest {one}" if plan.num_stages > 1 else ""
     return [
         f"compute per rank and step    {shown}",
-        f"predicted{where}    {seconds_text(cost.seconds)} a step: {', '.join(parts)}",
+        f"predicted{where}    {seconds_text(cost.seconds)} a step ({plan.topology.title}): "
+        f"{', '.join(parts)}",
     ]
 
 
@@ -512,16 +540,3 @@ def _stage_names(plan: PlanRecord) -> list[str]:
     """None where there is one stage."""
     several = plan.num_stages > 1
     return [f"stage {stage}" for stage in range(plan.num_stages)] if several else []
-
-
-def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Columns aligned: the first ``left`` to the left, the others to the right."""
-    num = max(len(row) for row in rows)
-    widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
-    return [
-        "  ".join(
-            f"{cell:<{widths[i]}}" if i < left else f"{cell:>{widths[i]}}"
-            for i, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]

@@ -5,7 +5,7 @@
     collapse(["a.0.w", "b", "a.1.w"])         # ("a.{0..1}.w", "b")
 
 Invariants: `collapse` keeps the order of first appearance, and what it writes in braces stands
-for the names it was given and no others. Not here: lines and columns.
+for the names it was given and no others. Not here: the lines of a plan.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, cast
 
 import torch
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.ops.call import OpCall, Operand
+from dtensor.sharding.ops.call import OpCall, Operand, target_name
 
 _NUMBER = re.compile(r"\d+")
 # Where and how a result is laid out is decided by placements, not by the program's arguments.
@@ -59,7 +60,12 @@ def seconds_text(seconds: float) -> str:
 
 def op_text(call: OpCall) -> str:
     """``mm`` for aten.mm.default, ``dt.attention`` for the project's own."""
-    parts = call.name.split(".")
+    return _op_name(call.target)
+
+
+@cache
+def _op_name(target: Callable[..., Any]) -> str:
+    parts = target_name(target).split(".")
     return ".".join(parts[1:2] if parts[0] == "aten" else parts[:2])
 
 
@@ -141,3 +147,16 @@ def wrapped(text: str, start: str, width: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Columns aligned: the first ``left`` to the left, the others to the right."""
+    num = max((len(row) for row in rows), default=0)
+    widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
+    return [
+        "  ".join(
+            f"{cell:<{widths[i]}}" if i < left else f"{cell:>{widths[i]}}"
+            for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]

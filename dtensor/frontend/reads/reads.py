@@ -1,0 +1,240 @@
+"""What a captured program read besides its arguments, and whether it is still the same.
+
+    reads = Reads(roots, ran, graph's constants)
+    reads.same()          # before each call: True, and some tens of microseconds
+    reads.difference()    # "temperature: 1.0 -> 0.5", or None: the same by value
+
+`same` compares identities, of all that the walk found, and so may err on one side alone: an object
+that was replaced by its equal. `difference` then walks again and compares by value (walk.py), and
+takes over what it found where that is the same.
+
+A tensor that the program caught is no part of that comparison: what it holds now is what the next
+call computes with. `refreshed` names those that changed: up to 1 MB by comparing what they hold,
+above that by `_version` and `data_ptr`, which miss writes through numpy and `.data`.
+
+Not here: what is done about a difference (api/plan_call.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils.hooks import RemovableHandle
+
+from dtensor.frontend.reads.walk import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    RanCode,
+    Reached,
+    Roots,
+    has_hooks,
+    walk,
+)
+
+MOST_COMPARED = 2**20
+"""Bytes up to which a caught tensor is compared by what it holds."""
+_WORTH_A_COLUMN = 4
+
+
+@dataclass(slots=True)
+class Caught:
+    """A tensor that a program uses and was not given, as its input ``name``; ``kept``: what it held
+    when it was last looked at; ``number``: how often that changed; ``place``: which of the tensors
+    that the walk finds."""
+
+    name: str
+    place: int | None
+    tensor: torch.Tensor
+    kept: torch.Tensor
+    stamp: tuple[int, int]
+    number: int = 0
+
+    def refresh(self) -> None:
+        now = self.tensor.detach()
+        stamp = (now._version, now.data_ptr())
+        if stamp == self.stamp and (now.nbytes > MOST_COMPARED or _equal(now, self.kept)):
+            return
+        self.stamp = stamp
+        self.kept = now.clone()
+        self.number += 1
+
+
+class Reads:
+    """See the module docstring. ``caught``: the constants of the program that the user holds."""
+
+    def __init__(self, roots: Roots, ran: RanCode | None, constants: Sequence[Any] = ()) -> None:
+        self.roots = roots
+        self.ran = ran
+        self.caught: list[Caught] = []
+        found = self._walk()
+        tensors = _tensors(found)
+        places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
+        for name, value in constants:
+            place = places.get(_storage(value))
+            tensor = value if place is None else tensors[place]
+            stamp = (value._version, value.data_ptr())
+            self.caught.append(Caught(name, place, tensor, value.clone(), stamp))
+        self._take(found)
+
+    def _walk(self) -> Reached:
+        found = walk(self.roots, self.ran)
+        self.roots += found.others  # found by looking through all there is: once
+        return found
+
+    def _take(self, found: Reached) -> None:
+        self.found = found
+        columns = [(key, h, v) for key, (h, v, _) in found.columns.items()]
+        self._columns = [column for column in columns if len(column[1]) >= _WORTH_A_COLUMN]
+        few = [column for column in columns if len(column[1]) < _WORTH_A_COLUMN]
+        self._entries = [(holder, key) for key, holders, _ in few for holder in holders]
+        self._values = [value for _, _, values in few for value in values]
+        self._cells = [cell for _, cell in found.cells]
+        self._contents = [cell.cell_contents for cell in self._cells]
+        self._functions = [function for _, function in found.functions]
+        self._defaults = [f.__defaults__ for f in self._functions]
+        self._codes = [f.__code__ for f in self._functions]
+        self._sized = [holder for _, holder in found.sized]
+        self._lengths = list(map(len, self._sized))
+        self._sets = [(s, frozenset(s)) for s in self._sized if isinstance(s, (set, frozenset))]
+        self._objects = found.objects
+        self._types = list(map(type, found.objects))
+        self._attributes = [(o, n, getattr(o, n)) for _, o, n in found.attributes]
+        self._dicts = [(d, list(dict.values(d))) for d in found.dicts]
+        self._variables = [(v, v.get(None)) for _, v in found.variables]
+        self._arrays = [(a, bytes(a)) for _, a in found.arrays]
+        self._weights = [x for _, x in found.parameters]
+        self._flags = self._now_flags()
+        self._hooks = RemovableHandle.next_id
+        self._numbers_of_hooks = self._hooks_here()
+        self._around = _around(found)
+        tensors = _tensors(found)
+        for caught in self.caught:
+            if caught.place is not None:
+                caught.tensor = tensors[caught.place]
+
+    def _now_flags(self) -> list[Any]:
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = [x.requires_grad for x in self._weights]
+            wanted += [x.dtype for x in self._weights]
+        return wanted
+
+    def same(self) -> bool:
+        """Whether nothing was replaced; False may be a false alarm."""
+        try:
+            for key, holders, values in self._columns:
+                if not all(map(is_, [holder[key] for holder in holders], values)):
+                    return False
+            if not all(map(is_, [holder[key] for holder, key in self._entries], self._values)):
+                return False
+            for cell, content in zip(self._cells, self._contents):
+                if cell.cell_contents is not content:
+                    return False
+        except (KeyError, IndexError, ValueError):
+            return False
+        return (
+            list(map(len, self._sized)) == self._lengths
+            and all(map(is_, map(type, self._objects), self._types))
+            and (self._hooks == RemovableHandle.next_id or self._same_hooks())
+            and self._now_flags() == self._flags
+            and all(map(is_, [f.__defaults__ for f in self._functions], self._defaults))
+            and all(map(is_, [f.__code__ for f in self._functions], self._codes))
+            and all(getattr(o, name, None) is value for o, name, value in self._attributes)
+            and all(variable.get(None) is value for variable, value in self._variables)
+            and all(held == kept for held, kept in self._sets)
+            and all(
+                len(d) == len(kept) and all(map(is_, dict.values(d), kept))
+                for d, kept in self._dicts
+            )
+            and all(bytes(array) == kept for array, kept in self._arrays)
+            and self._around == _around(self.found)
+        )
+
+    def _same_hooks(self) -> bool:
+        """Whether the hooks that were made since are others'."""
+        self._hooks = RemovableHandle.next_id
+        return self._hooks_here() == self._numbers_of_hooks
+
+    def _hooks_here(self) -> list[int]:
+        spaces = [vars(o) for o in self._objects if isinstance(o, nn.Module)]
+        kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+        return [len(space.get(kind, ())) for space in spaces for kind in kinds] + [
+            has_hooks(x) for x in self._weights
+        ]
+
+    def difference(self) -> str | None:
+        """What is no longer as it was read, in words; None where all is the same by value."""
+        found = self._walk()
+        before, now = self.found, found
+        if before.print == now.print and before.paths == now.paths:
+            arrays = [bytes(a) for _, a in now.arrays]
+            if arrays != [kept for _, kept in self._arrays]:
+                return f"what {now.arrays[0][0]} holds"
+            if self._around != _around(found):
+                return "torch's default dtype, its global hooks, or the environment"
+            self._take(found)
+            return None
+        for index, path in enumerate(before.paths):
+            if index >= len(now.paths) or now.paths[index] != path:
+                other = now.paths[index] if index < len(now.paths) else "it is gone"
+                return path if path not in now.paths else other
+            if before.print[index] != now.print[index]:
+                return f"{path}: {_words(before.print[index])} -> {_words(now.print[index])}"
+        return now.paths[len(before.paths)]
+
+    def hold(self, constants: Sequence[Any]) -> None:
+        """Other tensors in the place of those that were caught, in their order."""
+        for caught, (_, value) in zip(self.caught, constants, strict=True):
+            caught.tensor = value
+
+    def refresh(self) -> None:
+        """Looks at what the caught tensors hold now."""
+        for caught in self.caught:
+            caught.refresh()
+
+
+def _around(found: Reached) -> tuple[Any, ...]:
+    """What of the process torch reads by itself."""
+    environment = dict(os.environ) if found.reads_environment else None
+    forward_hooks = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
+    hooks = (
+        tuple(id(hook) for held in forward_hooks for hook in held.values())
+        if any(forward_hooks)
+        else ()
+    )
+    return (torch.get_default_dtype(), hooks, environment)
+
+
+def _tensors(found: Reached) -> list[torch.Tensor]:
+    """Those of modules that were not given are caught as well."""
+    return [x for _, x in (*found.parameters, *found.tensors)]
+
+
+def _storage(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    with torch._C.DisableTorchFunctionSubclass():  # where it is, not what it holds
+        return (x.data_ptr(), x.shape, x.stride())
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    return (
+        bool(a.isnan().any())
+        and bool(torch.equal(a.isnan(), b.isnan()))
+        and bool(torch.equal(a.nan_to_num(), b.nan_to_num()))
+    )
+
+
+def _words(entry: Any) -> str:
+    """An entry of a fingerprint in words."""
+    words: Iterable[Any] = entry if isinstance(entry, tuple) else (entry,)
+    kind, *rest = words
+    if isinstance(kind, type) and len(rest) == 1:
+        return repr(rest[0]) if kind is str else str(rest[0])
+    return {"is": "another object"}.get(str(kind), " ".join(map(str, (kind, *rest))))

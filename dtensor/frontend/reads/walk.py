@@ -1,0 +1,585 @@
+"""Walks over what functions can read besides their arguments: closures, globals, attributes, items.
+
+    BETA = 0.1
+    def loss_fn(model, x):                 found.print   a fingerprint of all of it, by value
+        return BETA * model(x).mean()      found.columns ("BETA": globals of loss_fn, 0.1), ...
+
+From the roots (a function, the modules and other objects among its arguments) the walk goes into
+what code names: a function's cells, defaults and globals; of objects, classes and Python modules
+the entries that some code names (all of them where code looks names up, as getattr does); of
+modules of torch also parts, parameters, buffers and hooks; all items of lists and dicts.
+
+Two walks differ in whose names count. `walk(roots, ran)` takes the functions whose code ran: what
+was read. `walk(roots)`, before it is known what runs, takes the user's own functions and of objects
+all that they hold: what may be changed.
+
+Two fingerprints are equal if and only if what was found is the same to a program: numbers and texts
+by type and value (1, True and 1.0 are three values), tensors by shape, dtype and requires_grad,
+containers, objects, functions and modules by their parts, what is found twice by where it was found
+first, and all else by identity. What a tensor holds is not part of it.
+
+Not entered: functions and classes of Python, torch, numpy and this package. Not seen: files, clocks
+and what C code keeps to itself. Not here: when the walk is made, what follows from it (reads.py).
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import collections
+import contextvars
+import enum
+import functools
+import gc
+import itertools
+import random
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from dtensor.frontend.source import OWN, owner_of_file
+
+MOST_LOOKED_AT = 100_000
+MOST_ITEMS = 10_000
+"""How many objects, and items of one, are looked at for changes before it is known what runs."""
+
+Roots = tuple[tuple[str, Any], ...]
+"""What the walk begins at, with the words that an error has for each."""
+
+T = TypeVar("T")
+Paths = list[tuple[str, T]]
+"""Things with where they were found; two may have the same words."""
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum),
+)
+_CLOSED = {"logging", "threading", "weakref", "_weakref", "io", "_io", "re", "abc", "typing"}
+_CLOSED |= {"warnings", "inspect", "asyncio", "concurrent", "multiprocessing", "contextlib", "ast"}
+"""Parts of Python whose objects hold nothing of the user's."""
+_FOREIGN = {"torch", "numpy", "dtensor", "triton", "builtins", *sys.stdlib_module_names}
+_FOREIGN -= {"__main__"}
+_LOOKS_UP = {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "globals", "locals", "eval"}
+_LOOKS_UP |= {"exec", "__getattribute__", "methodcaller", "setattr"}
+_OF_TORCH = set(vars(nn.Module())) - {"training"}
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+GLOBAL_BACKWARD_HOOKS = (
+    torch_modules._global_backward_pre_hooks,
+    torch_modules._global_backward_hooks,
+)
+ITERATORS = (
+    *(GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice),
+    *(enumerate, zip, map, filter, type(iter([])), type(iter(())), type(iter({}))),
+    *(type(iter({}.values())), type(iter({}.items())), type(iter(range(0)))),
+)
+_OF_CLASSES = {"__module__", "__dict__", "__init__", "__doc__", "__name__", "__qualname__"}
+_OF_CLASSES |= {"__class__", "__weakref__", "__annotations__", "__new__"}
+_PLAIN_LOOKUPS = (dict.__getitem__, MappingProxyType.__getitem__)
+_CALLED_WITHOUT_NAME = {"__call__", "__getitem__", "__getattr__", "__enter__", "__exit__"}
+_CALLED_WITHOUT_NAME |= {"__iter__", "__next__", "__bool__", "__len__", "__contains__"}
+
+
+@dataclass(slots=True)
+class Reached:
+    """What a walk came to. ``print``: the fingerprint, an entry for each of ``paths``.
+
+    ``columns``: key -> the containers that have it and what each has there: one comprehension reads
+    them all. ``sized``: containers that may grow. ``kept`` holds what the fingerprint names by id.
+    """
+
+    print: list[object] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    columns: dict[Any, tuple[list[Any], list[Any], list[str]]] = field(default_factory=dict)
+    attributes: list[tuple[str, Any, str]] = field(default_factory=list)  # without a __dict__
+    modules: list[nn.Module] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)  # whose class counts
+    dicts: list[dict[Any, Any]] = field(default_factory=list)  # with a lookup of their own
+    sized: Paths[Any] = field(default_factory=list)
+    cells: Paths[CellType] = field(default_factory=list)
+    functions: Paths[FunctionType] = field(default_factory=list)
+    parameters: Paths[torch.Tensor] = field(default_factory=list)  # and buffers
+    tensors: Paths[torch.Tensor] = field(default_factory=list)  # neither
+    arrays: Paths[Any] = field(default_factory=list)
+    randoms: Paths[Any] = field(default_factory=list)  # generators of numbers, and iterators
+    caches: Paths[Any] = field(default_factory=list)  # functools.lru_cache
+    variables: Paths[contextvars.ContextVar[Any]] = field(default_factory=list)
+    kept: list[object] = field(default_factory=list)
+    others: Roots = ()  # that the walk has not come to, though they ran
+    reads_environment: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RanCode:
+    """The code that a capture ran, the user's and torch's layers': by id, and kept alive."""
+
+    codes: Mapping[int, CodeType]
+
+    @staticmethod
+    def of(codes: Iterable[CodeType]) -> RanCode:
+        return RanCode({id(code): code for code in codes if _counts(code)})
+
+
+def walk(roots: Roots, ran: RanCode | None = None) -> Reached:
+    """What is reached from ``roots``; with ``ran`` by the code that ran alone."""
+    if ran is None:
+        names = _Names(everything=True)
+        while True:  # names lead to functions, and functions to names
+            before = len(names)
+            walker = _Walker(names, None)
+            walker.run(roots)
+            if len(names) == before:
+                return walker.found
+    names = _Names(ran.codes.values())
+    walker = _Walker(names, ran)
+    walker.run(roots)
+    missing = _not_entered(ran, walker.entered)
+    if missing:  # made on the way, or kept where the walk does not look
+        walker.found.others = _holders_of(missing)
+        walker.run(walker.found.others)
+    walker.found.reads_environment = not names.names.isdisjoint(("environ", "getenv"))
+    return walker.found
+
+
+# -- whose code, and the names in it -------------------------------------------------------------
+
+
+def is_foreign(module_name: str | None) -> bool:
+    """Whether a module is Python's, torch's, numpy's or ours: its insides are not looked at."""
+    return (module_name or "builtins").partition(".")[0] in _FOREIGN
+
+
+def _counts(code: CodeType) -> bool:
+    file = code.co_filename
+    if file.startswith("<"):
+        return not file.startswith("<frozen") and file != "<string>"
+    owner = owner_of_file(file)
+    return owner not in (None, "numpy", "torch") or _is_a_layer(code)
+
+
+def is_own(code: CodeType) -> bool:
+    file = code.co_filename
+    return _counts(code) and (file.startswith("<") or owner_of_file(file) == OWN)
+
+
+@functools.cache
+def _is_layers_file(file: str) -> bool:
+    path = file.replace("\\", "/")
+    return "/torch/nn/modules/" in path and not path.endswith("/module.py")
+
+
+def _is_a_layer(code: CodeType) -> bool:
+    return _is_layers_file(code.co_filename)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
+
+
+class _Names:
+    """The names that some code says; ``everything`` where code looks names up."""
+
+    def __init__(self, codes: Iterable[CodeType] = (), *, everything: bool = False) -> None:
+        self.names: set[str] = {"forward"}
+        self.everything = everything
+        for code in codes:
+            self.add(code)
+
+    def __len__(self) -> int:
+        return len(self.names) + self.everything
+
+    def add(self, code: CodeType) -> None:
+        for one in _nested(code):
+            self.names.update(one.co_names)
+            if not _LOOKS_UP.isdisjoint(one.co_names) and not _is_a_layer(one):
+                self.everything = True
+                self.names.update(c for c in one.co_consts if isinstance(c, str))
+
+    def among(self, entries: Mapping[str, Any]) -> list[str]:
+        if not self.everything:
+            return [name for name in entries if name in self.names]
+        return [n for n in entries if isinstance(n, str) and not n.startswith("__")]
+
+
+def _not_entered(ran: RanCode, entered: set[int]) -> list[CodeType]:
+    known = {id(n) for i in entered if i in ran.codes for n in _nested(ran.codes[i])}
+    return [c for i, c in ran.codes.items() if i not in known and not _is_a_layer(c)]
+
+
+def _holders_of(codes: Sequence[CodeType]) -> Roots:
+    """The functions that run such code, and the modules that it was defined in, whose globals it
+    reads: a function that the collector does not look at (gc.freeze) may be read by these alone."""
+    functions = [f for f in gc.get_referrers(*codes) if isinstance(f, FunctionType)]
+    functions.sort(key=lambda f: (f.__module__ or "", f.__qualname__, id(f)))
+    files = {code.co_filename for code in codes}
+    modules = [
+        module
+        for name, module in sorted(sys.modules.items())
+        if not is_foreign(name) and getattr(module, "__file__", None) in files
+    ]
+    return (
+        *((f.__qualname__, f) for f in functions if f.__module__ is not None),
+        *((module.__name__, module) for module in modules),
+    )
+
+
+def has_hooks(x: torch.Tensor) -> bool:
+    """Whether a hook waits for the gradient of a leaf."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
+
+
+# -- the walk --------------------------------------------------------------------------------------
+
+
+class _Walker:
+    def __init__(self, names: _Names, ran: RanCode | None) -> None:
+        self.names = names
+        self.ran = ran
+        self.found = Reached()
+        self.entered: set[int] = set()
+        self._seen: dict[int, int] = {}
+        self._todo: list[tuple[str, Any]] = []
+
+    def run(self, roots: Roots) -> None:
+        self._todo += reversed(roots)
+        while self._todo and (self.ran is not None or len(self._seen) < MOST_LOOKED_AT):
+            path, value = self._todo.pop()
+            mark = len(self._todo)
+            self._visit(path, value)
+            self._todo[mark:] = reversed(self._todo[mark:])  # the first part is visited first
+
+    def _say(self, path: str, *what: object) -> None:
+        self.found.print.append(what)
+        self.found.paths.append(path)
+
+    def _same(self, path: str, value: object) -> None:
+        self.found.kept.append(value)
+        self._say(path, "is", id(value))
+
+    def _slot(self, holder: Any, key: Any, path: str) -> None:
+        """An entry that the check reads, and that is visited."""
+        value = holder[key]
+        holders, values, paths = self.found.columns.setdefault(key, ([], [], []))
+        holders.append(holder)
+        values.append(value)
+        paths.append(path)
+        self._todo.append((path, value))
+
+    def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            kind = type(value)
+            self._say(path, kind, repr(value) if kind in (float, complex, slice) else value)
+            return
+        if id(value) in self._seen:
+            self._say(path, "seen", self._seen[id(value)])
+            return
+        self._seen[id(value)] = len(self._seen)
+        self.found.kept.append(value)
+        match value:
+            case torch.Tensor():
+                self._tensor(path, value)
+            case nn.Module():
+                self._module(path, value)
+            case FunctionType():
+                self._function(path, value)
+            case MethodType():
+                self._say(path, "method")
+                self._todo += [(path, value.__func__), (path, value.__self__)]
+            case functools.partial():
+                self._say(path, "partial", len(value.args), tuple(value.keywords))
+                self._todo.append((path, value.func))
+                parts = [*enumerate(value.args), *value.keywords.items()]
+                self._todo += [(f"{path}({key})", part) for key, part in parts]
+            case functools._lru_cache_wrapper():
+                self.found.caches.append((path, value))
+                self._say(path, "cached")
+                self._todo.append((path, value.__wrapped__))
+            case staticmethod() | classmethod():
+                self._say(path, type(value))
+                self._todo.append((path, value.__func__))
+            case property():
+                self._say(path, "property")
+                self._todo.append((path, value.fget))
+            case BuiltinFunctionType():
+                self._same(path, value)
+                owner = value.__self__
+                if owner is not None and not isinstance(owner, (ModuleType, type)):
+                    self._todo.append((path, owner))
+            case ModuleType():
+                self._python_module(path, value)
+            case type():
+                self._class(path, value)
+            case _ if isinstance(value, ITERATORS):
+                self.found.randoms.append((path, value))
+                self._same(path, value)
+            case list() | tuple() | collections.deque():
+                self._sequence(path, value)
+            case dict() if value is vars(builtins) or value is sys.modules:
+                self._same(path, value)
+            case dict() | MappingProxyType() if type(value).__getitem__ in _PLAIN_LOOKUPS:
+                self._mapping(path, value)
+            case set() | frozenset():
+                self._set(path, value)
+            case np.ndarray():
+                self.found.arrays.append((path, value))
+                self._say(path, "array", str(value.dtype), value.shape)
+            case bytearray() | memoryview() | array.array():
+                self.found.arrays.append((path, value))
+                self._say(path, "array", type(value))
+            case np.generic():
+                self._say(path, type(value), repr(value))
+            case random.Random() | torch.Generator() | np.random.Generator():
+                self._random(path, value)
+            case np.random.RandomState():
+                self._random(path, value)
+            case weakref.ReferenceType():
+                self._say(path, "reference")
+                self._todo.append((path, value()))
+            case contextvars.ContextVar():
+                self.found.variables.append((path, value))
+                self._say(path, "variable")
+                self._todo.append((path, value.get(None)))
+            case _:
+                self._object(path, value)
+
+    def _random(self, path: str, value: Any) -> None:
+        self.found.randoms.append((path, value))
+        self._same(path, value)
+
+    # -- code --------------------------------------------------------------------------------------
+
+    def _function(self, path: str, function: FunctionType) -> None:
+        code = function.__code__
+        enters = is_own(code) if self.ran is None else id(code) in self.ran.codes
+        if not enters:
+            self._same(path, function)
+            return
+        self.entered.add(id(code))
+        self.found.kept.append(code)
+        self._say(path, "function", id(code))
+        if self.ran is None:
+            self.names.add(code)
+        if _is_a_layer(code):
+            return
+        self.found.functions.append((path, function))
+        words = function.__qualname__.rpartition("<locals>.")[2]
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            where = f"{name} (closure of {words})"
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not assigned yet
+                self._say(where, "empty")
+                continue
+            self.found.cells.append((where, cell))
+            self._todo.append((where, content))
+        for position, default in enumerate(function.__defaults__ or ()):
+            name = code.co_varnames[: code.co_argcount][position - len(function.__defaults__ or ())]
+            self._todo.append((f"{name} (default of {words})", default))
+        for name in function.__kwdefaults__ or ():
+            self._slot(function.__kwdefaults__, name, f"{name} (default of {words})")
+        space = function.__globals__
+        for name in sorted({n for one in _nested(code) for n in one.co_names}):
+            if name in space:
+                self._slot(space, name, f"{name} (global of {space.get('__name__', '?')})")
+            for imported in (name, f"{space.get('__package__')}.{name}"):  # where it is called
+                if imported in sys.modules and not is_foreign(imported):
+                    self._slot(sys.modules, imported, imported)
+        if "globals" in code.co_names:  # under names that are computed
+            for name, entry in list(space.items()):
+                if isinstance(entry, (*PLAIN, list, dict, torch.Tensor)) and name[:2] != "__":
+                    self._slot(space, name, f"{name} (global of {space.get('__name__', '?')})")
+        for name in self.names.among(function.__dict__):
+            self._slot(function.__dict__, name, f"{words}.{name}")
+
+    def _python_module(self, path: str, module: ModuleType) -> None:
+        self._say(path, "python module", module.__name__)
+        space = vars(module)
+        foreign = is_foreign(module.__name__)
+        for name in sorted(self.names.names & space.keys()):
+            value = space[name]
+            where = f"{module.__name__}.{name}"
+            if not foreign:
+                self._slot(space, name, where)
+            elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):  # replaced?
+                holders, values, paths = self.found.columns.setdefault(name, ([], [], []))
+                holders.append(space)
+                values.append(value)
+                paths.append(where)
+                self._same(where, value)
+
+    def _class(self, path: str, cls: type) -> None:
+        self._say(path, "class", id(cls))
+        if not is_foreign(type(cls).__module__):
+            self._todo.append((path, type(cls)))
+        for base in cls.__mro__:
+            space = vars(base)
+            if base in (object, nn.Module):
+                continue
+            if is_foreign(base.__module__):
+                if issubclass(base, nn.Module) and "forward" in space:
+                    self._slot(space, "forward", f"{base.__name__}.forward")
+                continue
+            self.found.sized.append((f"{base.__name__}.*", space))
+            for name, entry in space.items():
+                if self._is_read(name, entry):
+                    self._slot(space, name, f"{base.__name__}.{name}")
+
+    def _is_read(self, name: str, entry: Any) -> bool:
+        """Whether an entry of a class counts."""
+        if name in self.names.names and name not in _OF_CLASSES:
+            return True
+        if isinstance(entry, FunctionType):
+            if self.ran is None:
+                return name in _CALLED_WITHOUT_NAME
+            return id(entry.__code__) in self.ran.codes
+        return self.names.everything and not name.startswith("__") and not callable(entry)
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _tensor(self, path: str, x: torch.Tensor) -> None:
+        self.found.tensors.append((path, x))
+        self._say(path, "tensor", tuple(x.shape), x.dtype, x.requires_grad)
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        found = self.found
+        found.modules.append(module)
+        found.objects.append(module)
+        self._say(path, "module", bool(path))
+        self._todo.append((path, type(module)))
+        space = vars(module)
+        found.sized.append((f"{path}.*", space))
+        where = f"{path}." if path else ""
+        names = self.names.among(space)
+        if is_foreign(type(module).__module__):  # a layer of torch's
+            names = [name for name in names if name in self.names.names]
+        for name in names:
+            if name not in _OF_TORCH:
+                self._slot(space, name, f"{where}{name}")
+        for held in (module._parameters, module._buffers):
+            found.sized.append((f"{path}.*", held))
+            for name, x in held.items():
+                self._weight(held, name, x, f"{where}{name}")
+        found.sized.append((f"{path}.*", module._modules))
+        for name in module._modules:
+            self._slot(module._modules, name, f"{where}{name}")
+        for kind in FORWARD_HOOKS:
+            hooks = space.get(kind, {})
+            for number, key in enumerate(hooks):
+                self._slot(hooks, key, f"{where}{kind.strip('_')}[{number}]")
+            if hooks:
+                found.sized.append((f"{path}: {kind}", hooks))
+        self._say(path, *(len(space.get(kind, ())) for kind in BACKWARD_HOOKS))
+
+    def _weight(self, held: dict[str, Any], name: str, x: torch.Tensor | None, path: str) -> None:
+        holders, values, paths = self.found.columns.setdefault(name, ([], [], []))
+        holders.append(held)
+        values.append(x)
+        paths.append(path)
+        if x is None:
+            self._say(path, None)
+        elif id(x) in self._seen:  # tied
+            self._say(path, "seen", self._seen[id(x)])
+        else:
+            self._seen[id(x)] = len(self._seen)
+            self.found.kept.append(x)
+            self.found.parameters.append((path, x))
+            with torch._C.DisableTorchFunctionSubclass():
+                is_parameter = isinstance(x, nn.Parameter)
+                what = (is_parameter, tuple(x.shape), x.dtype, x.requires_grad, has_hooks(x))
+                self._say(path, *what)
+
+    def _sequence(self, path: str, items: Any) -> None:
+        self._say(path, type(items), len(items))
+        self._own(path, items)
+        if isinstance(items, tuple):
+            self._todo += [(f"{path}[{i}]", item) for i, item in enumerate(items)]
+            return
+        self.found.sized.append((path, items))
+        if self.ran is None and len(items) > MOST_ITEMS:
+            return
+        for i in range(len(items)):
+            self._slot(items, i, f"{path}[{i}]")
+
+    def _mapping(self, path: str, items: Mapping[Any, Any]) -> None:
+        self._say(path, type(items), len(items))
+        self._own(path, items)
+        self.found.sized.append((path, items))
+        if self.ran is None and len(items) > MOST_ITEMS:
+            return
+        for key in items:
+            if isinstance(key, PLAIN):
+                self._say(path, type(key), key)
+            else:
+                self._same(path, key)
+            self._slot(items, key, f"{path}[{key!r}]" if isinstance(key, PLAIN) else path)
+
+    def _set(self, path: str, items: Any) -> None:
+        plain = all(isinstance(item, PLAIN) for item in items)
+        contents = (
+            sorted((type(i).__name__, repr(i)) for i in items) if plain else sorted(map(id, items))
+        )
+        self._say(path, type(items), tuple(contents))
+        self.found.sized.append((path, items))
+
+    def _own(self, path: str, items: Any) -> None:
+        """What a container of the user's class has besides its items."""
+        if is_foreign(type(items).__module__):
+            return
+        self._todo.append((path, type(items)))
+        space: dict[str, Any] = getattr(items, "__dict__", {})
+        for name in self.names.among(space) if space is not items else ():
+            self._slot(space, name, f"{path}.{name}")
+
+    def _object(self, path: str, value: Any) -> None:
+        kind = type(value)
+        root = kind.__module__.partition(".")[0]
+        if root in _CLOSED or kind.__module__ == "builtins":
+            self._same(path, value)
+            return
+        self._say(path, "object")
+        self.found.objects.append(value)
+        self._todo.append((path, kind))
+        if isinstance(value, dict):  # that looks things up in its own way
+            self.found.dicts.append(value)
+            self._say(
+                path, *(key if isinstance(key, PLAIN) else id(key) for key in dict.keys(value))
+            )
+            self._todo += [(f"{path}[{k!r}]", item) for k, item in dict.items(value)]
+        space: dict[str, Any] = getattr(value, "__dict__", {})
+        if root == "dtensor":  # a parallelized module: what it holds of the user's
+            self._todo += [(path, part) for part in space.values() if isinstance(part, nn.Module)]
+            return
+        if space:
+            self.found.sized.append((f"{path}.*", space))
+        foreign = is_foreign(
+            kind.__module__
+        )  # a namespace, an optimizer: its code is not looked at
+        for name in list(space) if foreign else self.names.among(space):
+            self._slot(space, name, f"{path}.{name}")
+        for base in kind.__mro__:
+            slots = vars(base).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    self.found.attributes.append((f"{path}.{name}", value, name))
+                    self._todo.append((f"{path}.{name}", getattr(value, name)))
