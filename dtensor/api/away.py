@@ -68,6 +68,11 @@ class Away:
     """What a tensor's class begins with while its value is elsewhere."""
 
     _whereabouts: _Whereabouts
+    _kind: type[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(p)(data)` makes what it would make at home."""
+        return cls._kind(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
@@ -169,7 +174,8 @@ def as_it_is() -> Any:
 
 @cache
 def _away_kind(kind: type[Tensor]) -> type[Any]:
-    return types.new_class(f"Away{kind.__name__}", (Away, kind))
+    name = f"Away{kind.__name__}"
+    return types.new_class(name, (Away, kind), exec_body=lambda own: own.update(_kind=kind))
 
 
 def _home(tensor: Any) -> Any:

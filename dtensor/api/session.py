@@ -26,7 +26,7 @@ from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
-from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
+from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
@@ -298,7 +298,7 @@ class MeshSession:
                 f"the launch ended with changed state of {count} model(s) on the meta device that "
                 f"was not gathered: it is gone. fix: state = dt.gather_state_dict(model, opt) "
                 f"inside the launch",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 
@@ -404,6 +404,15 @@ def launch(
     try:
         yield session
         session.settle()
-    finally:
-        _launched.remove(session)
-        session.close(bring_home=bring_home)
+    except BaseException as error:
+        try:
+            _leave(session, bring_home)
+        except (DaftError, PlanningError) as lost:  # which reading the weights says, too
+            error.add_note(f"and not all weights came home: {lost}")
+        raise
+    _leave(session, bring_home)
+
+
+def _leave(session: MeshSession, bring_home: bool) -> None:
+    _launched.remove(session)
+    session.close(bring_home=bring_home)

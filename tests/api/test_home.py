@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 import dtensor as dt
 from dtensor.api.away import Away
 from dtensor.api.session import session_for
+from dtensor.daft import CommunicationError, Failure
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
 
@@ -647,6 +648,23 @@ def test_an_exception_leaves_the_launch_and_values_come_home() -> None:
         twins.train(2)
         raise KeyError("mine")
     twins.check("after")
+
+
+def test_an_exception_is_not_hidden_by_a_failure_that_nobody_has_read() -> None:
+    twins = Twins.of()
+    with pytest.raises(KeyError, match="mine") as caught, dt.launch(twins.mesh) as session:
+        twins.train(1)
+        get = session.cluster.get
+
+        def lost(names: Any) -> Any:
+            session.cluster.failure = CommunicationError(Failure(rank=0, reason="gone"))  # type: ignore[attr-defined]
+            return get(names)
+
+        session.cluster.get = lost  # type: ignore[method-assign]
+        raise KeyError("mine")
+    assert "not all weights came home: rank 0: gone" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match=r"is lost(.|\n)*which failed \(rank 0: gone\)"):
+        twins.net.state_dict()
 
 
 def test_bring_home_is_a_truth_value() -> None:
