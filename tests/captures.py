@@ -34,19 +34,21 @@ def shared_capture(
     *,
     grads: Any,
     each_call: bool = False,
+    main: nn.Module | None = None,
 ) -> Graph:
     if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__ or each_call:
-        return capture(fn, args, kwargs, grads=grads, each_call=each_call)
+        return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     around = surrounding()
-    key = (fn.__code__, fn.__module__, grads, around, str(tree), *map(_key, leaves))
+    of_main = [leaf is main for leaf in leaves]
+    key = (fn.__code__, fn.__module__, grads, around, str(tree), *of_main, *map(_key, leaves))
     if key not in _found:
-        _found[key] = capture(fn, args, kwargs, grads=grads)
+        _found[key] = capture(fn, args, kwargs, grads=grads, main=main)
         return _found[key]
     found = _found[key]
     assert found.reads is not None
     constants = [(c.name, c.value) for c in found.inputs if isinstance(c, Const)]
-    roots = flat_call(fn, args, kwargs or {}).roots
+    roots = flat_call(fn, args, kwargs or {}, main).roots
     return replace(found, reads=Reads(roots, found.reads.ran, constants))
 
 

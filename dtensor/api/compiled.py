@@ -97,8 +97,7 @@ class CompiledFunction:
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         future = session.run(program.handle, program.feed(call, numbers), names)
-        if planned.model is not None and program.writes:
-            session.resident(planned.model).wrote(program.writes)
+        session.wrote(planned.models, program.writes)
         if session.cluster.failure is not None:
             future.get()
         results: list[DTensor] = []

@@ -140,13 +140,12 @@ def load(
         _put_constants(session, plan, state, made)
         training = roles.optimizer is not None
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
-        if planned.model is not None:
-            check_apart(named_tensors(planned.model.module), loaded.writes)
+        if planned.models:
+            check_apart(named_tensors(planned.models.module), loaded.writes)
         session.loaded[key] = (planned, loaded)
     program: LoadedProgram = session.loaded[key][1]
     program.put_caught()
-    if planned.model is not None:
-        session.place(planned.model, planned.plan, planned.stages)
+    session.place(planned.models, planned.plan, planned.stages)
     return program
 
 
@@ -179,12 +178,14 @@ def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
         if item.kind == "constant":
             found[item.name] = f"constant {len(session.loaded)}: {item.label}"
         elif item.kind in ("parameter", "buffer"):
-            if planned.model is None:
+            owner = planned.models.owner(item.label)
+            if owner is None:
                 raise PlanningError(
                     f"the program uses {item.label} of a module that is not parallelized; "
                     f"fix: pass dt.parallelize(module, mesh, {{}})"
                 )
-            found[item.name] = session.resident(planned.model).name(item.label)
+            model, name = owner
+            found[item.name] = session.resident(model).name(name)
     return found
 
 

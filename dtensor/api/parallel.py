@@ -101,25 +101,35 @@ class ParallelModule:
             )
         self.stage_plan = replace(self.stage_plan, ranks=ranks)
 
-    def settle(self, plan: Plan, stages: StagePlan) -> None:
+    def settle(
+        self,
+        chosen: Mapping[str, dict[str, Placement]],
+        stage_ranks: tuple[int, ...],
+        stages: StagePlan,
+    ) -> None:
         """What the first program that runs chose holds for all later ones: its stages, and the
         placements of parameters that nothing was stated of."""
         if self.stage_plan.waiting:
             self.stage_plan = stages
-        self.stage_plan = replace(self.stage_plan, ranks=plan.stage_ranks)
-        for label, placements in _chosen(plan).items():
+        self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
+        for label, placements in chosen.items():
             if label not in self.settled:
                 self.settled[label] = placements
                 self.settlement += 1
 
-    def agrees(self, plan: Plan, stages: StagePlan) -> bool:
+    def agrees(
+        self,
+        chosen: Mapping[str, dict[str, Placement]],
+        stage_ranks: tuple[int, ...],
+        stages: StagePlan,
+    ) -> bool:
         """Whether a plan has all as programs that ran have settled it."""
         if not self.settled:
             return True
         same_stages = self.stage_plan.patterns == stages.patterns
-        return (same_stages and self._homes() == plan.stage_ranks) and all(
+        return (same_stages and self._homes() == stage_ranks) and all(
             self.settled.get(label, placements) == placements
-            for label, placements in _chosen(plan).items()
+            for label, placements in chosen.items()
         )
 
     def _homes(self) -> tuple[int, ...]:
@@ -225,7 +235,7 @@ def check_parallel(verb: str, model: object) -> None:
         )
 
 
-def _chosen(plan: Plan) -> dict[str, dict[str, Placement]]:
+def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
     """By parameter and buffer, its placements on every axis that a stage has."""
     found: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:

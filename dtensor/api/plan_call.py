@@ -32,12 +32,12 @@ from dtensor.api.parallel import ParallelModule, recomputed_modules
 from dtensor.api.stating.auto_stages import cut
 from dtensor.api.stating.placing import (
     InputPins,
-    ParameterPlacement,
     input_pins,
     planner_pins,
     restated,
 )
-from dtensor.api.stating.stages import NO_STAGES, StagePlan
+from dtensor.api.stating.stages import StagePlan
+from dtensor.api.together import Models
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture
@@ -88,24 +88,29 @@ class BoundCall:
         numbers, other objects by identity; and the autocast around the call."""
         return (self.tree, tuple(map(leaf_key, self.leaves)), surrounding())
 
-    @property
-    def model(self) -> ParallelModule | None:
-        """The parallelized module among the arguments; PlanningError for two."""
-        found = {id(x): x for x in self.leaves if isinstance(x, ParallelModule)}
-        if isinstance(self.fn, ParallelModule):
-            found[id(self.fn)] = self.fn
-        if len(found) > 1:
-            raise PlanningError(
-                "a call takes one parallelized module; fix: make one nn.Module of them and "
-                "parallelize that"
-            )
-        return next(iter(found.values()), None)
+    def models(self, mesh: Mesh) -> Models:
+        """The parallelized modules among the arguments. PlanningError for those that cannot be in
+        one program on ``mesh``."""
+        found = {id(x): (x, i) for i, x in reversed(list(enumerate(self._modules())))}
+        ordered = sorted(found.values(), key=lambda pair: pair[1])
+        names = ["the model"]
+        if len(ordered) > 1:
+            args, kwargs = pytree.tree_unflatten(self.leaves, self.tree)
+            every = leaf_names(self.fn, args, kwargs)
+            places = {id(leaf): every[i] for i, leaf in reversed(list(enumerate(self.leaves)))}
+            names = [places.get(id(model), "the model") for model, _ in ordered]
+        return Models.of([model for model, _ in ordered], names[: len(ordered)], mesh)
+
+    def _modules(self) -> list[ParallelModule]:
+        leaves = (self.fn, *self.leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, ParallelModule)]
 
     def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
         leaves = [for_capture(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
-        return capture(fn, args, kwargs, grads=grads, each_call=each_call)
+        main = next((model.module for model in self._modules()), None)
+        return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -118,7 +123,7 @@ class Planned:
     plan: Plan
     graph: Graph
     arguments: Mapping[str, int]
-    model: ParallelModule | None
+    models: Models
     request: Request
     stages: StagePlan
     grid: Grid | None
@@ -183,7 +188,7 @@ class PlanCache:
         if not found:
             alone = replace(graph, reads=Reads((), None, constants))
             found = [make(alone)]
-            self._settled[id(found[0])] = _settlement(found[0])
+            self._settled[id(found[0])] = found[0].models.settlement
             self._plans[key] = found
         self.latest = found[0]
         reads = found[0].graph.reads
@@ -228,7 +233,7 @@ class PlanCache:
             from dtensor.frontend.capture.failures import without_ours  # seldom needed
 
             raise without_ours(error)  # noqa: B904 - it is the same
-        self._settled[id(found)] = _settlement(found)
+        self._settled[id(found)] = found.models.settlement
         if changed is not None:
             what = changed.partition(": ")[0]
             spent = self._changed.setdefault(what, [])
@@ -243,10 +248,9 @@ class PlanCache:
         return found
 
     def _agrees(self, planned: Planned) -> bool:
-        settlement = _settlement(planned)
+        settlement = planned.models.settlement
         if self._settled[id(planned)] != settlement:
-            model = planned.model
-            if model is not None and not model.agrees(planned.plan, planned.stages):
+            if not planned.models.agrees(planned.plan, planned.stages):
                 return False
             self._settled[id(planned)] = settlement
         return True
@@ -266,31 +270,23 @@ def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
     return f"the argument {name}: {a} -> {b}"
 
 
-def _settlement(planned: Planned) -> int:
-    return 0 if planned.model is None else planned.model.settlement
-
-
 @collector_paused()
 def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
     """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
-    model = call.model
-    if model is not None and model.mesh != mesh:
-        raise PlanningError(
-            f"the model was parallelized on {model.mesh}, the program is for {mesh}"
-        )
+    models = call.models(mesh)
     graph = options.graph or call.graph(grads)
-    stages = model.stage_plan if model is not None else NO_STAGES
-    if model is not None and stages.waiting:
+    stages = models.stages
+    if stages.waiting:
         one = replace(stages, num_stages=1)
-        whole = _request(call, graph, model, mesh, one, replace(options, timetable=None), name)
+        whole = _request(call, graph, models, mesh, one, replace(options, timetable=None), name)
         in_flight = options.timetable.in_flight if options.timetable else ()
-        stages = cut(model.module, stages, whole, plan, in_flight)
-    request = _request(call, graph, model, mesh, stages, options, name)
+        stages = cut(models.module, stages, whole, plan, in_flight)
+    request = _request(call, graph, models, mesh, stages, options, name)
     return Planned(
         plan=plan(request),
         graph=graph,
         arguments={item.name: entry.index for item, entry in _arguments(request.flow, graph)},
-        model=model,
+        models=models,
         request=request,
         stages=stages,
         grid=request.timetable.grid if isinstance(request.timetable, GridTimetable) else None,
@@ -300,7 +296,7 @@ def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name:
 def _request(
     call: BoundCall,
     graph: Graph,
-    model: ParallelModule | None,
+    models: Models,
     mesh: Mesh,
     stages: StagePlan,
     options: Options,
@@ -312,15 +308,15 @@ def _request(
     metas = {entry.name: item.meta for item, entry in named}
     leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
     pins = _input_pins(metas, leaves, options, mesh, stages)
-    parameters: tuple[ParameterPlacement, ...] = model.placements if model is not None else ()
-    found = planner_pins(flow, parameters, pins)
+    found = planner_pins(flow, models.placements, pins)
     stated = dict(found.pins)
     settled: set[str] = set()
+    before = models.settled
     for item in flow.inputs:
-        if model is not None and item.label in model.settled and item.kind != "argument":
+        if item.label in before and item.kind != "argument":
             if item.name not in stated:
                 settled.add(item.name)
-            stated[item.name] = {**model.settled[item.label], **stated.get(item.name, {})}
+            stated[item.name] = {**before[item.label], **stated.get(item.name, {})}
     timetable = options.timetable
     num_microbatches = options.num_microbatches
     if num_microbatches > 1:
@@ -346,9 +342,10 @@ def _request(
         topology=options.topology or Topology(),
         training=options.training(graph) if options.training else None,
         search=options.search,
-        zero=model.zero if model is not None else None,
-        misaligned=model.misaligned if model is not None else "error",
-        recompute=_recomputed(model, options, flow),
+        zero=models.zero,
+        stored_whole=models.stored_whole if models.zero is not None else frozenset(),
+        misaligned=models.misaligned,
+        recompute=_recomputed(models, options, flow),
         auto=stages.patterns if stages.auto else (),
     )
     return per_microbatch(request) if options.per_microbatch else request
@@ -382,12 +379,12 @@ def _arguments(flow: Dataflow, graph: Graph) -> list[tuple[Input, Arg]]:
     ]
 
 
-def _recomputed(model: ParallelModule | None, options: Options, flow: Dataflow) -> frozenset[str]:
+def _recomputed(models: Models, options: Options, flow: Dataflow) -> frozenset[str]:
     """The modules whose forward runs again; none where the program has no backward."""
-    globs = options.recompute or (model.recompute if model is not None else ())
-    if model is None or not globs or all(op.phase == "forward" for op in flow.ops):
+    globs = options.recompute or models.recompute
+    if not models or not globs or all(op.phase == "forward" for op in flow.ops):
         return frozenset()
-    return recomputed_modules(globs, model.module, flow)
+    return recomputed_modules(globs, models.module, flow)
 
 
 def _input_pins(

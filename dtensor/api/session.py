@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -26,6 +26,7 @@ from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
+from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
@@ -35,6 +36,7 @@ from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
@@ -136,45 +138,60 @@ class MeshSession:
             found.forget([label for label in model.initial.loaded if label in found.specs])
         return found
 
-    def place(self, model: ParallelModule, plan: Plan, stages: StagePlan) -> None:
+    def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
-        resident = self.resident(model)
-        resident.settle()
-        if resident.placed is plan:
+        residents = [self.resident(model) for model in models.parts.values()]
+        for resident in residents:
+            resident.settle()
+        if all(resident.placed is plan for resident in residents):
             return
-        model.settle(plan, stages)
+        models.settle(plan, stages)
+        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
+        for model, own in models.by_part(items):
+            self._place(model, own, plan)
+
+    def wrote(
+        self, models: Models, labels: Iterable[str], optimizer: OptimizerHome | None = None
+    ) -> None:
+        """A program that was called changes these, and the state of an optimizer of the first."""
+        for model, own in models.by_part(dict.fromkeys(labels)):
+            home = optimizer if model is models.parts[""] else None
+            if own or home is not None:
+                self.resident(model).wrote(frozenset(own), home)
+
+    def _place(self, model: ParallelModule, items: Mapping[str, PlannedInput], plan: Plan) -> None:
+        """``items``: what the program needs, by the module's own names."""
+        resident = self.resident(model)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
-        for item in plan.inputs:
-            if item.kind not in ("parameter", "buffer"):
-                continue
+        for name, item in items.items():
             spec = on_mesh(plan, item.held)
             ranks = holders(plan, item)
-            known = resident.specs.get(item.label)
+            known = resident.specs.get(name)
             if known is not None and known != spec:
                 raise PlanningError(
-                    f"{item.label} is stored as {known}, this program wants it stored as {spec}"
+                    f"{name} is stored as {known}, this program wants it stored as {spec}"
                 )
-            missing = set(ranks) - set(resident.ranks.get(item.label, ()) if known else ())
+            missing = set(ranks) - set(resident.ranks.get(name, ()) if known else ())
             if not missing:
                 continue
-            recipe = model.initial.recipe(item.label)
+            recipe = model.initial.recipe(name)
             whole = None
             if recipe is None:
-                whole = model.initial.value(item.label, tensors[item.label].detach())
-                _check_as_planned(item.label, whole, spec)
+                whole = model.initial.value(name, tensors[name].detach())
+                _check_as_planned(name, whole, spec)
             for rank in sorted(missing):
                 here = self.mesh.coordinates(rank)
                 if whole is not None:
-                    values[rank][resident.name(item.label)] = shard_of(whole, spec, here)
+                    values[rank][resident.name(name)] = shard_of(whole, spec, here)
                 elif recipe is not None:
                     pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
-                    made[rank][item.label] = (recipe, pieces)
-            had = set(resident.ranks.get(item.label, ())) if known else set[int]()
-            resident.ranks[item.label] = tuple(sorted(had | set(ranks)))
-            put[item.label] = spec
+                    made[rank][name] = (recipe, pieces)
+            had = set(resident.ranks.get(name, ())) if known else set[int]()
+            resident.ranks[name] = tuple(sorted(had | set(ranks)))
+            put[name] = spec
         if any(values):
             self.put(values)
         if any(made):  # the ranks make their own shards
@@ -192,6 +209,7 @@ class MeshSession:
         groups: tuple[tuple[str, ...], ...],
         plan: Plan,
         stages: StagePlan,
+        models: Models,
         *,
         masters: bool,
     ) -> OptimizerHome:
@@ -211,7 +229,7 @@ class MeshSession:
                 f"fix: master_weights={home.masters} here too, or an optimizer of its own"
             )
         # the parameters first: what the program takes is checked there
-        self.place(model, plan, stages)
+        self.place(models, plan, stages)
         if home is not None and home.current and home.placed is plan:
             return home
         trained = {label for group in groups for label in group}

@@ -271,6 +271,7 @@ class TrainStep:
             groups,
             planned.plan,
             planned.stages,
+            planned.models,
             masters=self.options.master_weights,
         )
         roles = Roles(
@@ -286,7 +287,7 @@ class TrainStep:
         numbers = numbers_fed(self.model.steps.advance(), "train")
         future = session.run(program.handle, program.feed(call, numbers, options), kept)
         self._last = planned
-        session.resident(self.model).wrote(program.writes, home)
+        session.wrote(planned.models, program.writes, home)
         loss = Loss(future, planned, session)
         self._running.append(loss)
         if session is not self._session:

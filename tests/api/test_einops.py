@@ -150,7 +150,8 @@ the pin tp=Shard(0) on qkv.weight does not line up with what the program does to
   qkv.weight: f32[72,24], dim 0: 2 ranks hold 36, 36 of 72
   aten.reshape.default sees it as 3 x 6 x 4 in add: f32[10,72]
   test_einops.py:N: q, k, v = rearrange(self.qkv(x), FUSED, three=3, h=6)
-fix: tp=Shard(0, blocks=3), which lines up""",
+fix: tp=Shard(0, blocks=3), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
 
 
@@ -163,7 +164,8 @@ the pin tp=Shard(0) on k.weight does not line up with what the program does to t
   k.weight: f32[12,24], dim 0: 2 ranks hold 6, 6 of 12
   aten.reshape.default sees it as 3 x 4 in mm_1: f32[10,12]
   test_einops.py:N: k, v = (rearrange(f(x), "b t (g d) -> b g t d", d=4) for f in (self.k, self.v))
-fix: tp=Shard(0, unit=4), which lines up""",
+fix: tp=Shard(0, unit=4), which lines up
+  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
 
 

@@ -69,7 +69,13 @@ class FlatCall:
         return tuple(self.leaves[a.index] for a in self.args)
 
 
-def flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
+def flat_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    main: nn.Module | None = None,
+) -> FlatCall:
+    """``main``: of several modules the one whose names stand alone."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     names = leaf_names(fn, args, kwargs)
     assert len(names) == len(leaves)
@@ -83,7 +89,8 @@ def flat_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     roots = {k: m for k, m in found.items() if id(m) not in inner}
     children = {f"module_{i}": m for i, m in enumerate(roots.values())}
     prefixes = {
-        child: "" if len(roots) == 1 else name for child, name in zip(children, roots, strict=True)
+        child: "" if len(roots) == 1 or root is main else name
+        for child, (name, root) in zip(children, roots.items(), strict=True)
     }
     return FlatCall(
         fn=fn,

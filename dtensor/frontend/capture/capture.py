@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -75,6 +75,7 @@ def capture(
     *,
     grads: Grads,
     each_call: bool = False,
+    main: nn.Module | None = None,
 ) -> Graph:
     """The graph of `fn(*args, **kwargs)`; of tensors only shape, dtype and requires_grad count.
 
@@ -84,13 +85,14 @@ def capture(
         grads: "none": forward only. "loss": fn returns a scalar or (scalar, {name: scalar}) and
             the first is differentiated by all parameters and tensor arguments that require grad,
             with cotangent 1. "tangents": each result that requires grad gets a `Tangent`.
+        main: of several modules the one whose names stand alone.
         each_call: this graph is for one call: the call's Python may draw random numbers and change
             attributes, as it would in torch.
 
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
-    call = flat_call(fn, args, kwargs or {})
+    call = flat_call(fn, args, kwargs or {}, main)
     refuse_hooks(call, grads)
     first = _Capture(call, grads, each_call=each_call)
     if each_call:

@@ -84,7 +84,8 @@ class Request:
     pending_results: likewise one that comes out pending; it is priced as if it were reduced.
     search: "predictable" splits only what pins reach; "free" lifts that.
     microbatches_stated: how many were asked for, where the batch has rows for fewer.
-    zero: an axis and a level: what of the parameters is stored split over it.
+    zero: an axis and a level: what of the parameters is stored split over it; not for
+        those whose labels are in ``stored_whole``.
     misaligned: "error" refuses a parameter's pin that does not line up with the program; "gather"
         takes it as how the parameter is stored.
     recompute: full names of the modules whose forward runs again in the backward.
@@ -114,6 +115,7 @@ class Request:
     split_results: bool = False
     pending_results: bool = False
     zero: tuple[str, int] | None = None
+    stored_whole: frozenset[str] = frozenset()
     misaligned: OnMisaligned = "error"
     recompute: frozenset[str] = frozenset()
     auto: tuple[tuple[str, ...], ...] = ()

@@ -92,7 +92,8 @@ def _planned(
     if crooked:
         pinned = spec.with_placements(**{m.axis: m.placement for m in crooked})
         found = replace(found, misaligned=crooked, pinned=pinned)
-    if request.zero is not None and item.kind == "parameter":
+    is_split = item.kind == "parameter" and item.label not in request.stored_whole
+    if request.zero is not None and is_split:
         axis, level = request.zero
         found = replace(found, stored=stored_spec(found.base, axis), zero=level)
     return found
