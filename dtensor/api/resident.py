@@ -76,6 +76,7 @@ class OptimizerHome:
     stored: dict[str, tuple[TensorSpec, tuple[int, ...]]]
     rest: Entries
     placed: Plan
+    moves: int  # of the resident, when it was put
     reader: Handle | None = None  # the program that sends parts of the state
     state: AwayState = field(init=False)
 
@@ -125,6 +126,7 @@ class Resident:
     touched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     changed: bool = False  # its values are not those that the model began with
     unsaved: bool = False  # and were not gathered since
+    moves: int = 0  # how often other objects stood in the places of tensors
     lost: str = ""  # `gone`, once the launch has ended
     _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
     _versions: dict[str, int] = field(default_factory=dict[str, int])
@@ -225,6 +227,7 @@ class Resident:
             for (slot, leaf), (label, tensor) in zip(self._slots, self.own.items(), strict=True)
             if slot.get(leaf) is not tensor
         ]
+        self.moves += 1
         self.refresh(moved)
         for label in moved:
             if holder_of(self.own[label]) is self:

@@ -230,7 +230,10 @@ class MeshSession:
             )
         # the parameters first: what the program takes is checked there
         self.place(models, plan, stages)
+        if home is None or home.moves != resident.moves:
+            _check_own(model, optimizer)
         if home is not None and home.current and home.placed is plan:
+            home.moves = resident.moves
             return home
         trained = {label for group in groups for label in group}
         stored = {
@@ -241,7 +244,7 @@ class MeshSession:
         names = {id(p): label for label, p in model.module.named_parameters()}
         if home is not None:
             stored = {**home.stored, **stored}
-            home.stored, home.placed = stored, plan
+            home.stored, home.placed, home.moves = stored, plan, resident.moves
             if home.current and stored.keys().isdisjoint(names[id(p)] for p in home.rest):
                 return home
         held: object = optimizer.state
@@ -260,9 +263,8 @@ class MeshSession:
         number = len(resident.optimizers)
         name = f"{resident.prefix}optimizer {number}" if home is None else home.name
         self.put([{name: ShardOptimizer(kind, groups, own, masters)} for own in cut])
-        home = OptimizerHome(
-            optimizer, name, masters, groups, resident, entries, stored, rest, plan
-        )
+        kept_by = (optimizer, name, masters, groups, resident, entries, stored, rest, plan)
+        home = OptimizerHome(*kept_by, resident.moves)
         resident.optimizers[id(optimizer)] = home
         return home
 
@@ -317,6 +319,18 @@ class MeshSession:
                 f"was not gathered: it is gone. fix: state = dt.gather_state_dict(model, opt) "
                 f"inside the launch",
                 stacklevel=6,
+            )
+
+
+def _check_own(model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+    """Whether the module still has the objects that the optimizer would update."""
+    own = {id(p) for p in model.module.parameters()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in own:
+            raise PlanningError(
+                f"the optimizer holds a parameter of shape {list(parameter.shape)} in whose place "
+                f"the module has another object, which torch would not train.\n"
+                f"fix: build the optimizer and the step anew, over model.parameters()"
             )
 
 
