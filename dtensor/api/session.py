@@ -24,14 +24,17 @@ import torch
 
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.randomness import Counter
 from dtensor.api.stating.stages import StagePlan
-from dtensor.daft import Cluster, Future, Handle, Mode, launch_cluster
+from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
+from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
+from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -55,14 +58,21 @@ class OptimizerHome:
     name: str
     masters: bool
     groups: tuple[tuple[str, ...], ...]
+    unsure: object = None  # of the last step that was given names, which may yet be undone
 
     def options(self, groups: tuple[tuple[str, ...], ...]) -> tuple[dict[str, Any], ...]:
-        """What a step is fed: each group's options, and its names where the groups changed."""
+        """What a step is fed: each group's options, and its names where the groups changed, until a
+        step that was given them has ended well."""
         found = hyperparameters(self.optimizer)
-        if groups == self.groups:
+        if groups == self.groups and self.unsure is None:
             return found
-        self.groups = groups
+        self.groups, self.unsure = groups, object()
         return tuple({**given, NAMES: names} for given, names in zip(found, groups, strict=True))
+
+    def ended(self, unsure: object) -> None:
+        """A step has ended well; ``unsure`` as it was when that was given its options."""
+        if unsure is self.unsure:
+            self.unsure = None
 
 
 @dataclass(slots=True)
@@ -78,6 +88,7 @@ class Resident:
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
     placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
     changed: bool = False
+    saved: str = ""  # the last state that is elsewhere too
 
     def name(self, label: str) -> str:
         return f"{self.prefix}{label}"
@@ -98,6 +109,8 @@ class MeshSession:
         self.garbage_bytes = 0  # as if no rank held a part
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.failure_was_read = False
+        self.said_lost = False
+        self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
         self.parts: dict[Mesh, MeshSession] = {}  # other meshes on ranks of this cluster
 
     # -- values -----------------------------------------------------------------------------------
@@ -117,8 +130,20 @@ class MeshSession:
     def fetch(self, name: str, ranks: Sequence[int]) -> list[Any]:
         self.check()
         wanted = [[name] if r in ranks else [] for r in range(self.mesh.size)]
-        found = self.cluster.get(wanted).get()
+        try:
+            found = self.cluster.get(wanted).get()
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
         return [found[r][0] for r in ranks]
+
+    def told(self, error: DaftError) -> DaftError:
+        """The error; where the state is lost with it, it says which was saved last."""
+        if error is self.cluster.failure and not self.said_lost:
+            self.said_lost = True
+            saved = "; ".join(home.saved for home in self.residents.values() if home.changed)
+            note = f"the state on the ranks is lost{saved and f': {saved}'}."
+            error.add_note(note)
+        return error.with_traceback(None)  # of where it was raised before: no news to the user
 
     def forget(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
         """Called when a value is garbage: a later call drops its shards, many at once."""
@@ -137,7 +162,11 @@ class MeshSession:
         self.cluster.delete(names)
 
     def run(
-        self, handle: Any, inputs: Sequence[Mapping[str, object]], keep: Mapping[str, str]
+        self,
+        handle: Any,
+        inputs: Sequence[Mapping[str, object]],
+        keep: Mapping[str, str],
+        counted: Counted | None = None,
     ) -> Future:
         self.check()
         if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
@@ -145,10 +174,26 @@ class MeshSession:
         if self.mode == "timed":
             self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
         called = time.monotonic()
-        future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
+        future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
         if self.mode == "timed":
             self.timed = handle, future, called
         return future
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a run has ended when `run` returns, so that its failure can be raised there."""
+        return self.cluster.immediate or self.mode == "interpreted"
+
+    def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
+        """A run that is one of what ``counter`` counts, under a name of this session."""
+        counter.present()
+        key = f"{name} {counter.resets}"
+        return Counted(key, self.undone.get(key, 0), STEP, takes)
+
+    def give_back(self, counter: Counter, counted: Counted) -> None:
+        """The run was undone: its number is the next one's."""
+        self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
+        counter.give_back(int(counted.key.rpartition(" ")[2]))
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -167,12 +212,14 @@ class MeshSession:
             _warn_of_other_values(self, model)
             found = Resident(model, f"model {len(self.residents)}: ", model.version)
             self.residents[id(model)] = found
+            found.saved = f"the controller has what was put there, of step {model.steps.present()}"
         if found.version != model.version:  # the controller loaded other values
             found.version = model.version
             found.specs.clear()
             found.placed = None
             found.optimizers.clear()
             found.changed = False
+            found.saved = f"the controller has what was loaded, of step {model.steps.present()}"
         return found
 
     def place(self, model: ParallelModule, plan: Plan, stages: StagePlan) -> None:
@@ -276,6 +323,8 @@ class MeshSession:
                 wait()
             for part in self.parts.values():
                 part.settle()
+            if not isinstance(self.cluster, Part) and not self.cluster.immediate:
+                self.cluster.check_undone()
 
     def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> MeshSession:
         """The session of another mesh on ranks of this cluster, made at first use."""

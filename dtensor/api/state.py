@@ -45,8 +45,11 @@ def gather_state_dict(
     from_ranks: dict[str, torch.Tensor] = {}
     if resident is not None:
         session, home = resident
+        for wait in session.settling:  # a step that failed gives its number back
+            wait()
         from_ranks = _gather_model(session, home)
         home.changed = False
+        home.saved = f"the last was gathered after step {model.steps.present()}"
     names = names_in_state(model.module)
     values = {
         key: from_ranks[names[key]]

@@ -1,0 +1,248 @@
+"""A step, a call or an op that fails leaves all as it was, and what comes after does not notice.
+
+Each case trains six steps, the third on bad data, and compares steps four to six, the weights, the
+optimizer's state, the buffers and the number of the next step, bit for bit, with a run that was
+never given the third.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.api.training import Loss
+from dtensor.daft import TaskError
+
+RAISES, WIDENS = 1e6, -1e6
+"""Values that make `picky` raise, and return another dtype than it declares."""
+
+
+@torch.library.custom_op("bad_data::picky", mutates_args=())
+def picky(x: Tensor) -> Tensor:
+    if (x == RAISES).any():
+        raise ValueError("picky does not like this")
+    return x.double() if (x == WIDENS).any() else x.clone()
+
+
+@picky.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+picky.register_autograd(lambda ctx, grad: grad)
+dt.rule("bad_data::picky.default", "... -> ...")
+
+
+class Net(nn.Module):
+    """x [b 8] -> logits [b 4]."""
+
+    def __init__(self, *, own_op: bool = False, dropout: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.norm = nn.BatchNorm1d(16) if norm else None
+        self.own_op, self.dropout = own_op, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = picky(x) if self.own_op else x
+        h = F.gelu(self.up(h))
+        h = h if self.norm is None else self.norm(h)
+        return self.down(F.dropout(h, 0.5) if self.dropout else h)
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    axes: Mapping[str, int]
+    pins: Mapping[str, Mapping[str, dt.Placement]] = field(default_factory=dict)
+    stages: Mapping[str, Sequence[Sequence[str]]] | None = None
+    zero: Mapping[str, int] | None = None
+    microbatches: int = 1
+
+
+PLACED = {
+    "tp2": Placed(
+        axes=dict(tp=2), pins={"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+    ),
+    "pp2": Placed(axes=dict(pp=2), stages={"pp": [["up*"], ["down*"]]}, microbatches=2),
+    "dp2_zero3": Placed(axes=dict(dp=2), zero=dict(dp=3)),
+    "pp2_tp2": Placed(axes=dict(pp=2, tp=2), stages={"pp": [["up*"], ["down*"]]}, microbatches=2),
+}
+
+Batch = tuple[Tensor, Tensor]
+
+
+def bad_label(x: Tensor, y: Tensor) -> Batch:
+    y = y.clone()
+    y[-1] = 77
+    return x, y
+
+
+def bad_value(value: float) -> Callable[[Tensor, Tensor], Batch]:
+    def made(x: Tensor, y: Tensor) -> Batch:
+        x = x.clone()
+        x[-1] = value
+        return x, y
+
+    return made
+
+
+FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Batch], str]] = {
+    "label": (bad_label, "IndexError: Target 77 is out of bounds"),
+    "op": (bad_value(RAISES), "ValueError: picky does not like this"),
+    "dtype": (bad_value(WIDENS), r"(RuntimeError|Undeclared): (.|\n)*([dD]ouble|float64)"),
+}
+
+
+def good(number: int) -> Batch:
+    torch.manual_seed(number)
+    return torch.randn(8, 8), torch.randint(0, 4, (8,))
+
+
+@dataclass(slots=True)
+class Trained:
+    losses: list[float]
+    state: dict[str, Any]
+    errors: list[TaskError] = field(default_factory=list)
+
+
+def train(
+    placed: Placed,
+    data: Sequence[Batch],
+    *,
+    ahead: bool = False,
+    clip: float | None = None,
+    keep_gradients: bool = False,
+    launch: Mapping[str, Any] = {},
+    **options: bool,
+) -> Trained:
+    """The losses of the batches that did not fail; ``ahead``: read at the end."""
+    torch.manual_seed(0)
+    dt.manual_seed(3)
+    module = Net(**options)
+    model = dt.parallelize(
+        module, dt.Mesh(**placed.axes), placed.pins, stages=placed.stages, zero=placed.zero
+    )
+    step = dt.train_step(
+        model,
+        loss_fn,
+        torch.optim.AdamW(module.parameters(), lr=1e-2),
+        inputs=dict(dp=dt.Row()) if "dp" in placed.axes else None,
+        schedule=dt.OneFOneB(microbatches=placed.microbatches),
+        clip_grad_norm=clip,
+        keep_gradients=keep_gradients,
+    )
+    losses: list[Loss | float] = []
+    errors: list[TaskError] = []
+    with dt.launch(model.mesh, **launch):
+        for batch in data:
+            for _ in range(2):  # a call that raises what an earlier one failed of has done nothing
+                try:
+                    loss = step(*batch)
+                    break
+                except TaskError as error:
+                    errors.append(error)
+            try:
+                losses.append(loss if ahead else float(loss))
+            except TaskError as error:
+                errors.append(error)
+        found: list[float] = []
+        for loss in losses:
+            try:
+                found.append(float(loss))
+            except TaskError as error:
+                if error not in errors:
+                    errors.append(error)
+        state = dt.gather_state_dict(model, step.optimizer)
+        if keep_gradients:
+            state["gradients"] = step.gradients()
+    return Trained(found, state, errors)
+
+
+def same(a: object, b: object) -> bool:
+    """Bit for bit, through containers."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return a == b
+
+
+def check(placed: str, fault: str, **options: Any) -> Trained:
+    spoil, expected = FAULTS[fault]
+    batches = [good(i) for i in range(6)]
+    bad = [*batches[:2], spoil(*batches[2]), *batches[3:]]
+    options = dict(options, own_op=fault in ("op", "dtype"))
+    never = train(PLACED[placed], [*batches[:2], *batches[3:]], **options)
+    found = train(PLACED[placed], bad, **options)
+    assert len(never.losses) == 5 and not never.errors
+    assert found.losses == never.losses
+    assert found.state["step"] == 5
+    assert same(found.state, never.state)
+    (error,) = found.errors
+    assert re.search(expected, str(error)), str(error)
+    assert "at test_bad_data.py:" in str(error) and "instruction " in str(error)
+    assert len(str(error).splitlines()) <= 30
+    assert len("".join(traceback.format_exception(error)).splitlines()) <= 30
+    return found
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is known to have ended before it is read, so that another is always under way."""
+    monkeypatch.setattr(Loss, "done", lambda self: False)
+
+
+MATRIX = list(itertools.product(["tp2", "pp2", "dp2_zero3"], FAULTS, [None, 0.1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("placed", "fault", "clip"), MATRIX)
+def test_each_loss_read(placed: str, fault: str, clip: float | None) -> None:
+    check(placed, fault, clip=clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("placed", "fault", "clip"), MATRIX)
+def test_running_ahead(placed: str, fault: str, clip: float | None, unread: None) -> None:
+    check(placed, fault, clip=clip, ahead=True)
+
+
+def test_two_axes() -> None:
+    check("pp2_tp2", "label", clip=0.1)
+
+
+def test_without_a_loss_that_says_it_is_done(unread: None) -> None:
+    check("tp2", "label", ahead=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placed", ["tp2", "pp2"])
+def test_interpreted(placed: str) -> None:
+    check(placed, "label", launch=dict(mode="interpreted"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_numbers_and_a_buffer(ahead: bool, unread: None) -> None:
+    check("tp2", "label", dropout=True, norm=True, ahead=ahead)
+
+
+@pytest.mark.slow
+def test_kept_gradients_are_those_of_the_last_good_step() -> None:
+    batches = [good(i) for i in range(3)]
+    never = train(PLACED["tp2"], batches[:2], keep_gradients=True)
+    found = train(PLACED["tp2"], [*batches[:2], bad_label(*batches[2])], keep_gradients=True)
+    assert same(found.state, never.state) and len(found.errors) == 1
