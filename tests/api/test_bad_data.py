@@ -246,3 +246,30 @@ def test_kept_gradients_are_those_of_the_last_good_step() -> None:
     never = train(PLACED["tp2"], batches[:2], keep_gradients=True)
     found = train(PLACED["tp2"], [*batches[:2], bad_label(*batches[2])], keep_gradients=True)
     assert same(found.state, never.state) and len(found.errors) == 1
+
+
+# -- on Ray ----------------------------------------------------------------------------------------
+
+RAY = dict(backend="ray", deadline_s=3600.0)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("placed", "options"),
+    [
+        ("tp2", dict(clip=0.1)),
+        ("tp2", dict(ahead=True, dropout=True, norm=True)),
+        ("pp2", dict(ahead=True)),
+        ("dp2_zero3", dict(ahead=True, clip=0.1)),
+    ],
+    ids=str,
+)
+def test_on_ray(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, placed: str, options: dict[str, Any]
+) -> None:
+    if options.get("ahead"):
+        monkeypatch.setattr(Loss, "done", lambda self: False)
+    found = check(placed, "label", launch=RAY, **options)
+    here = check(placed, "label", **options)
+    assert found.losses == here.losses
+    assert found.errors[0].failure.rank == here.errors[0].failure.rank
