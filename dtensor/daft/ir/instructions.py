@@ -196,8 +196,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The commit point of a rank: `value` is the sum of all votes. If it is not 0, the rank makes
-    none of its later calls."""
+    """The commit point of a rank: `value` is the sum of all votes. If it is not 0, or the rank has
+    failed itself, it makes none of its later calls."""
 
     value: str
     label: str = field(default="", kw_only=True)

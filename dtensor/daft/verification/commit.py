@@ -5,13 +5,13 @@
 
 In a program that has votes, it must hold for each rank that has instructions:
 
-- it votes once and has one commit point, which reads the sum of *all* ranks' votes;
+- it votes once, then has one commit point, which reads a sum of all *other* ranks' votes at least;
 - it calls nothing between the two, where a failure would be in no vote;
 - it writes no state before.
 
 So at their commit points all ranks know the same of all calls before, whichever interleaving ran:
 what a rank has of the votes comes of its own, and of all_reduces that it has waited for, and that
-is the same in each order. One order is followed here; the explorer in `tests/daft` tries them all.
+is the same in each order. One order is followed here; `tests/daft/undo.py` tries them all.
 
 A program without votes is not looked at: if it writes state, its failures cannot be undone.
 """
@@ -112,7 +112,9 @@ class _Votes:
         rank, _ = site
         if rank in self.committed:
             raise fault(self.program, site, "the rank commits twice", "leave one out")
-        missing = sorted(self.active - self._carried(rank, value))
+        if rank not in self.voted:
+            raise fault(self.program, site, "the rank has not voted", "vote before it")
+        missing = sorted(self.active - self._carried(rank, value) - {rank})
         if missing:
             fact = f"{value!r} is not the sum of all votes: those of ranks {missing} are not in it"
             raise fault(self.program, site, fact, "all_reduce the votes of all ranks before it")
