@@ -88,7 +88,7 @@ class Resident:
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
     placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
     changed: bool = False
-    saved: str = ""  # the last state that is elsewhere too
+    saved: tuple[str, int] = ("", 0)  # the last state that is elsewhere too, and its step
 
     def name(self, label: str) -> str:
         return f"{self.prefix}{label}"
@@ -140,9 +140,12 @@ class MeshSession:
         """The error; where the state is lost with it, it says which was saved last."""
         if error is self.cluster.failure and not self.said_lost:
             self.said_lost = True
-            saved = "; ".join(home.saved for home in self.residents.values() if home.changed)
-            note = f"the state on the ranks is lost{saved and f': {saved}'}."
-            error.add_note(note)
+            parts = ["the state on the ranks is lost"]
+            for home in self.residents.values():
+                where, step = home.saved
+                back = home.model.steps.present() - step
+                parts.append(f"{where}, of step {step}, {back} before this one")
+            error.add_note("; ".join(parts))
         return error.with_traceback(None)  # of where it was raised before: no news to the user
 
     def forget(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
@@ -212,14 +215,14 @@ class MeshSession:
             _warn_of_other_values(self, model)
             found = Resident(model, f"model {len(self.residents)}: ", model.version)
             self.residents[id(model)] = found
-            found.saved = f"the controller has what was put there, of step {model.steps.present()}"
+            found.saved = "the controller has what was put there", model.steps.present()
         if found.version != model.version:  # the controller loaded other values
             found.version = model.version
             found.specs.clear()
             found.placed = None
             found.optimizers.clear()
             found.changed = False
-            found.saved = f"the controller has what was loaded, of step {model.steps.present()}"
+            found.saved = "the controller has what was loaded", model.steps.present()
         return found
 
     def place(self, model: ParallelModule, plan: Plan, stages: StagePlan) -> None:

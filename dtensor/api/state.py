@@ -49,7 +49,7 @@ def gather_state_dict(
             wait()
         from_ranks = _gather_model(session, home)
         home.changed = False
-        home.saved = f"the last was gathered after step {model.steps.present()}"
+        home.saved = "the last was gathered", model.steps.present()
     names = names_in_state(model.module)
     values = {
         key: from_ranks[names[key]]

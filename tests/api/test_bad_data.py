@@ -175,6 +175,8 @@ def same(a: object, b: object) -> bool:
     """Bit for bit, through containers."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     return a == b
@@ -246,6 +248,110 @@ def test_kept_gradients_are_those_of_the_last_good_step() -> None:
     never = train(PLACED["tp2"], batches[:2], keep_gradients=True)
     found = train(PLACED["tp2"], [*batches[:2], bad_label(*batches[2])], keep_gradients=True)
     assert same(found.state, never.state) and len(found.errors) == 1
+
+
+def test_groups_and_schedulers() -> None:
+    """A group that is added with the bad step is there at the next; the scheduler is the user's."""
+
+    def trained(bad: bool) -> tuple[list[float], dict[str, Any], float]:
+        torch.manual_seed(0)
+        module = Net()
+        opt = torch.optim.SGD([module.up.weight, module.up.bias], lr=0.1)
+        model = dt.parallelize(module, dt.Mesh(tp=2), PLACED["tp2"].pins)
+        step = dt.train_step(model, loss_fn, opt)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        losses: list[float] = []
+        with dt.launch(model.mesh):
+            losses.append(float(step(*good(0))))
+            opt.add_param_group({"params": list(module.down.parameters()), "lr": 0.3})
+            if bad:
+                with pytest.raises(TaskError, match="Target 77"):
+                    float(step(*bad_label(*good(1))))
+            losses += [float(step(*good(k))) for k in (2, 3)]
+            scheduler.step()
+            losses.append(float(step(*good(4))))
+            return losses, dt.gather_state_dict(model, opt), opt.param_groups[0]["lr"]
+
+    assert same(trained(True), trained(False))
+    assert trained(True)[2] == 0.05
+
+
+def test_two_that_nobody_reads_raise_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    model = dt.parallelize(module, dt.Mesh(tp=2), PLACED["tp2"].pins)
+    step = dt.train_step(model, loss_fn, torch.optim.SGD(module.parameters(), lr=0.1))
+    with dt.launch(model.mesh):
+        step(*bad_label(*good(0)))
+        with pytest.raises(TaskError, match="Target 77") as caught:
+            step(*good(0))
+        assert caught.value.__notes__ == ["an earlier step failed; the one called now has not run."]
+        bad = step(*bad_label(*good(0)))
+        with pytest.raises(TaskError, match="Target 77"):
+            dt.gather_state_dict(model)
+        assert "step" not in dt.gather_state_dict(model)
+        with pytest.raises(TaskError, match="Target 77"):
+            float(bad)
+        float(step(*good(0)))
+        assert dt.gather_state_dict(model)["step"] == 1
+
+
+@pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
+def test_calls_and_ops(backend: Any, request: pytest.FixtureRequest) -> None:
+    """Of a compiled function, with random numbers; and of eager ops."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    mesh = dt.Mesh(tp=2)
+    table, ids = torch.randn(6, 4), [torch.tensor([k, 5 - k]) for k in range(3)]
+
+    def masked(backend: Any, bad: bool) -> list[Tensor]:
+        dt.manual_seed(5)
+        fn = dt.compile(lambda t, i: F.dropout(F.embedding(i, t), 0.5), mesh)
+        found: list[Tensor] = []
+        with dt.launch(mesh, backend=backend):
+            rows = dt.distribute(table, mesh, tp=dt.Row())
+            found.append(fn(rows, ids[0]).full_tensor())
+            if bad:
+                with pytest.raises(TaskError, match=r"(?s)index 9 .*test_bad_data.py:\d+"):
+                    (fn(rows, torch.tensor([9, 1])) + 1).full_tensor()
+                with pytest.raises(TaskError, match=r"(?s)index 7 .*test_bad_data.py:\d+"):
+                    wrong = torch.index_select(rows, 0, dt.distribute(torch.tensor([7]), mesh))
+                    wrong.redistribute(tp=dt.Replicate()).neg().full_tensor()
+                with pytest.raises(TaskError, match="index 8 "):
+                    wrong = torch.index_select(rows, 0, dt.distribute(torch.tensor([8]), mesh))
+                    dt.transfer(wrong, dt.Mesh(dp=2)).full_tensor()
+            found += [fn(rows, one).full_tensor() for one in ids[1:]]
+        return found
+
+    expected = masked("inprocess", bad=False)
+    assert same(dict(enumerate(masked(backend, bad=True))), dict(enumerate(expected)))
+
+
+@pytest.mark.slow
+def test_a_failing_update_says_what_is_lost() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = dt.parallelize(module, dt.Mesh(tp=2), PLACED["tp2"].pins)
+    step = dt.train_step(model, loss_fn, opt)
+    with dt.launch(model.mesh):
+        for k in range(3):
+            float(step(*good(k)))
+        dt.gather_state_dict(model, opt)
+        float(step(*good(3)))
+        opt.param_groups[0]["lr"] = "fast"
+        failing = step(*good(4))
+        with pytest.raises(TaskError, match="update.*TypeError") as caught:
+            float(failing)
+        (note,) = caught.value.__notes__
+        assert note == (
+            "the state on the ranks is lost; the last was gathered, of step 3, 2 before this one"
+        )
+        assert len("".join(traceback.format_exception(caught.value)).splitlines()) <= 30
+        opt.param_groups[0]["lr"] = 0.1
+        with pytest.raises(TaskError) as later:
+            step(*good(5))
+        assert later.value is caught.value and len(caught.value.__notes__) == 1
 
 
 # -- on Ray ----------------------------------------------------------------------------------------

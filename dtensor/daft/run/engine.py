@@ -184,7 +184,7 @@ class Engine:
             )
             leaks = self._leaks and self._keeps
             if not ours or leaks or rank in self._spoiled or index >= self._undoable[rank]:
-                raise self._error(position, error) from error
+                raise self._error(position, error) from shortened(error)
             fault = self._error(position, error)
             fault.__cause__ = shortened(error)
             self._faults.append(Fault((rank, index), fault))
