@@ -74,7 +74,7 @@ class CompiledFunction:
             session.resident(planned.model).changed = True
         if session.at_once:
             try:
-                future.get()
+                future.check()
             except TaskError:
                 session.give_back(self.calls, counted)
                 raise

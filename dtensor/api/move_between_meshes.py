@@ -187,7 +187,7 @@ def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) 
         fed[plan.source_ranks[index]]["x"] = stored
     future = cluster.run(handle, fed, mode=target.mode, keep={"y": _inner(target, name)})
     if target.at_once:
-        future.get()
+        future.check()
 
 
 def _through_controller(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:

@@ -228,7 +228,7 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     try:
         future = session.run(program, [feed] * session.mesh.size, keep)
         if session.at_once:
-            future.get()
+            future.check()
     except DaftError as error:
         raise located(session, error) from error.__cause__
     made = iter(names)

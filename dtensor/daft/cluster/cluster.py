@@ -69,6 +69,10 @@ class Future(ABC):
     def done(self) -> bool:
         """Whether `get` would return, or raise a failure, at once."""
 
+    def check(self) -> None:
+        """Wait; raises what `get` would."""
+        self.get()
+
 
 @dataclass(frozen=True, slots=True)
 class Finished(Future):
@@ -425,3 +429,11 @@ class _Called(Future):
 
     def done(self) -> bool:
         return self._finished is not None or self._cluster.came(self._asked)
+
+    def check(self) -> None:
+        if self._finished is not None or not self._cluster.immediate:
+            self.get()
+            return
+        for each in self._cluster.collect(self._asked):  # without a look at what came back
+            if isinstance(each, Undone):
+                self.get()

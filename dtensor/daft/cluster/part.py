@@ -197,3 +197,6 @@ class _PartFuture(Future):
 
     def done(self) -> bool:
         return self.whole.done()
+
+    def check(self) -> None:
+        self.whole.check()
