@@ -292,6 +292,8 @@ def test_two_that_nobody_reads_raise_one_after_the_other() -> None:
         assert "step" not in dt.gather_state_dict(model)
         with pytest.raises(TaskError, match="Target 77"):
             float(bad)
+        with pytest.raises(TaskError, match="Target 77"):
+            dt.trace(step, *bad_label(*good(0)))
         float(step(*good(0)))
         assert dt.gather_state_dict(model)["step"] == 1
 
