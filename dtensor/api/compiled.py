@@ -37,6 +37,7 @@ from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import session_for
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.stating.placing import Stated, check_fit
+from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.lower.builder import Roles
@@ -96,10 +97,15 @@ class CompiledFunction:
         program = load(session, planned, self._roles)
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
-        future = session.run(program.handle, program.feed(call, numbers), names)
+        counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
+        future = session.run(program.handle, program.feed(call, numbers), names, counted)
         session.wrote(planned.models, program.writes)
-        if session.cluster.failure is not None:
-            future.get()
+        if session.at_once:
+            try:
+                future.check()
+            except TaskError:
+                session.give_back(self.calls, counted)
+                raise
         results: list[DTensor] = []
         outputs = {o.of: o for o in planned.plan.outputs if o.kind == "result"}
         for index in sorted(outputs, key=int):

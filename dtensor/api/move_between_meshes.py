@@ -186,8 +186,8 @@ def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) 
     for index in holders_of(plan.source):
         fed[plan.source_ranks[index]]["x"] = stored
     future = cluster.run(handle, fed, mode=target.mode, keep={"y": _inner(target, name)})
-    if cluster.failure is not None:
-        future.get()
+    if target.at_once:
+        future.check()
 
 
 def _through_controller(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:

@@ -9,6 +9,9 @@ placement, mesh and number of microbatches, and a step can be repeated alone. Th
 what the numbers are for (training, a compiled function by its name, a parameter by its name), so
 that none of these shares numbers with another.
 
+The number of a step or call that failed, and was undone, is the next one's: the controller gives it
+back when it hears of that, and the ranks, who know before, take it off meanwhile (`Counted`).
+
 Invariants: torch's own generators are neither read nor advanced; the default seed is 0. A counter
 that was made under an earlier seed starts from 0 under the present one.
 """
@@ -52,14 +55,16 @@ def key_of(seed: int, *purpose: str) -> int:
 
 @dataclass(slots=True)
 class Counter:
-    """Counts steps or calls from 0, from 0 again after `manual_seed`."""
+    """Counts steps or calls from 0, from 0 again after `manual_seed`. ``resets``: how often it was
+    set to another number."""
 
     count: int = 0
     epoch: int = -1
+    resets: int = 0
 
     def present(self) -> int:
         if self.epoch != _present.epoch:
-            self.epoch, self.count = _present.epoch, 0
+            self.restore(0)
         return self.count
 
     def advance(self) -> int:
@@ -70,6 +75,13 @@ class Counter:
 
     def restore(self, count: int) -> None:
         self.epoch, self.count = _present.epoch, count
+        self.resets += 1
+
+    def give_back(self, resets: int) -> None:
+        """A step was undone that advanced it after so many resets."""
+        self.present()
+        if resets == self.resets:
+            self.count -= 1
 
 
 def numbers_fed(step: int, *purpose: str) -> dict[str, object]:

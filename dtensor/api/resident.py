@@ -21,7 +21,7 @@ Not here: what is put where (session.py), whole states in and out (state.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise, starmap
@@ -77,6 +77,7 @@ class OptimizerHome:
     rest: Entries
     placed: Plan
     moves: int  # of the resident, when it was put
+    unsure: object = None  # of the last step that was given names, which may yet be undone
     reader: Handle | None = None  # the program that sends parts of the state
     state: AwayState = field(init=False)
 
@@ -91,12 +92,18 @@ class OptimizerHome:
         return held is self.state and not self.state.touched
 
     def options(self, groups: tuple[tuple[str, ...], ...]) -> tuple[dict[str, Any], ...]:
-        """What a step is fed: each group's options, and its names where the groups changed."""
+        """What a step is fed: each group's options, and its names where the groups changed, until a
+        step that was given them has ended well."""
         found = hyperparameters(self.optimizer)
-        if groups == self.groups:
+        if groups == self.groups and self.unsure is None:
             return found
-        self.groups = groups
+        self.groups, self.unsure = groups, object()
         return tuple({**given, NAMES: names} for given, names in zip(found, groups, strict=True))
+
+    def ended(self, unsure: object) -> None:
+        """A step has ended well; ``unsure`` as it was when that was given its options."""
+        if unsure is self.unsure:
+            self.unsure = None
 
     def come_home(self) -> None:
         if self.current:
@@ -128,6 +135,8 @@ class Resident:
     unsaved: bool = False  # and were not gathered since
     moves: int = 0  # how often other objects stood in the places of tensors
     lost: str = ""  # `gone`, once the launch has ended
+    saved: tuple[str, int] = ("", 0)  # the last state that is elsewhere too, and its step
+    settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
     _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
     _versions: dict[str, int] = field(default_factory=dict[str, int])
     _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed

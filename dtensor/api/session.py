@@ -24,16 +24,19 @@ import torch
 from dtensor.api.away import AwayState, Entries
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.randomness import Counter
 from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
+from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
@@ -64,6 +67,8 @@ class MeshSession:
         self.garbage_bytes = 0  # as if no rank held a part
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.failure_was_read = False
+        self.said_lost = False
+        self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
         self.parts: dict[Mesh, MeshSession] = {}  # other meshes on ranks of this cluster
 
     # -- values -----------------------------------------------------------------------------------
@@ -83,8 +88,23 @@ class MeshSession:
     def fetch(self, name: str, ranks: Sequence[int]) -> list[Any]:
         self.check()
         wanted = [[name] if r in ranks else [] for r in range(self.mesh.size)]
-        found = self.cluster.get(wanted).get()
+        try:
+            found = self.cluster.get(wanted).get()
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
         return [found[r][0] for r in ranks]
+
+    def told(self, error: DaftError) -> DaftError:
+        """The error; where the state is lost with it, it says which was saved last."""
+        if error is self.cluster.failure and not self.said_lost:
+            self.said_lost = True
+            parts = ["the state on the ranks is lost"]
+            for home in self.residents.values():
+                where, step = home.saved
+                back = home.model.steps.present() - step
+                parts.append(f"{where}, of step {step}, {back} before this one")
+            error.add_note("; ".join(parts))
+        return error.with_traceback(None)  # of where it was raised before: no news to the user
 
     def forget(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
         """Called when a value is garbage: a later call drops its shards, many at once."""
@@ -103,7 +123,11 @@ class MeshSession:
         self.cluster.delete(names)
 
     def run(
-        self, handle: Any, inputs: Sequence[Mapping[str, object]], keep: Mapping[str, str]
+        self,
+        handle: Any,
+        inputs: Sequence[Mapping[str, object]],
+        keep: Mapping[str, str],
+        counted: Counted | None = None,
     ) -> Future:
         self.check()
         if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
@@ -111,10 +135,26 @@ class MeshSession:
         if self.mode == "timed":
             self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
         called = time.monotonic()
-        future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep)
+        future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
         if self.mode == "timed":
             self.timed = handle, future, called
         return future
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a run has ended when `run` returns, so that its failure can be raised there."""
+        return self.cluster.immediate or self.mode == "interpreted"
+
+    def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
+        """A run that is one of what ``counter`` counts, under a name of this session."""
+        counter.present()
+        key = f"{name} {counter.resets}"
+        return Counted(key, self.undone.get(key, 0), STEP, takes)
+
+    def give_back(self, counter: Counter, counted: Counted) -> None:
+        """The run was undone: its number is the next one's."""
+        self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
+        counter.give_back(int(counted.key.rpartition(" ")[2]))
 
     @contextmanager
     def timing(self) -> Iterator[None]:
@@ -133,9 +173,11 @@ class MeshSession:
             prefix = f"model {len(self.residents)}: "
             found = Resident(model, prefix, self.mesh, self.cluster, model.version)
             self.residents[id(model)] = found
+            found.saved = "the controller has what was put there", model.steps.present()
         if found.version != model.version:  # other values were loaded for what is on meta
             found.version = model.version
             found.forget([label for label in model.initial.loaded if label in found.specs])
+            found.saved = "the controller has what was loaded", model.steps.present()
         return found
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
@@ -282,6 +324,8 @@ class MeshSession:
                 wait()
             for part in self.parts.values():
                 part.settle()
+            if not isinstance(self.cluster, Part) and not self.cluster.immediate:
+                self.cluster.check_undone()
 
     def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> MeshSession:
         """The session of another mesh on ranks of this cluster, made at first use."""

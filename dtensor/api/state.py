@@ -48,7 +48,10 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
     with as_it_is():
         for holder, tensors in by_holder(named_tensors(model.module).values()):
             assert isinstance(holder, Resident)
+            for wait in holder.settling:  # a step that failed gives its number back
+                wait()
             holder.refresh([label_of(tensor) for tensor in tensors])
+            holder.saved = "the last was gathered", model.steps.present()
         held = model.module.state_dict()
         names = names_in_state(model.module)
         on_meta = _gathered_from_meta(model, {names[key] for key, t in held.items() if t.is_meta})

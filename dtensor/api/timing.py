@@ -16,7 +16,7 @@ import torch
 
 from dtensor.api.compiled import CompiledFunction
 from dtensor.api.session import Backend, launch, launched, session_for
-from dtensor.api.training import TrainStep
+from dtensor.api.training import Loss, TrainStep
 from dtensor.errors import PlanningError
 from dtensor.runtime.simulate.calibration import calibrate as measured_topology
 from dtensor.runtime.simulate.clock import simulate as simulated
@@ -65,7 +65,9 @@ def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Tra
     _check_step("trace", step)
     session = session_for(step.model.mesh if isinstance(step, TrainStep) else step.mesh)
     with session.timing():
-        step(*batch, **kwargs)
+        made = step(*batch, **kwargs)
+    if isinstance(made, Loss):
+        made.tensor()  # raises what it failed of, so that the next step does not
     assert session.timed is not None
     handle, future, called = session.timed
     session.timed = None

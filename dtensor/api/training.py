@@ -9,12 +9,18 @@
 A call costs one message to each actor. It runs ahead of the cluster by at most two steps. The
 controller's optimizer gives the options of its groups (a scheduler may change them between steps)
 and is stepped without gradients, which changes nothing but satisfies schedulers.
+
+A step in which a call raises (a label out of range, an op of the user's) is undone: its loss
+raises, once, where it is read or else at the next call, which then does nothing. Weights, buffers,
+optimizer state, kept gradients and the step's number are as if it had not been called, also for a
+step that was under way behind it. A scheduler is the user's: it stands where the user stepped it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +42,7 @@ from dtensor.api.plan_call import (
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.reads_as_float import ReadsAsFloat
 from dtensor.api.session import MeshSession, session_for
-from dtensor.daft import DaftError, Future
+from dtensor.daft import DaftError, Future, TaskError
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import is_narrow
@@ -82,20 +88,40 @@ class Loss(ReadsAsFloat):
     It adds, compares and prints as a float does, each of which reads it.
     """
 
-    def __init__(self, future: Future, planned: Planned, session: MeshSession) -> None:
+    def __init__(
+        self,
+        future: Future,
+        planned: Planned,
+        session: MeshSession,
+        ended: Callable[[bool], None],
+    ) -> None:
         self._future = future
         self._planned = planned
         self._session = session
+        self._ended: Callable[[bool], None] | None = ended  # is told once whether it ended well
         self.was_read = False
 
     def _get(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned."""
         self.was_read = True
         try:
-            return self._future.get()
+            return self.wait()
+        except DaftError as error:
+            self._session.failure_was_read |= self._session.cluster.failure is not None
+            raise self._session.told(error) from error.__cause__
+
+    def wait(self) -> list[dict[str, torch.Tensor]]:
+        """What each rank returned; does not count as reading it."""
+        ended, self._ended = self._ended, None
+        try:
+            found = self._future.get()
         except DaftError:
-            self._session.failure_was_read = True
+            if ended is not None and self._session.cluster.failure is None:
+                ended(False)
             raise
+        if ended is not None:
+            ended(True)
+        return found
 
     def _result(self, index: int) -> torch.Tensor:
         name = f"result {index}"
@@ -281,18 +307,33 @@ class TrainStep:
         )
         program = load(session, planned, roles, planned.grid)
         while len(self._running) >= RUN_AHEAD:
-            self._running.popleft().tensor()
+            self._read(self._running.popleft())
         options = {"options": home.options(groups)}
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
-        numbers = numbers_fed(self.model.steps.advance(), "train")
-        future = session.run(program.handle, program.feed(call, numbers, options), kept)
+        steps, resident = self.model.steps, session.resident(self.model)
+        counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
+        numbers = numbers_fed(steps.advance(), "train")
+        fed = program.feed(call, numbers, options)
+        future = session.run(program.handle, fed, kept, counted)
         self._last = planned
         session.wrote(planned.models, program.writes, home)
-        loss = Loss(future, planned, session)
+        unsure = home.unsure
+
+        def ended(well: bool) -> None:
+            if well:
+                home.ended(unsure)
+            else:
+                session.give_back(steps, counted)
+
+        loss = Loss(future, planned, session, ended)
         self._running.append(loss)
+        if session.at_once:
+            with suppress(DaftError):  # raised where it is read
+                loss.wait()
         if session is not self._session:
             self._session = session
             session.settling.append(self._settle)
+            resident.settling.append(self._settle)
         return loss
 
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -309,8 +350,10 @@ class TrainStep:
             planned = self._plan(call)
             roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
             program = load(session, planned, roles, planned.grid)
+            name = f"{session.resident(self.model).prefix}steps"
+            counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
-            found = session.run(program.handle, program.feed(call, numbers), {}).get()
+            found = session.run(program.handle, program.feed(call, numbers), {}, counted).get()
             for label, spec in _gradient_specs(planned).items():
                 shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)
@@ -342,12 +385,23 @@ class TrainStep:
         for loss in list(self._running):
             if loss.done() and not loss.was_read:
                 self._running = deque(other for other in self._running if other is not loss)
-                loss.tensor()
+                self._read(loss)
 
     def _settle(self) -> None:
         for loss in self._running:
             if not loss.was_read:
                 loss.tensor()
+
+    def _read(self, loss: Loss) -> None:
+        """Wait for it before another step; a failure that nobody has read is raised here."""
+        if loss.was_read:
+            return
+        try:
+            loss.tensor()
+        except TaskError as error:
+            if self._session is not None and self._session.cluster.failure is None:
+                error.add_note("an earlier step failed; the one called now has not run.")
+            raise
 
     def _step_controller(self) -> None:
         """A step without gradients: torch's LR schedulers want to see one."""

@@ -33,10 +33,12 @@ from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
     Collective,
+    Commit,
     Free,
     Instruction,
     Recv,
     Send,
+    Vote,
     Wait,
 )
 from dtensor.daft.ir.program import Function, Program, RankProgram
@@ -68,6 +70,7 @@ __all__ = [
     "Cluster",
     "ClusterClosed",
     "Collective",
+    "Commit",
     "CommunicationError",
     "Compiled",
     "Conflict",
@@ -92,6 +95,7 @@ __all__ = [
     "Stored",
     "TaskError",
     "TaskFuture",
+    "Vote",
     "Wait",
     "WorkerGroup",
     "all_gather",

@@ -11,8 +11,12 @@ It does not decide which of several failures is the root cause: `ray/watch.py` d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from typing import Any
+
+MOST_FRAMES = 4
+"""Of a cause's traceback that leave a process with the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +77,21 @@ class DaftError(RuntimeError):
         self.failure = failure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.failure,))
+        """The cause becomes text."""
+        failure, cause = self.failure, self.__cause__
+        if cause is not None and not failure.traceback:
+            frames = traceback.format_tb(cause.__traceback__)[-MOST_FRAMES:]
+            name = type(cause).__name__
+            failure = replace(failure, traceback="".join((*frames, name)))
+        return (type(self), (failure,))
 
 
 class TaskError(DaftError):
-    """A `Call` raised: a fault of the user's code. In-process, `__cause__` is its exception."""
+    """A `Call` raised: a fault of the user's code. In-process, `__cause__` is its exception.
+
+    Its run is undone, and the ranks go on, unless they had begun to write state: then `failure` of
+    the cluster is this error.
+    """
 
 
 class ActorLost(DaftError):

@@ -3,9 +3,10 @@
     program = transfer_program(plan_transfer(source, target), 4, "x", device)
     cluster.run(cluster.load(program), fed)       # rank r's shard is fed as "x", comes out as "y"
 
-Each rank starts all its sends and receives, then waits, then puts its shard together; so it
-cannot hang whatever the pattern, which daft's verifier proves again when it loads the program.
-All blocks of one (source, target) pair are separate messages on a channel of their own.
+Each rank starts all its sends and receives, then waits, then puts its shard together, and then
+agrees with the others that all have theirs; so it cannot hang whatever the pattern, which daft's
+verifier proves again when it loads the program. All blocks of one (source, target) pair are
+separate messages on a channel of their own.
 
 Where source and target do not share a cluster there is no program: `pieces_of` and `shard_from`
 are the same cutting and joining for a controller that carries the blocks itself.
@@ -14,6 +15,7 @@ are the same cutting and joining for a controller that carries the blocks itself
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +23,8 @@ import torch
 from dtensor.daft import (
     Buffer,
     Call,
+    Collective,
+    Commit,
     Free,
     Function,
     Instruction,
@@ -28,8 +32,10 @@ from dtensor.daft import (
     RankProgram,
     Recv,
     Send,
+    Vote,
     Wait,
 )
+from dtensor.daft.ir.instructions import WORD
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
     TransferPlan,
@@ -43,6 +49,9 @@ def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Pro
     """The program for a cluster of ``size`` ranks; its input is "x", its output "y"."""
     functions: dict[str, Function] = {}
     ranks = tuple(_rank(plan, rank, device, functions) for rank in range(size))
+    if any(piece.source_rank != piece.target_rank for piece in plan.pieces):
+        active = tuple(rank for rank, own in enumerate(ranks) if own.instructions)
+        ranks = tuple(_agreed(own, active) if own.instructions else own for own in ranks)
     return Program(
         name="transfer",
         ranks=ranks,
@@ -135,6 +144,19 @@ def _rank(
     return RankProgram(
         instructions=tuple(items), inputs=inputs, outputs=outputs, nbytes=tuple(nbytes.items())
     )
+
+
+def _agreed(own: RankProgram, active: tuple[int, ...]) -> RankProgram:
+    """With a commit point at the end."""
+    words = (("vote",), ("votes",), (WORD,), (WORD,))
+    end = (
+        Vote("vote", label="transfer"),
+        Collective("all_reduce", active, *words, "sum", "transfer agreed", label="transfer"),
+        Wait(("votes",), label="transfer"),
+        Commit("votes", label="transfer"),
+        Free(("vote", "votes"), label="transfer"),
+    )
+    return replace(own, instructions=(*own.instructions, *end))
 
 
 def _block(index: int) -> str:

@@ -127,7 +127,9 @@ class ShardOptimizer:
         A shard that is a copy, made anew for each step, is read and written like the others.
         """
         if any(NAMES in given for given in options):
-            self._regroup([given[NAMES] for given in options])
+            groups = tuple(tuple(given[NAMES]) for given in options)
+            if groups != self.groups:  # names come again until a step is known to have them
+                self._regroup(groups)
             options = [{k: v for k, v in given.items() if k != NAMES} for given in options]
         optimizer = self._built(shards, options)
         self._take_over(shards)
@@ -211,11 +213,11 @@ class ShardOptimizer:
             if isinstance(value, torch.Tensor)
         )
 
-    def _regroup(self, groups: Sequence[Sequence[str]]) -> None:
+    def _regroup(self, groups: tuple[tuple[str, ...], ...]) -> None:
         """The optimizer is built anew at this step, with the state that there is."""
         self.initial = self.entries()
         self.optimizer = None
-        self.groups = tuple(tuple(group) for group in groups)
+        self.groups = groups
 
     def _built(
         self, shards: Mapping[str, torch.Tensor], options: Sequence[Mapping[str, Any]]

@@ -195,8 +195,7 @@ def test_a_failure_names_the_rank_the_op_and_the_line() -> None:
         text = str(error.value)
         assert "rank 0" in text and "embedding" in text and "index out of range" in text
         assert "test_eager_policy.py" in text and "embedding(ids, table)" in text
-        with pytest.raises(dt.daft.DaftError):
-            table + 1
+        assert torch.equal((table + 1).full_tensor(), table.full_tensor() + 1)  # all else goes on
 
 
 def test_printing() -> None:

@@ -41,11 +41,11 @@ def out_of_range(which: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_an_exception_in_the_model(backend: str) -> None:
-    """At float(loss), with the root cause in later losses and calls; then a launch works anew."""
+    """At float(loss), again where that is read, and nowhere else: later steps are as without it."""
     run = Run.of("pp2")
-    good, bad, start = batch(), out_of_range("tokens"), run.state()
+    good, bad = batch(), out_of_range("tokens")
     with dt.launch(run.mesh, backend=backend, deadline_s=NEVER_S):  # type: ignore[arg-type]
-        float(run.step(*good))
+        first = float(run.step(*good))
         failing = run.step(*bad)
         with pytest.raises(TaskError) as caught:
             float(failing)
@@ -53,22 +53,13 @@ def test_an_exception_in_the_model(backend: str) -> None:
         assert text.startswith("rank 0 (stage 0), instruction ")
         assert "IndexError: index out of range" in text
         assert re.search(r"at models\.py:\d+: x = self\.embed\(tokens\)", text)
-        with pytest.raises(TaskError, match="index out of range"):
-            run.step(*good)
-        with pytest.raises(TaskError, match="index out of range"):
-            run.state()
-    with (
-        pytest.raises(RuntimeError, match=r"is lost(.|\n)*fix: dt\.load_state_dict"),
-        dt.launch(run.mesh, backend=backend),  # type: ignore[arg-type]
-    ):
-        run.step(*good)
-    dt.load_state_dict(run.model, run.optimizer, start)
-    with dt.launch(run.mesh, backend=backend):  # type: ignore[arg-type]
         loss = float(run.step(*good))
+        with pytest.raises(TaskError, match="index out of range"):
+            float(failing)
         run.state()
     plain = make_model()
-    adam = torch.optim.AdamW(plain.parameters())
-    assert_losses_close([loss], train_torch(plain, adam, [good]))
+    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    assert_losses_close([first, loss], train_torch(plain, adam, [good, good], clip=1.0))
 
 
 def test_a_target_out_of_range_on_the_last_stage() -> None:
@@ -196,6 +187,10 @@ def test_a_killed_actor_is_named(ray_session: None) -> None:
         text = str(caught.value)
         assert re.match(r"rank 1 \(stage 1\), instruction \d+ '.*' \[F0 stage 1", text)
         assert re.search(r"at test_failures\.py:\d+: ", text)
+        assert (
+            "the state on the ranks is lost; the controller has what was put there, of step 0, 2 "
+            in ("\n".join(caught.value.__notes__))
+        )
         with pytest.raises(ActorLost) as again:
             run.step(small)
         assert again.value is caught.value

@@ -95,14 +95,16 @@ def spawns(place: Place) -> object:
 
 
 def subgraph_raises(place: Place) -> object:
-    _, step = _training()
+    model, step = _training()
     with dt.launch(MESH, place.backend):
         float(step(IDS))
         failing = step(IDS + 100)
         with pytest.raises(daft.TaskError, match="index out of range"):
             float(failing)
         with pytest.raises(daft.TaskError, match="index out of range"):
-            step(IDS)
+            float(failing)
+        float(step(IDS))
+        dt.gather_state_dict(model)
     return step, failing
 
 

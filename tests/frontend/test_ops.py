@@ -184,16 +184,18 @@ def test_embedding_over_row_shards(intervals: list[list[int]]) -> None:
     outs, grads = [], torch.empty(9, 4)
     for s in intervals:
         index = [i for a, b in zip(s[::2], s[1::2], strict=True) for i in range(a, b)]
-        outs.append(dt.embedding_shard(weight.detach()[index], ids, s))
+        outs.append(dt.embedding_shard(weight.detach()[index], ids, s, 9))
         grads[index] = dt.embedding_shard_backward(grad, ids, len(index), s, 3)
     close(sum(outs), want.detach())  # type: ignore[arg-type]
     close(grads, expected)
+    with pytest.raises(IndexError, match="index 9 is out of range for a dim of size 9"):
+        dt.embedding_shard(weight.detach()[:5], torch.tensor([3, 9]), [0, 5], 9)
 
 
 @pytest.mark.slow
 def test_embedding_and_marks_keep_the_rules_of_operators() -> None:
     ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
-    torch.library.opcheck(dt.embedding_shard.default, (torch.randn(4, 2), ids, [2, 6]))
+    torch.library.opcheck(dt.embedding_shard.default, (torch.randn(4, 2), ids, [2, 6], 9))
     args = (torch.randn(2, 3, 2), ids, 4, [2, 6], -1)
     torch.library.opcheck(dt.embedding_shard_backward.default, args)
     torch.library.opcheck(dt.annotate.default, (torch.randn(3, 2).t().requires_grad_(), "a b@tp"))

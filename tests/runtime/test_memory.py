@@ -118,8 +118,8 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
                     meter.add(value, owner)
             meter.sample()
 
-        def start(worker: Worker, handle: int, inputs: Any) -> None:
-            begin(worker, handle, inputs)
+        def start(worker: Worker, handle: int, inputs: Any, *more: Any) -> None:
+            begin(worker, handle, inputs, *more)
             for (owner, _), value in worker.engines[handle].values.items():
                 if isinstance(value, torch.Tensor):
                     meter.add(value, owner)

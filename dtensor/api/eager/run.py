@@ -232,11 +232,11 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     keep = {f"result {o.of}": names[int(o.of)] for o in planned.plan.outputs}
     note_line(session)
     try:
-        session.run(program, [feed] * session.mesh.size, keep)
-        if session.cluster.failure is not None:  # of any call that has ended by now
-            raise session.cluster.failure
+        future = session.run(program, [feed] * session.mesh.size, keep)
+        if session.at_once:
+            future.check()
     except DaftError as error:
-        raise located(session, error) from error
+        raise located(session, error) from error.__cause__
     made = iter(names)
     values = tuple(
         None if layout is None else Value(session, next(made), layout.spec)
@@ -362,4 +362,4 @@ def fetch(value: Value) -> list[torch.Tensor]:
     try:
         return value.session.fetch(value.name, holders_of(value.spec))
     except DaftError as error:
-        raise located(value.session, error) from error
+        raise located(value.session, error) from error.__cause__

@@ -7,8 +7,10 @@
         y0 = future.get()[0]["y"]
 
 Invariants: tensors are copied on their way in and out, and come out on the CPU. Runs, puts and
-gets take effect in the order of their calls. After a failure in a run the values are lost: every
-later call and future raises the same error, the root cause. The same program, inputs and state
+gets take effect in the order of their calls. A run in which a call raised is undone (`engine.py`):
+its future raises a `TaskError`, and so does whatever reads what it was to keep; all else goes on.
+After another failure, or one that came too late to be undone, the values are lost: `failure` is
+set, and every later call and future raises it, the root cause. The same program, inputs and state
 give the same bits on every backend and in both modes. What is fed to ranks is a sequence in rank
 order, one item per rank.
 
@@ -31,9 +33,15 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from dtensor.daft.errors import ClusterClosed, CommunicationError, DaftError, Failure
+from dtensor.daft.errors import (
+    ClusterClosed,
+    CommunicationError,
+    DaftError,
+    Failure,
+)
 from dtensor.daft.ir.program import Program
-from dtensor.daft.run.worker import NOTHING_KEPT, Worker
+from dtensor.daft.run.undone import Fault, Undone, first_fault
+from dtensor.daft.run.worker import NOTHING_KEPT, Counted, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
@@ -60,6 +68,10 @@ class Future(ABC):
     @abstractmethod
     def done(self) -> bool:
         """Whether `get` would return, or raise a failure, at once."""
+
+    def check(self) -> None:
+        """Wait; raises what `get` would."""
+        self.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +103,7 @@ class Cluster(ABC):
     """`calls` counts the calls from the controller to actors; a compiled run makes one to each.
 
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
-    failure.
+    failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
     """
 
     size: int
@@ -99,6 +111,7 @@ class Cluster(ABC):
     calls: int
     runs: int
     failure: DaftError | None
+    immediate: bool
 
     @abstractmethod
     def put(self, values: Sequence[Mapping[str, object]]) -> None:
@@ -128,13 +141,19 @@ class Cluster(ABC):
         *,
         mode: Mode = "compiled",
         keep: Mapping[str, str] = NOTHING_KEPT,
+        counted: Counted | None = None,
     ) -> Future:
         """Run a program once; for each rank, a dict of its outputs.
 
         An input may be `Stored(name)`: the value of that name in the rank's table, not copied.
         `keep`: output name to a name under which it stays in the rank's table instead of coming
-        back; ranks that do not have the output keep nothing.
+        back; ranks that do not have the output keep nothing. `counted`: as what the run counts.
         """
+
+    @abstractmethod
+    def check_undone(self) -> None:
+        """Wait for all runs; raises the failure of the first that was undone and that no future has
+        raised. Each is raised once."""
 
     @abstractmethod
     def close(self) -> None:
@@ -193,10 +212,12 @@ class HostedCluster(Cluster):
         self.calls = 0
         self.runs = 0
         self.failure: DaftError | None = None
+        self.immediate = False
         self._seed = seed
         self._handles: dict[int, Handle] = {}
         self._next_handle = 0
         self._closed = False
+        self._raised: set[int] = set()  # runs that were undone, whose failure was raised
         self._lock = threading.RLock()
 
     # -- what a backend does --------------------------------------------------------------------
@@ -254,6 +275,7 @@ class HostedCluster(Cluster):
         *,
         mode: Mode = "compiled",
         keep: Mapping[str, str] = NOTHING_KEPT,
+        counted: Counted | None = None,
     ) -> Future:
         self._check()
         check_inputs(handle, inputs)
@@ -261,10 +283,10 @@ class HostedCluster(Cluster):
         with self._lock:
             run, self.runs = self.runs, self.runs + 1
             if mode != "interpreted":
-                parts = [(handle.id, own, dict(keep), mode == "timed") for own in fed]
+                parts = [(handle.id, own, dict(keep), counted, mode == "timed") for own in fed]
                 return _Called(self, self._each(Worker.run, parts, run, True))
             try:
-                return self._run_interpreted(handle, run, fed, dict(keep))
+                return self._run_interpreted(handle, run, fed, (dict(keep), counted))
             except DaftError as error:
                 return Finished([], error)
             except BaseException:
@@ -276,19 +298,19 @@ class HostedCluster(Cluster):
         handle: Handle,
         run: int,
         fed: Sequence[Mapping[int, object]],
-        keep: Mapping[str, str],
+        extra: tuple[Mapping[str, str], Counted | None],
     ) -> Future:
         """One instruction at a time, in an order in which a single thread would never block."""
         lists = handle.report.lists
-        self.collect(self._submit(Worker.begin, [(handle.id, own) for own in fed]))
+        self.collect(self._submit(Worker.begin, [(handle.id, own, *extra) for own in fed]))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
         everyone = (tuple(range(self.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
             host, position = place[site]
             part = (handle.id, position)
             self.collect([self._call(host, run, True, Worker.step, part)])
-        made = self._submit(Worker.finish, [(handle.id, keep)] * len(self.hosts))
-        return Finished(self.by_rank(self.collect(made)))
+        made = self._submit(Worker.finish, [(handle.id,)] * len(self.hosts))
+        return _Called(self, made)
 
     def close(self) -> None:
         if not self._closed:
@@ -299,6 +321,52 @@ class HostedCluster(Cluster):
         """What hosts gave by rank, as one list."""
         merged = {rank: given for part in found for rank, given in part.items()}
         return [merged[rank] for rank in range(self.size)]
+
+    def check_undone(self) -> None:
+        self._check()
+        found: dict[int, list[Undone]] = {}
+        for undone in self._all_undone():
+            if undone.run is not None:
+                found.setdefault(undone.run, []).append(undone)
+        for run in sorted(found.keys() - self._raised):
+            told = set(self._raised)
+            root = self.root(found[run])
+            if root.failure.step not in told:
+                raise root
+
+    def _all_undone(self) -> list[Undone]:
+        asked = self._submit(Worker.undone, [()] * len(self.hosts))
+        return [undone for own in self.collect(asked) for undone in own]
+
+    def root(self, undone: Sequence[Undone]) -> DaftError:
+        """Why hosts have undone a run, or have no value; counts as raised.
+
+        What an earlier run failed of comes first. Of several faults it is the one that is first in
+        an order of all instructions: what follows from another comes after it there, and which one
+        that is does not depend on timing.
+        """
+        faults = [fault for each in undone for fault in each.faults]
+        inherited = [f for f in faults if f.site is None]
+        if inherited:
+            root = next((f for f in inherited if f.error.failure.rank is not None), None)
+            if root is None:  # it failed on a rank that has no part of the value
+                step = inherited[0].error.failure.step
+                root = self._first([u for u in self._all_undone() if u.run == step])
+        else:
+            root = self._first(undone)
+        error = (root or inherited[0]).error
+        self._raised.update(u.run for u in undone if u.run is not None)
+        if error.failure.step is not None:
+            self._raised.add(error.failure.step)
+        return error
+
+    def _first(self, undone: Sequence[Undone]) -> Fault | None:
+        programs = (self._handles.get(u.program) for u in undone if u.program is not None)
+        handle = next(programs, None)
+        if handle is None:
+            return first_fault(undone, ())
+        everyone = (tuple(range(self.size)),)
+        return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
 
     def _parts(self, items: Sequence[Any], what: str) -> list[Part]:
         check_size(self.size, items, what)
@@ -348,7 +416,12 @@ class _Called(Future):
         if self._finished is None:
             cluster = self._cluster
             try:
-                self._finished = Finished(cluster.by_rank(cluster.collect(self._asked, timeout)))
+                found = cluster.collect(self._asked, timeout)
+                undone = [each for each in found if isinstance(each, Undone)]
+                if undone:
+                    self._finished = Finished([], cluster.root(undone))
+                else:
+                    self._finished = Finished(cluster.by_rank(found))
             except (DaftError, LookupError) as error:
                 self._finished = Finished([], error)
             self._asked = ()
@@ -356,3 +429,11 @@ class _Called(Future):
 
     def done(self) -> bool:
         return self._finished is not None or self._cluster.came(self._asked)
+
+    def check(self) -> None:
+        if self._finished is not None or not self._cluster.immediate:
+            self.get()
+            return
+        for each in self._cluster.collect(self._asked):  # without a look at what came back
+            if isinstance(each, Undone):
+                self.get()

@@ -32,6 +32,7 @@ class InProcessCluster(HostedCluster):
         self._num_actors = len(hosts_of(size, ranks_per_actor))
         self._worker = Worker(everyone, device, LocalTransport())
         super().__init__(size, device, (everyone,), seed)
+        self.immediate = True
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
         self.calls += 1 if method is Worker.step else self._num_actors

@@ -27,9 +27,19 @@ from dtensor.daft.cluster.cluster import (
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
-from dtensor.daft.ir.instructions import Call, Collective, Free, Instruction, Recv, Send, Wait
+from dtensor.daft.ir.instructions import (
+    Call,
+    Collective,
+    Commit,
+    Free,
+    Instruction,
+    Recv,
+    Send,
+    Vote,
+    Wait,
+)
 from dtensor.daft.ir.program import Program, RankProgram
-from dtensor.daft.run.worker import NOTHING_KEPT, Stored
+from dtensor.daft.run.worker import NOTHING_KEPT, Counted, Stored
 
 
 class Part(Cluster):
@@ -39,6 +49,7 @@ class Part(Cluster):
         self.prefix = prefix
         self.size = len(self.ranks)
         self.device = whole.device
+        self.immediate = whole.immediate
         self._closed = False
         outside = [rank for rank in self.ranks if not 0 <= rank < whole.size]
         if outside or len(set(self.ranks)) != self.size or not self.ranks:
@@ -91,6 +102,7 @@ class Part(Cluster):
         *,
         mode: Mode = "compiled",
         keep: Mapping[str, str] = NOTHING_KEPT,
+        counted: Counted | None = None,
     ) -> Future:
         self._check(inputs, f"A run of {handle.program.name!r}")
         fed = [
@@ -101,8 +113,13 @@ class Part(Cluster):
             for own in inputs
         ]
         kept = {output: self.inner(name) for output, name in keep.items()}
-        future = self.whole.run(handle, self._spread(fed, {}), mode=mode, keep=kept)
+        counted = counted and replace(counted, key=self.inner(counted.key))
+        fed = self._spread(fed, {})
+        future = self.whole.run(handle, fed, mode=mode, keep=kept, counted=counted)
         return _PartFuture(future, self.ranks)
+
+    def check_undone(self) -> None:
+        self.whole.check_undone()
 
     def close(self) -> None:
         self._closed = True
@@ -157,6 +174,8 @@ class Part(Cluster):
                 )
             case Wait() | Free():
                 return replace(instruction, values=_all(instruction.values, names))
+            case Vote() | Commit():
+                return instruction
             case _:
                 assert_never(instruction)
 
@@ -178,3 +197,6 @@ class _PartFuture(Future):
 
     def done(self) -> bool:
         return self.whole.done()
+
+    def check(self) -> None:
+        self.whole.check()

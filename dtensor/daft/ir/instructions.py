@@ -8,6 +8,14 @@ program that adds one number over two ranks (`str` gives the same text that `tex
     wait s
     free a
 
+A run is undone as a whole, or not at all: each rank votes whether any of its calls has failed, and
+the votes are added up on all ranks before the first of them writes to its state:
+
+    ok = vote
+    all = all_reduce.sum(ok) over (0, 1) on "tp": f32[] => f32[]
+    wait all
+    commit all                 # not 0: from here on no rank calls anything, so nobody writes
+
 Invariants: instructions are frozen values; a started operation has one buffer for each value that
 it reads or makes. What needs the whole program to be seen is checked in `verification/verifier.py`.
 """
@@ -67,6 +75,10 @@ class Buffer:
     @staticmethod
     def of(tensor: torch.Tensor) -> Buffer:
         return Buffer(tuple(tensor.shape), tensor.dtype)
+
+
+WORD = Buffer((), torch.float32)
+"""Of a vote: as a norm's sum of squares, so that one collective takes both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +185,26 @@ class Free:
     source: str | None = field(default=None, kw_only=True)
 
 
-Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Make `value`, a `WORD`: 1 if a call of this rank has failed in this run, else 0."""
+
+    value: str
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The commit point of a rank: `value` is the sum of all votes. If it is not 0, or the rank has
+    failed itself, it makes none of its later calls."""
+
+    value: str
+    label: str = field(default="", kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+
+
+Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free | Vote | Commit
 Start: TypeAlias = Send | Recv | Collective
 
 Key: TypeAlias = tuple[tuple[int, ...], str, Literal["transfer", "collective"]]
@@ -203,9 +234,9 @@ def inputs_of(instruction: Instruction) -> tuple[str, ...]:
     match instruction:
         case Call(inputs=inputs) | Collective(inputs=inputs):
             return inputs
-        case Send(value=value):
+        case Send(value=value) | Commit(value=value):
             return (value,)
-        case Recv() | Wait() | Free():
+        case Recv() | Wait() | Free() | Vote():
             return ()
         case _:
             assert_never(instruction)
@@ -216,9 +247,9 @@ def outputs_of(instruction: Instruction) -> tuple[str, ...]:
     match instruction:
         case Call(outputs=outputs) | Collective(outputs=outputs):
             return outputs
-        case Recv(value=value):
+        case Recv(value=value) | Vote(value=value):
             return (value,)
-        case Send() | Wait() | Free():
+        case Send() | Wait() | Free() | Commit():
             return ()
         case _:
             assert_never(instruction)

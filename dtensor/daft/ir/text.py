@@ -1,8 +1,9 @@
 """The text of instructions: printed for people, parsed back exactly.
 
     instruction = [ outputs "=" ] start | "send" name "to" rank "on" name ":" buffer
-                | "wait" names | "free" names | "call" fn "(" names ")" [ "writes" names ]
-    start       = "call" fn "(" names ")" [ "writes" names ]
+                | "wait" names | "free" names | "commit" name
+                | "call" fn "(" names ")" [ "writes" names ]
+    start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
                 | "recv" "from" rank "on" name ":" buffer
                 | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
                   ":" buffers "=>" buffers
@@ -29,10 +30,12 @@ from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
     Collective,
+    Commit,
     Free,
     Instruction,
     Recv,
     Send,
+    Vote,
     Wait,
 )
 from dtensor.numerics import DTYPES
@@ -81,6 +84,10 @@ def format_instruction(
             text = f"wait {names_of(i.values)}"
         case Free():
             text = f"free {names_of(i.values)}"
+        case Vote():
+            text = f"{_name(i.value)} = vote"
+        case Commit():
+            text = f"commit {_name(i.value)}"
         case _:
             assert_never(i)
     if not brief and i.label:
@@ -170,12 +177,17 @@ class _Parser:
         if word in ("wait", "free"):
             kind = Wait if word == "wait" else Free
             return kind(self._list(), **self._tail())
+        if word == "commit":
+            return Commit(self._word(), **self._tail())
         raise ValueError(f"An instruction cannot start with {word!r}: {self.line!r}.")
 
     def _start(self, outputs: tuple[str, ...]) -> Instruction:
         word = self._word()
         if word == "call":
             return self._call(outputs)
+        if word == "vote":
+            (value,) = outputs
+            return Vote(value, **self._tail())
         if word == "recv":
             self._expect("from")
             rank = int(self._word())

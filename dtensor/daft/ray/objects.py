@@ -33,6 +33,7 @@ from dtensor.daft.ray.joining import HostFailed, Join, Joined, host_failed
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.ranks import read_only
 from dtensor.daft.run.engine import Engine, Table
+from dtensor.daft.run.undone import Undone
 from dtensor.daft.tasks.frozen import SELF
 from dtensor.daft.tasks.task import Subject, Task
 from dtensor.daft.tasks.values import ValuePickler, encode_failure, has_tensors
@@ -122,6 +123,8 @@ class Objects:
         self._counter.begin(number, run)
         with joined.running():
             made = engine.run(fed, self._counter.view)
+            if isinstance(made, Undone):
+                raise made.faults[0].error
         outcomes = tuple(keep(made[rank][value], maker) for rank, value, maker in wanted)
         self._counter.end()
         return outcomes if len(outcomes) > 1 else next(iter(outcomes), None)

@@ -6,12 +6,20 @@
 
 `begin`, `step` for each position, `finish` do the same, one instruction at a time.
 
+A `Call` that raises spoils its rank for the rest of the run, and ends nothing: the rank goes on
+through its list, calls nothing, and sends zeros of the declared shapes where it has no value, so
+that nobody waits for it. At the commit point all ranks hear of it and are spoiled too, before any
+has written state. `run` then gives `Undone`, and the next run finds all as it was. That holds for
+programs with a commit point, and for those that write no state. In others, and after a rank has
+voted, what is half written is lost, and the error is raised.
+
 Invariants: the program is verified, so no step looks for what is not there. Of the table it
 touches its state alone: all other values of a run are its own (`values`), so that programs on the
 same ranks may use the same names. Functions are built once. Steps run under `no_grad` with one
 kernel thread. `Free`, `finish` and overwriting drop the reference and no other is kept. What a
 `Call` raises becomes a `TaskError`, what a transfer raises a `CommunicationError`, both with the
-user's line.
+user's line. Where all ranks of a program are here, they need no messages to agree: sums of votes
+alone are left out.
 
 It does not copy inputs or outputs, and after an error the values are left as they are: the cluster
 that owns the table does both.
@@ -28,19 +36,30 @@ import torch
 
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, TaskError
 from dtensor.daft.ir.instructions import (
+    Buffer,
     Call,
     Collective,
+    Commit,
     Free,
     Recv,
     Send,
     Start,
+    Vote,
     Wait,
     key_of,
     outputs_of,
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ir.text import excerpt
-from dtensor.daft.run.transport import Pending, Transport, check_value
+from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
+from dtensor.daft.run.undone import (
+    Fault,
+    OthersFailed,
+    Spoiled,
+    Undone,
+    first_lines,
+    shortened,
+)
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
 
 TIMES = "daft.times"
@@ -57,15 +76,26 @@ Times: TypeAlias = dict[int, list[tuple[int, float, float]]]
 """By rank, (index, begin, end) of its instructions."""
 
 
+CPU = torch.device("cpu")
+
+
 class Engine:
+    """`device`: of the ranks here, and of what they send in place of values that were not made."""
+
     def __init__(
-        self, program: Program, sites: Sequence[Site], table: Table, transport: Transport
+        self,
+        program: Program,
+        sites: Sequence[Site],
+        table: Table,
+        transport: Transport,
+        device: torch.device = CPU,
     ) -> None:
         self.program = program
         self.sites = tuple(sites)
         self.values: Table = {}  # of the run: all but state
         self._table = table
         self._transport = transport
+        self._device = device
         self._state = frozenset(
             (rank, name) for rank, own in enumerate(program.ranks) for name in own.state
         )
@@ -75,48 +105,105 @@ class Engine:
         self._built = {name: self._functions[name].build() for name in sorted(needed)}
         ranks = sorted({rank for rank, _ in sites})
         self._waits = {rank: starts_of_waits(program.ranks[rank].instructions) for rank in ranks}
+        self._alone = set(ranks) >= {r for r, own in enumerate(program.ranks) if own.instructions}
+        self._idle = self._sums_of_votes() if self._alone else frozenset[Site]()
         self._steps = [self._prepare(site) for site in self.sites]
+        self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
+        self._undoable = _undoable(program, ranks)
+        self._leaks = _communicates(program) and not _commits(program)
+        # of the run under way
+        self._running = self._steps
+        self._keeps = False
+        self._spoiled: set[int] = set()
+        self._faults: list[Fault] = []
 
     def run(
-        self, inputs: Inputs, counter: memoryview | None = None, *, timed: bool = False
-    ) -> dict[int, dict[str, object]]:
+        self,
+        inputs: Inputs,
+        counter: memoryview | None = None,
+        *,
+        timed: bool = False,
+        keeps: bool = False,
+    ) -> dict[int, dict[str, object]] | Undone:
         """Run all steps; `counter[0]` (if given) is always the position of the current one.
 
-        ``timed``: the results have `TIMES` too.
+        ``timed``: the results have `TIMES` too. ``keeps``: some stay here for later runs.
         """
         ranks = tuple(inputs)
-        self.begin(inputs)
+        times: Times = {rank: [] for rank in ranks}
+        steps = [*map(timing(times), self.sites, self._steps)] if timed else self._steps
+        self.begin(inputs, steps, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
         counter[0] = 0
-        times: Times = {rank: [] for rank in ranks}
-        steps = [*map(timing(times), self.sites, self._steps)] if timed else self._steps
-        with local_execution():
-            try:
-                for position, step in enumerate(steps):
-                    counter[0] = position
-                    step()
-            except Exception as error:
-                raise self._error(counter[0], error) from error
+        self._go(self._order, counter)
         results = self.finish(ranks)
-        for rank in ranks if timed else ():
-            results[rank][TIMES] = times[rank]
+        if timed and not isinstance(results, Undone):
+            for rank in ranks:
+                results[rank][TIMES] = times[rank]
         return results
 
-    def begin(self, inputs: Inputs) -> None:
+    def begin(
+        self, inputs: Inputs, steps: list[Step] | None = None, *, keeps: bool = False
+    ) -> None:
+        self._running = self._steps if steps is None else steps
+        self._keeps = keeps
+        self._spoiled, self._faults = set(), []
         for rank, values in inputs.items():
             for name in tuple(values):
-                self.values[rank, name] = values.pop(name)
+                value = self.values[rank, name] = values.pop(name)
+                if isinstance(value, Spoiled):
+                    if keeps and self._leaks:
+                        raise TaskError(value.failure)
+                    self._faults.append(Fault(None, TaskError(value.failure)))
+                    self._spoil(rank)
 
     def step(self, position: int) -> None:
-        with local_execution():
-            try:
-                self._steps[position]()
-            except Exception as error:
-                raise self._error(position, error) from error
+        self._go((position,), memoryview(bytearray(8)).cast("q"))
 
-    def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]]:
+    def _go(self, positions: Sequence[int], counter: memoryview) -> None:
+        at, end = 0, len(positions)
+        with local_execution():
+            while at < end:
+                running = self._running  # another list, once a rank is spoiled
+                try:
+                    while at < end:
+                        position = counter[0] = positions[at]
+                        running[position]()
+                        at += 1
+                except Exception as error:
+                    self._failed(positions[at], error)
+
+    def _failed(self, position: int, error: Exception) -> None:
+        """Spoil the rank, whose step here is made again as that of a spoiled one; or raise."""
+        rank, index = self.sites[position]
+        if not isinstance(error, OthersFailed):
+            instruction = instruction_at(self.program, (rank, index))
+            ours = isinstance(error, Undeclared) or (
+                isinstance(instruction, Call) and not isinstance(error, torch.AcceleratorError)
+            )
+            leaks = self._leaks and self._keeps
+            if not ours or leaks or rank in self._spoiled or index >= self._undoable[rank]:
+                raise self._error(position, error) from shortened(error)
+            fault = self._error(position, error)
+            fault.__cause__ = shortened(error)
+            self._faults.append(Fault((rank, index), fault))
+        self._spoil(rank)
+
+    def _spoil(self, rank: int) -> None:
+        self._spoiled.add(rank)
+        self._running = [
+            self._prepare_spoiled(site, step) if site[0] == rank else step
+            for site, step in zip(self.sites, self._running, strict=True)
+        ]
+
+    def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]] | Undone:
         """The outputs of these ranks; drops outputs and inputs, but no state."""
+        if self._spoiled:
+            undone = Undone(tuple(self._faults))
+            self.values.clear()
+            self._running, self._faults = self._steps, []
+            return undone
         results: dict[int, dict[str, object]] = {}
         for rank in ranks:
             own = self.program.ranks[rank]
@@ -144,12 +231,71 @@ class Engine:
                 own, keys = self.values, [(rank, value) for value in values]
 
                 def free() -> None:
-                    for key in keys:
-                        del own[key]
+                    for key in keys:  # a spoiled rank has not made all of them
+                        own.pop(key, None)
 
                 return free
+            case Vote(value=value):
+                table, key = self._place(rank, value)
+                word = torch.zeros((), device=self._device)
+
+                def vote() -> None:
+                    table[key] = word
+
+                return vote
+            case Commit(value=value):
+                table, key = self._place(rank, value)
+
+                def commit() -> None:
+                    if self._spoiled if self._alone else table[key]:
+                        raise OthersFailed
+
+                return commit
             case _:
                 assert_never(instruction)
+
+    def _prepare_spoiled(self, site: Site, step: Step) -> Step:
+        """What a rank does there that has failed: all but to call and to look at votes."""
+        rank, _ = site
+        instruction = instruction_at(self.program, site)
+        match instruction:
+            case Call() | Commit():
+                return _nothing
+            case Vote(value=value):
+                table, key = self._place(rank, value)
+                word = torch.ones((), device=self._device)
+
+                def vote() -> None:
+                    table[key] = word
+
+                return vote
+            case Send() | Collective() if site not in self._idle:
+                return self._prepare_start(site, instruction, spoiled=True)
+            case Send() | Collective() | Recv() | Wait() | Free():
+                return step
+            case _:
+                assert_never(instruction)
+
+    def _sums_of_votes(self) -> frozenset[Site]:
+        """Collectives of nothing but votes, and the waits for them alone."""
+        found: set[Site] = set()
+        words: set[tuple[int, str]] = set()
+        for site in self.sites:
+            rank, index = site
+            match instruction_at(self.program, site):
+                case Vote(value=value):
+                    words.add((rank, value))
+                case Collective(inputs=inputs, outputs=outputs):
+                    if inputs and all((rank, name) in words for name in inputs):
+                        found.add(site)
+                        words.update((rank, name) for name in outputs)
+                case Wait():
+                    starts = self._waits[rank][index]
+                    if starts and all((rank, start) in found for start in starts):
+                        found.add(site)
+                case Call() | Send() | Recv() | Free() | Commit():
+                    pass
+        return frozenset(found)
 
     def _prepare_call(self, rank: int, call: Call) -> Step:
         fn = self._built[call.fn]
@@ -168,15 +314,16 @@ class Engine:
 
         return run
 
-    def _prepare_start(self, site: Site, start: Start) -> Step:
+    def _prepare_start(self, site: Site, start: Start, *, spoiled: bool = False) -> Step:
         rank, _ = site
         transport, pending = self._transport, self._pending
+        checked = self._or_zeros if spoiled else check_value
         match start:
             case Send(value=name, buffer=buffer):
                 table, key = self._place(rank, name)
 
                 def run_send() -> None:
-                    value = check_value(table[key], buffer, name)
+                    value = checked(table.get(key), buffer, name)
                     pending[site] = transport.start_send(rank, start, value)
 
                 return run_send
@@ -192,12 +339,18 @@ class Engine:
                 ]
 
                 def run_collective() -> None:
-                    values = [check_value(table[key], b, name) for table, key, b, name in wanted]
+                    values = [checked(table.get(key), b, name) for table, key, b, name in wanted]
                     pending[site] = transport.start_collective(rank, start, values)
 
                 return run_collective
             case _:
                 assert_never(start)
+
+    def _or_zeros(self, value: object, buffer: Buffer, name: str) -> torch.Tensor:
+        """Zeros, for they are in range of everything that whoever gets them may look up."""
+        if isinstance(value, torch.Tensor) and buffer.accepts(value):
+            return value
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, device=self._device)
 
     def _prepare_wait(self, site: Site) -> Step:
         rank, index = site
@@ -205,6 +358,7 @@ class Engine:
         completed = [
             ((rank, start), [self._place(rank, n) for n in outputs_of(instructions[start])])
             for start in self._waits[rank][index]
+            if (rank, start) not in self._idle
         ]
 
         def wait() -> None:
@@ -217,12 +371,43 @@ class Engine:
     def _error(self, position: int, error: Exception) -> DaftError:
         site = self.sites[position]
         instruction = instruction_at(self.program, site)
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {first_lines(str(error))}"
         if not isinstance(instruction, Call):
             return CommunicationError(describe(self.program, site, reason))
         function = self._functions[instruction.fn]
         line = function.user_line(error) or instruction.source
         return TaskError(describe(self.program, site, reason, line=line))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _commits(program: Program) -> bool:
+    return any(isinstance(i, Commit) for own in program.ranks for i in own.instructions)
+
+
+def _communicates(program: Program) -> bool:
+    starts = Send | Recv | Collective
+    return any(isinstance(i, starts) for own in program.ranks for i in own.instructions)
+
+
+def _undoable(program: Program, ranks: Sequence[int]) -> dict[int, int]:
+    """By rank, the index of the instruction from which on a failure cannot be undone."""
+    if _commits(program):
+        lists = {rank: program.ranks[rank].instructions for rank in ranks}
+        return {
+            rank: next((i for i, x in enumerate(own) if isinstance(x, Vote)), 0)
+            for rank, own in lists.items()
+        }
+    for own in program.ranks:
+        for i in own.instructions:
+            written = (*(i.writes if isinstance(i, Call) else ()), *outputs_of(i))
+            if not set(own.state).isdisjoint(written):
+                return dict.fromkeys(ranks, 0)
+            if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it
+                return dict.fromkeys(ranks, 0)
+    return {rank: len(program.ranks[rank].instructions) for rank in ranks}
 
 
 def timing(times: Times) -> Callable[[Site, Step], Step]:

@@ -49,14 +49,18 @@ class Transport(ABC):
         """Break all connections; waits of peers then fail instead of blocking."""
 
 
+class Undeclared(ValueError):
+    """A value that is not what its program declares: a fault of the code that made it."""
+
+
 def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
     """The value, if it is the tensor that was declared."""
     if not isinstance(value, Tensor):
-        raise TypeError(
+        raise Undeclared(
             f"Only tensors are sent, {name!r} is a {type(value).__name__}; declared: {buffer}."
         )
     if not buffer.accepts(value):
-        raise ValueError(
+        raise Undeclared(
             f"The value {name!r} is not what was declared: it is "
             f"{value.dtype}{list(value.shape)}, declared is {buffer}."
         )

@@ -7,21 +7,29 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
     worker.load(7, sites, program)
     worker.run(7, {0: {"x": torch.ones(2)}, 1: {}})       # {0: {"y": tensor}, 1: {}}
 
+A run that failed, and was undone, leaves nothing but `Spoiled` under the names of outputs that it
+was to keep, where there was no value before. Runs may be counted (`Counted`): an input is then the
+number of the run among those that were not undone, whether the controller knows of all that were or
+not; for it may be two runs ahead.
+
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
 the CPU; nothing outside aliases the table. It is used by one thread at a time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
+from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import Transport
+from dtensor.daft.run.undone import Fault, Spoiled, Undone, with_run
 from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
@@ -34,6 +42,25 @@ class Stored:
     """Stands among a run's inputs for a value in the rank's table."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A run is one of `key`; its number is fed as `input`, where the program has that input.
+
+    The controller numbers runs without those of `key` that were undone and that it knows of,
+    `known` of them; the ranks, who know of all, take off the others. `takes` says that this run has
+    a number of its own: if it is undone, its number is the next one's.
+    """
+
+    key: str
+    known: int
+    input: str
+    takes: bool = True
+
+
+MOST_UNDONE = 64
+"""Runs that were undone of which a host remembers why."""
 
 
 class Worker:
@@ -52,17 +79,27 @@ class Worker:
         self.engines: dict[int, Engine] = {}
         self._counter = counter
         self._table: Table = {}
+        self._runs = 0
+        self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
+        self._undone: deque[Undone] = deque(maxlen=MOST_UNDONE)
+        self._num_undone: dict[str, int] = {}  # of what is counted
 
     def put(self, values: Values) -> None:
         for rank, named in values.items():
             for name, value in named.items():
                 self._table[rank, name] = copy_to(value, self.device)
 
-    def get(self, names: Names) -> dict[int, tuple[object, ...]]:
-        return {
-            rank: tuple(copy_to(self._find(rank, name), torch.device("cpu")) for name in wanted)
-            for rank, wanted in names.items()
-        }
+    def get(self, names: Names) -> dict[int, tuple[object, ...]] | Undone:
+        found = {rank: tuple(self._find(rank, n) for n in own) for rank, own in names.items()}
+        spoiled = [v for own in found.values() for v in own if isinstance(v, Spoiled)]
+        if spoiled:
+            return Undone(tuple(Fault(None, TaskError(value.failure)) for value in spoiled))
+        cpu = torch.device("cpu")
+        return {rank: tuple(copy_to(v, cpu) for v in own) for rank, own in found.items()}
+
+    def undone(self) -> tuple[Undone, ...]:
+        """The last runs that were undone."""
+        return tuple(self._undone)
 
     def delete(self, names: Names) -> None:
         for rank, unwanted in names.items():
@@ -71,7 +108,7 @@ class Worker:
                 del self._table[rank, name]
 
     def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
-        self.engines[handle] = Engine(program, sites, self._table, self.transport)
+        self.engines[handle] = Engine(program, sites, self._table, self.transport, self.device)
 
     def unload(self, handle: int) -> None:
         del self.engines[handle]
@@ -81,32 +118,40 @@ class Worker:
         handle: int,
         inputs: Values,
         keep: Mapping[str, str] = NOTHING_KEPT,
+        counted: Counted | None = None,
         timed: bool = False,
-    ) -> dict[int, dict[str, object]]:
+    ) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks."""
         engine = self.engines[handle]
-        return self._out(engine.run(self._in(inputs), self._counter, timed=timed), keep)
+        fed = self._in(inputs, keep, counted)
+        made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
+        return self._out(handle, made)
 
-    def begin(self, handle: int, inputs: Values) -> None:
-        self.engines[handle].begin(self._in(inputs))
+    def begin(
+        self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
+    ) -> None:
+        self.engines[handle].begin(self._in(inputs, keep, counted), keeps=bool(keep))
 
     def step(self, handle: int, position: int) -> None:
         if self._counter is not None:
             self._counter[0] = position
         self.engines[handle].step(position)
 
-    def finish(
-        self, handle: int, keep: Mapping[str, str] = NOTHING_KEPT
-    ) -> dict[int, dict[str, object]]:
-        return self._out(self.engines[handle].finish(self.ranks), keep)
+    def finish(self, handle: int) -> dict[int, dict[str, object]] | Undone:
+        engine = self.engines[handle]
+        return self._out(handle, engine.finish(self.ranks))
 
     def close(self) -> None:
         self.engines.clear()
         self._table.clear()
         self.transport.close()
 
-    def _in(self, inputs: Values) -> dict[int, dict[str, object]]:
-        return {
+    def _in(
+        self, inputs: Values, keep: Mapping[str, str], counted: Counted | None
+    ) -> dict[int, dict[str, object]]:
+        self._now = keep, counted
+        self._runs += 1
+        fed = {
             rank: {
                 name: self._find(rank, value.name)
                 if isinstance(value, Stored)
@@ -115,9 +160,21 @@ class Worker:
             }
             for rank, named in inputs.items()
         }
+        if counted is not None:
+            unknown = self._num_undone.get(counted.key, 0) - counted.known
+            for named in fed.values():
+                number = named.get(counted.input)
+                if isinstance(number, int):
+                    named[counted.input] = number - unknown
+        return fed
 
-    def _out(self, results: Values, keep: Mapping[str, str]) -> dict[int, dict[str, object]]:
+    def _out(
+        self, handle: int, results: dict[int, dict[str, object]] | Undone
+    ) -> dict[int, dict[str, object]] | Undone:
         """What goes back; kept outputs go into the table, as copies that nothing else changes."""
+        keep, counted = self._now
+        if isinstance(results, Undone):
+            return self._undo(handle, results, keep, counted)
         for rank, named in results.items():
             for output, name in keep.items():
                 if output in named:
@@ -127,6 +184,27 @@ class Worker:
             rank: {n: copy_to(v, cpu) for n, v in named.items() if n not in keep}
             for rank, named in results.items()
         }
+
+    def _undo(
+        self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
+    ) -> Undone:
+        run = self._runs - 1
+        faults = tuple(
+            fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
+            for fault in undone.faults
+        )
+        undone = Undone(faults, run, handle)
+        self._undone.append(undone)
+        if counted and counted.takes:
+            self._num_undone[counted.key] = self._num_undone.get(counted.key, 0) + 1
+        elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
+        spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
+        program = self.engines[handle].program
+        for rank in self.ranks:
+            for output, name in keep.items():
+                if output in program.ranks[rank].outputs:
+                    self._table.setdefault((rank, name), spoiled)
+        return undone
 
     def _find(self, rank: int, name: str) -> object:
         if (rank, name) not in self._table:

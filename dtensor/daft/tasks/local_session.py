@@ -17,6 +17,7 @@ from torch import Tensor
 from dtensor.daft.errors import DaftError, TaskError
 from dtensor.daft.run.engine import Engine, Inputs, Table
 from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.undone import Undone
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import SELF, Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture
@@ -85,6 +86,8 @@ class LocalSession(Session):
             self.calls += len(frozen.processes)
             try:
                 made = engine.run(fed)
+                if isinstance(made, Undone):
+                    raise made.faults[0].error
             except BaseException:  # an interrupt leaves half-made transfers: not for the next run
                 self._loaded[loaded] = (frozen, self._engine(frozen))
                 raise

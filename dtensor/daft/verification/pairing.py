@@ -57,6 +57,16 @@ def show_site(program: Program, site: Site) -> str:
     return f"(rank {site[0]}, instr {site[1]} {text})"
 
 
+def fault(program: Program, site: Site, fact: str, fix: str) -> ProgramError:
+    """What is wrong with an instruction, and what to do."""
+    source = instruction_at(program, site).source
+    return ProgramError(
+        f"Program {program.name!r}, {show_site(program, site)}: {fact}.\n"
+        + (f"  at {source}\n" if source else "")
+        + f"  Fix: {fix}."
+    )
+
+
 def starts_of_waits(instructions: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
     """For each `Wait` of one rank's list, the indices of the starts that it completes."""
     pending: dict[str, list[int]] = defaultdict(list)

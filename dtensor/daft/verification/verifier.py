@@ -8,7 +8,9 @@ It raises `ProgramError` for the first fault, with the instruction, the user's l
 - values: used before their definition or before the `Wait` of what makes them, used after `Free`,
   defined twice, written or freed while a start still reads them, never freed, never waited for;
 - partners: a start without one; members of a collective that disagree on kind, op, shape, dtype;
-- order: waits that form a circle, in the lists as the actors run them (see `pairing.py`).
+- order: waits that form a circle, in the lists as the actors run them (see `pairing.py`);
+- the commit point, in programs that have one: all ranks have one, it reads the sum of all their
+  votes, no rank calls anything between its vote and its commit point, and none writes state before.
 
 It is pure. It assumes that each `Call` ends, that its function makes what it declares, and that
 `nbytes` tells the truth: values whose size is not declared count as nothing.
@@ -28,11 +30,13 @@ from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
     Collective,
+    Commit,
     Free,
     Op,
     Recv,
     Send,
     Start,
+    Vote,
     Wait,
     inputs_of,
     key_of,
@@ -40,10 +44,12 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ir.text import format_instruction
+from dtensor.daft.verification.commit import check_commit
 from dtensor.daft.verification.pairing import (
     Edges,
     Hosts,
     Site,
+    fault,
     instruction_at,
     merge_sites,
     pair,
@@ -74,7 +80,8 @@ def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Repor
     _check_agreement(program, partners)
     edges = wait_edges(program, partners)
     lists = merge_sites(program, hosts, seed, edges)
-    rehearse(program, lists, edges)
+    order = rehearse(program, lists, edges)
+    check_commit(program, partners, order)
     return Report(peaks, lists)
 
 
@@ -139,6 +146,10 @@ class _RankCheck:
                 case Free():
                     for value in instruction.values:
                         self._free(value)
+                case Vote():
+                    self._define(instruction.value, self.sizes.get(instruction.value, 0))
+                case Commit():
+                    self._use(instruction.value)
                 case _:
                     assert_never(instruction)
             peak = max(peak, self.bytes)
@@ -261,13 +272,7 @@ class _RankCheck:
             )
 
     def _fault(self, fact: str, fix: str) -> ProgramError:
-        site = (self.rank, self.index)
-        source = instruction_at(self.program, site).source
-        return ProgramError(
-            f"Program {self.program.name!r}, {show_site(self.program, site)}: {fact}.\n"
-            + (f"  at {source}\n" if source else "")
-            + f"  Fix: {fix}."
-        )
+        return fault(self.program, (self.rank, self.index), fact, fix)
 
 
 def _touches(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer], ...]]:
@@ -305,7 +310,7 @@ def _check_agreement(program: Program, partners: Edges) -> None:
                 if site[0] == start.group[0]:
                     sites = {rank: index for rank, index in (site, *partners[site])}
                     _check_collective(program, [(rank, sites[rank]) for rank in start.group])
-            case Recv() | Call() | Wait() | Free():
+            case Recv() | Call() | Wait() | Free() | Vote() | Commit():
                 pass
             case _:
                 assert_never(start)

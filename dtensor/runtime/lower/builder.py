@@ -81,6 +81,14 @@ class Shared:
         names = dict.fromkeys(name for call in calls for name in slots_of(call))
         return tuple(names | {STEP: None} if self.numbered else names)
 
+    def agrees(self, roles: Roles) -> bool:
+        """Whether the program has a commit point: it writes state, or a rank that fails would leave
+        others with results that are wrong, or with another count of their random numbers."""
+        mutates = any(o.kind == "mutation" for o in self.plan.outputs)
+        writes = roles.optimizer is not None or (mutates and not roles.gradients)
+        together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
+        return writes or together
+
     @cached_property
     def once(self) -> frozenset[str]:
         """Values that exist once a step: inputs, numbers, and what is computed once."""
@@ -173,6 +181,7 @@ class RankBuilder:
     accumulated: dict[str, str] = field(default_factory=dict)
     began: int = 0  # where the action under way begins
     posted: int = 0  # where its receives go: the beginning of the action before
+    agreed: bool = False  # the commit point is there
     _open: LocalCode | None = None
     _places: dict[int | None, dict[str, int]] = field(default_factory=dict)
 

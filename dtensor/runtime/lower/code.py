@@ -31,6 +31,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtensor.daft import Function
+from dtensor.sharding.local.in_range import CHECKS
 from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
 
 _PLAIN = (int, bool, str, type(None))
@@ -69,6 +70,9 @@ class CodeBuilder:
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
         reads = (*operands, *slots_of(call))
+        check = CHECKS.get(call.target) if self.device.type == "cuda" else None
+        if check is not None:  # what is out of range ends a GPU's use
+            self.line(f"{self.bind('check', check)}({', '.join(args)})", reads, (), source)
         self.line(text, reads, [r for r in results if r is not None], source)
 
     def apply(

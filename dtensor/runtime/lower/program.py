@@ -193,6 +193,7 @@ class _Walk:
         copies: dict[str, str] = {}
         mutates = any(o.kind == "mutation" for o in b.plan.outputs)
         # a program that returns gradients leaves all as it is
+        step_end.agree(b)
         if b.roles.optimizer is not None or (mutates and not b.roles.gradients):
             copies = step_end.snapshot(b)
             step_end.mutate(b)

@@ -11,6 +11,13 @@ where its coordinate is 0, a tied parameter only on its first stage), folded ove
 mesh in turn; the update is one call of the rank's torch.optim optimizer, on what the rank holds of
 each parameter or, where state is stored split, on its slice.
 
+Before anything is written, and at the end of a program that writes nothing, all ranks agree whether
+a call of any of them failed: the votes are added up along each axis of the mesh in turn, with the
+norm's sums of squares where there is a norm.
+
+    norm_squares_tp, vote.tp = all_reduce.sum(norm_squares, rank.vote) over (0, 1)
+    commit vote.tp
+
 Invariants: a sum over microbatches is a left fold in the order of the schedule, which in the
 published ones is that of microbatches; later steps find it by `RankBuilder.accumulated`.
 """
@@ -21,7 +28,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtensor.daft import Buffer
+from dtensor.daft import Buffer, Commit, Vote
+from dtensor.daft.ir.instructions import WORD
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
@@ -131,16 +139,38 @@ def norm(b: RankBuilder, step: Norm) -> None:
     name = f"{step.result}_squares"
     b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device)
     b.nbytes[name] = 4
-    buffer = Buffer((), torch.float32)
-    for axis, num in b.plan.mesh.shape.items():
-        if num > 1:
-            reduced = f"{name}_{axis}"
-            sent, made = ((name, buffer),), ((reduced, buffer),)
-            b.collective("all_reduce", axis, sent, made, f"the norm over {axis}", op="sum")
-            name = reduced
+    name = _summed(b, name)
     pair = (step.result, f"{step.result}_clip")
     b.segment().code.apply(clip_coefficient, [name], pair, step.max_norm)
     b.nbytes.update(dict.fromkeys(pair, 4))
+
+
+def agree(b: RankBuilder) -> None:
+    """The commit point, unless it came with the norm."""
+    if b.shared.agrees(b.roles) and not b.agreed:
+        b.close()
+        _summed(b, None)
+
+
+def _summed(b: RankBuilder, squares: str | None) -> str:
+    """Add up sums of squares over all ranks, and with them the votes: the commit point."""
+    agrees, vote, what = b.shared.agrees(b.roles), "rank.vote", "the votes"
+    if squares is not None:
+        what = "the norm and the votes" if agrees else "the norm"
+    if agrees:
+        b.start(Vote(vote, label=f"{b.label}: vote"))
+    for axis, num in b.plan.mesh.shape.items():
+        if num > 1:
+            names = (*([squares] if squares else []), *([vote] if agrees else []))
+            squares = squares and f"{squares}_{axis}"
+            vote = f"vote.{axis}"
+            made = (*([squares] if squares else []), *([vote] if agrees else []))
+            sent, given = (tuple((name, WORD) for name in side) for side in (names, made))
+            b.collective("all_reduce", axis, sent, given, f"{what} over {axis}", op="sum")
+    if agrees:
+        b.start(Commit(vote, label=f"{b.label}: commit"))
+        b.agreed = True
+    return squares or vote
 
 
 def snapshot(b: RankBuilder) -> dict[str, str]:

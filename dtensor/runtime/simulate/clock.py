@@ -20,7 +20,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dtensor.daft import Call, Collective, Free, Instruction, RankProgram, Recv, Send, Wait
+from dtensor.daft import (
+    Call,
+    Collective,
+    Commit,
+    Free,
+    Instruction,
+    RankProgram,
+    Recv,
+    Send,
+    Vote,
+    Wait,
+)
 from dtensor.daft.ir.instructions import Key, Start, key_of, outputs_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
@@ -162,6 +173,8 @@ class _Clock:
                 rank.now = end
             case Free():
                 rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
+            case Vote() | Commit():
+                pass
         return True
 
     def _hold(self, rank: _SimulatedRank, values: tuple[str, ...]) -> None:

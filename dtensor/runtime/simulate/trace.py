@@ -22,7 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from dtensor.daft import Call, Collective, Free, Handle, Instruction, Recv, Send, Wait
+from dtensor.daft import (
+    Call,
+    Collective,
+    Commit,
+    Free,
+    Handle,
+    Instruction,
+    Recv,
+    Send,
+    Vote,
+    Wait,
+)
 from dtensor.daft.run.engine import TIMES
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
@@ -423,6 +434,6 @@ def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
                 add("wait", item, begin, end)
                 for one in waits[index]:  # complete by now at the latest
                     add("communication", instructions[one], started[one], end)
-            case Free():
+            case Free() | Vote() | Commit():
                 pass
     return found

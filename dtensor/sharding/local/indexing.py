@@ -16,6 +16,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
+from dtensor.sharding.local.in_range import check_range
 from dtensor.sharding.local.values import Pieces
 
 Write = Literal[
@@ -76,10 +77,7 @@ def _padded(x: Tensor, dim: int) -> Tensor:
 
 def _places(index: Tensor, pieces: Pieces, size: int) -> Tensor:
     """Global indices as positions in the shard; one past its end for those that are elsewhere."""
-    inside = (index >= -size) & (index < size)
-    # As torch does it on each device: at once on a CPU, without a wait on a GPU.
-    message = f"an index is out of range for a dim of size {size}"
-    torch.ops.aten._assert_async.msg(inside.all(), message)
+    check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
     here, local = local_positions(index, pieces)
     return torch.where(here, local, sum(hi - lo for lo, hi in pieces))

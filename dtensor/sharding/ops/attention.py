@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.local.in_range import check_range
 from dtensor.sharding.local.values import flash_attention, flash_attention_backward
 from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
@@ -220,7 +221,8 @@ torch.library.register_autograd(
 # -- embedding over row shards -----------------------------------------------------------------
 
 
-def _embedding_shard(weight: Tensor, ids: Tensor, rows: Sequence[int]) -> Tensor:
+def _embedding_shard(weight: Tensor, ids: Tensor, rows: Sequence[int], num_ids: int) -> Tensor:
+    check_range(ids, num_ids)  # one that no rank has would be zeros
     here, local = local_index(ids, rows, weight.shape[0])
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
@@ -241,9 +243,9 @@ def _embedding_shard_backward(
 
 
 define(
-    "embedding_shard(Tensor weight, Tensor ids, int[] rows) -> Tensor",
+    "embedding_shard(Tensor weight, Tensor ids, int[] rows, int num_ids) -> Tensor",
     _embedding_shard,
-    lambda weight, ids, rows: weight.new_empty((*ids.shape, weight.shape[1])),
+    lambda weight, ids, rows, num_ids: weight.new_empty((*ids.shape, weight.shape[1])),
 )
 define(
     "embedding_shard_backward(Tensor grad, Tensor ids, int num_rows, int[] rows, "

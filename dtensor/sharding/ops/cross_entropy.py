@@ -11,7 +11,7 @@ A split vocabulary so costs three reductions of one number per row forward and n
 `cross_entropy_rows` is the whole chain as one autograd unit; capture takes it apart.
 
 Invariants: `m`, `z`, `y` and the loss are float32 for half dtypes; an ignored target has zero loss
-and zero gradient; a target outside `[0, num_classes)` raises on CPU and gives NaN on other devices.
+and zero gradient; a target outside `[0, num_classes)` raises, for which a GPU is waited for.
 Not here: class weights, label smoothing, targets that are probabilities.
 """
 
@@ -69,12 +69,12 @@ def _ce_loss(
     if num_classes < 0:
         return loss
     wrong = used & ((target < 0) | (target >= num_classes))
-    if target.device.type == "cpu" and bool(wrong.any()):
+    if bool(wrong.any()):
         raise IndexError(
             f"Target {int(target[wrong][0])} is out of bounds for {num_classes} classes "
             f"(ignore_index={ignore_index})."
         )
-    return torch.where(wrong, float("nan"), loss)  # no wait for the device: a loss that shows it
+    return loss
 
 
 def _ce_count(target: Tensor, ignore_index: int) -> Tensor:

@@ -29,10 +29,11 @@ def _embedding(call: OpCall) -> Rule:
 
 
 def _embedding_localizer(call: OpCall, local: Local) -> OpCall:
-    if local.operand_shape(0)[0] == call.operands[0].shape[0]:
+    num_ids = call.operands[0].shape[0]
+    if local.operand_shape(0)[0] == num_ids:
         return call
     rows = flat(local.operand_intervals(0, 0))
-    return retarget(call, torch.ops.dt.embedding_shard.default, *call.args[:2], rows)
+    return retarget(call, torch.ops.dt.embedding_shard.default, *call.args[:2], rows, num_ids)
 
 
 def _embedding_backward(call: OpCall) -> Rule:
