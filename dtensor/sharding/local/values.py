@@ -177,24 +177,54 @@ def flash_attention_backward(
     return dq, dk, dv
 
 
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
-    """Torch's kernel where rows lie on 16 bytes, which shards may not; else group by group."""
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] | None) -> Tensor:
+    """Group by group, ``offsets`` being the ends of all of them in the dim that holds them.
+
+    ``groups``: those that the rank holds of the operand or the result with a dim of groups; None:
+    all. Rows (or columns) of no group that is held are zero; torch leaves those past the last
+    offset uninitialised. Torch's kernel is used where it takes them: rows lie on 16 bytes, which shards may not.
+    """
     if offsets is None:
         return a @ b
-    if a.numel() and b.numel() and all(_aligned(x) for x in (a, b)):
-        return aten._grouped_mm(a, b, offsets)
     stops = [int(stop) for stop in offsets]
-    starts = [0, *stops[:-1]]
-    num = len(stops)
-    if a.dim() == b.dim():
-        parts = [a[:, i:j] @ b[i:j] for i, j in zip(starts, stops, strict=True)]
-        return torch.stack(parts)
-    if a.dim() == 2:
-        parts = [a[i:j] @ b[g] for g, i, j in zip(range(num), starts, stops, strict=True)]
-        rest = a.new_zeros(a.shape[0] - stops[-1], b.shape[2])
-        return torch.cat([*parts, rest])
-    parts = [a[g] @ b[:, i:j] for g, i, j in zip(range(num), starts, stops, strict=True)]
-    return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - stops[-1])], dim=1)
+    spans = list(zip([0, *stops[:-1]], stops, strict=True))
+    held = spans if groups is None else [spans[g] for g in groups]
+    fits = groups is None and a.dtype in _OF_KERNEL and all(x.numel() for x in (a, b))
+    if fits and stops[-1] > 0 and all(_aligned(x) for x in (a, b)):
+        out = aten._grouped_mm(a, b, offsets)
+        match a.dim(), b.dim():
+            case 2, 3:
+                out[stops[-1] :] = 0
+            case 3, 2:
+                out[:, stops[-1] :] = 0
+            case _:
+                pass
+        return out
+    match a.dim(), b.dim():
+        case 2, 3:
+            out = a.new_zeros(a.shape[0], b.shape[2])
+            for part, (i, j) in zip(b, held, strict=True):
+                torch.mm(a[i:j], part, out=out[i:j])
+        case 3, 2:
+            out = a.new_zeros(a.shape[1], b.shape[1])
+            for part, (i, j) in zip(a, held, strict=True):
+                out[:, i:j] = part @ b[:, i:j]
+        case _:
+            out = a.new_zeros(len(held), a.shape[0], b.shape[1])
+            for part, (i, j) in zip(out, held, strict=True):
+                torch.mm(a[:, i:j], b[i:j], out=part)
+    return out
+
+
+def grouped_mm_backward(
+    a: Tensor, b: Tensor, offsets: Tensor, grad: Tensor, groups: list[int] | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of rows ``a`` and of one matrix a group ``b``."""
+    of_rows = grouped_mm(grad, b.transpose(1, 2), offsets, groups)
+    return of_rows, grouped_mm(a.t(), grad, offsets, groups)
+
+
+_OF_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _aligned(x: Tensor) -> bool:
