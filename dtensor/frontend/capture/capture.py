@@ -74,16 +74,23 @@ def capture(
     with (
         torch.enable_grad(),
         capturing_marks(),
-        patched(below=CallAsModule.forward),
+        patched(below=CallAsModule.forward) as functions,
         faked(call, grads, mode) as tensors,
     ):
         forward = _export(root, tensors)
+        for met in functions:
+            met.restore(forward)
         canonicalise(forward, itertools.count())
         check_forward(forward)
         # Attention that `canonicalise` leaves decomposes the same on every machine.
         with sdpa_kernel(SDPBackend.MATH), whole_layers():
-            joint = _differentiate(forward, tensors, mode)
-            return to_graph(root, joint, forward, mode)
+            try:
+                joint = _differentiate(forward, tensors, mode)
+                return to_graph(root, joint, forward, mode)
+            except AssertionError as error:
+                for met in functions:
+                    met.check_stray(error)
+                raise
 
 
 def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:

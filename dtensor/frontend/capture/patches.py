@@ -9,8 +9,8 @@
 - A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
   way and calls few; that took a fifth of the time. Torch has the same for its own use
   (_LazyGraphModule), which its export does not take up.
-- What would be lost in silence is refused: a custom autograd Function (its backward: capture
-  differentiates through the forward that it sees), autocast for another device than the CPU.
+- What would be lost in silence is refused: autocast for another device than the CPU.
+- A custom autograd Function is recorded with its backward (functions.py).
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - Layers that torch takes apart while differentiating, and that have rules, stay whole.
 
@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -47,6 +47,7 @@ import torch.utils.checkpoint as checkpoints
 from torch import fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx import traceback
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.proxy import TracerBase
@@ -57,21 +58,27 @@ from dtensor.frontend.capture.refusals import ASSIGNED, planning_error
 from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import places_below, source_here
 
+if TYPE_CHECKING:
+    from dtensor.frontend.capture.functions import Functions
+
 CHECKPOINT = "dtensor_checkpoint"
 """The key of torch's node annotations under which the number of a checkpoint stands."""
 CAPTURED_ON = "cpu"
 
 
 @contextmanager
-def patched(*, below: FunctionType) -> Iterator[None]:
-    """Within a capture. ``below``: the function whose callees' lines are the user's."""
+def patched(*, below: FunctionType) -> Iterator[list[Functions]]:
+    """Within a capture; yields what custom Functions it has met, in a list of at most one.
+
+    ``below``: the function whose callees' lines are the user's.
+    """
     numbers = itertools.count()  # of checkpoints
+    functions: list[Functions] = []
     changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
         (fx.GraphModule, "recompile", _when_called),
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
-        (torch.autograd.Function, "apply", lambda apply: _checked_apply(apply, numbers)),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
@@ -81,6 +88,9 @@ def patched(*, below: FunctionType) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, change in changed:
             stack.enter_context(mock.patch.object(owner, name, change(vars(owner)[name])))
+        # below Function.apply, which a program may have under another name: relu = MyRelu.apply
+        watched = _watched(numbers, functions)
+        stack.enter_context(mock.patch.object(_SingleLevelFunction, "apply", watched, create=True))
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\..*")
@@ -91,7 +101,7 @@ def patched(*, below: FunctionType) -> Iterator[None]:
         # An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops
         # that it is with gradients, and on every machine. (It warns of other flags: filtered.)
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        yield
+        yield functions
 
 
 def _whole_traces(below: FunctionType) -> Any:
@@ -207,8 +217,9 @@ def _numbered(plain: Any, numbers: Iterator[int]) -> Any:
     return generator
 
 
-def _checked_apply(apply: Any, numbers: Iterator[int]) -> Any:
-    def checked(cls: type, *args: Any, **kwargs: Any) -> Any:
+def _watched(numbers: Iterator[int], functions: list[Functions]) -> Any:
+    def watched(cls: type, *args: Any) -> Any:
+        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
             function, _, *given = args
             with _outermost(numbers):
@@ -217,16 +228,14 @@ def _checked_apply(apply: Any, numbers: Iterator[int]) -> Any:
             return made
         # torch's own, those of custom ops, are exact
         if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
-            raise planning_error(
-                "A custom torch.autograd.Function cannot be captured: its backward would be lost.",
-                f"class {cls.__module__}.{cls.__qualname__}",
-                source=source_here(),
-                fix="define it with torch.library.custom_op and register_autograd, which capture "
-                "keeps",
-            )
-        return apply.__get__(None, cls)(*args, **kwargs)
+            from dtensor.frontend.capture.functions import Functions  # few programs have any
 
-    return classmethod(checked)
+            if not functions:
+                functions.append(Functions())
+            return functions[0].apply(plain, cls, args)
+        return plain(*args)
+
+    return classmethod(watched)
 
 
 def _check_reentrant(given: list[Any], made: Any) -> None:

@@ -182,7 +182,8 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
 
     ``groups``: those that the rank holds of the operand or the result with a dim of groups; None:
     all. Rows (or columns) of no group that is held are zero; torch leaves those past the last
-    offset uninitialised. Torch's kernel is used where it takes them: rows lie on 16 bytes, which shards may not.
+    offset uninitialised. Torch's kernel is used where it takes them: rows lie on 16 bytes, which
+    shards may not.
     """
     if offsets is None:
         return a @ b
