@@ -54,11 +54,13 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
         if is_random and numbers is not None and randomise(module.graph, node, numbers):
             continue
         if node.target is aten.scaled_dot_product_attention.default:
+            if module.graph.find_nodes(op="call_function", target=aten.view.default):
+                _keep_layout(module.graph, node)
             _attention(module.graph, node)
         elif node.target is aten.cross_entropy_loss.default:
             _cross_entropy(module.graph, node)
         elif node.target in (aten.index_put.default, aten.index_put_.default):
-            _masked(module.graph, node)
+            _fill_masked(module.graph, node)
         elif node.op == "call_function" and not node.meta.get("stack_trace"):
             _borrow_line(module, node)
     module.graph.lint()
@@ -78,6 +80,18 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                     return
 
 
+def _keep_layout(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.memory import keep_layout  # few programs need it
+
+    keep_layout(graph, node)
+
+
+def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.memory import fill_masked  # few programs need it
+
+    fill_masked(graph, node)
+
+
 # -- attention, cross entropy ----------------------------------------------------------------------
 
 
@@ -93,55 +107,16 @@ def _attention(graph: fx.Graph, node: fx.Node) -> None:
         and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
         and (q.shape[1] == k.shape[1] or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0))
     )
-    call = Writer(graph, node)
-    if covered:
-        scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
-        tensors = [
-            call.cast(a[name], val.dtype, out.dtype)
-            for name, val in (("query", q), ("key", k), ("value", v))
-        ]
-        pair = call(dt.attention.default, *tensors, a["is_causal"], scale)
-        result = call(operator.getitem, pair, 0)
-    elif out.dim() == 4 and _is_viewed(node):
-        result = call(node.target, *node.args, **node.kwargs)
-        result.meta["val"] = out
-    else:
-        return
-    if _is_viewed(node) and out.transpose(1, 2).is_contiguous():
-        # the layout of torch's kernel, which is another; in the final graph it is no op
-        across = call(aten.transpose.int, result, 1, 2)
-        dense = call(aten.clone.default, across, memory_format=torch.contiguous_format)
-        result = call(aten.transpose.int, dense, 1, 2)
-    call.replace(result)
-
-
-def _is_viewed(node: fx.Node) -> bool:
-    """Whether the program views heads and rows of it together, as its strides in memory allow."""
-    turns = (aten.transpose.int, aten.permute.default)
-    for user in node.users:
-        if user.target in turns and any(u.target is aten.view.default for u in user.users):
-            return True
-        if user.target in (*turns, aten.reshape.default) and _is_viewed(user):
-            return True
-    return False
-
-
-def _masked(graph: fx.Graph, node: fx.Node) -> None:
-    """What a mask names in an index_put counts with its values; a where has no such size."""
-    a = bound(node)
-    x, value = a["self"], a["values"]
-    if len(a["indices"]) != 1 or a["indices"][0] is None or a["accumulate"]:
-        return
-    (mask,) = a["indices"]
-    rest = x.meta["val"].dim() - mask.meta["val"].dim()
-    if mask.meta["val"].dtype != torch.bool or value.meta["val"].dim() > rest:
+    if not covered:
         return
     call = Writer(graph, node)
-    if rest:
-        mask = call(aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * rest])
-    chosen = call(aten.where.self, mask, value, x)
-    in_place = node.target is aten.index_put_.default
-    call.replace(call(aten.copy_.default, x, chosen) if in_place else chosen)
+    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
+    tensors = [
+        call.cast(a[name], val.dtype, out.dtype)
+        for name, val in (("query", q), ("key", k), ("value", v))
+    ]
+    pair = call(dt.attention.default, *tensors, a["is_causal"], scale)
+    call.replace(call(operator.getitem, pair, 0))
 
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:

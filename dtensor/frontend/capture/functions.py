@@ -23,7 +23,8 @@ run once aside too, where there are gradients: what it reads is read while the p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class _Unwritten(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-class Functions:
+class AppliedFunctions:
     """The applications that one capture has met; those within another are a part of it."""
 
     def __init__(self) -> None:
@@ -151,21 +152,22 @@ class Functions:
         self._watching = False
         _restore(module, self._calls)
 
-    def check_stray(self, error: AssertionError) -> None:
-        """Raises where ``error`` is that the joint graph holds a tensor that is no input of it."""
-        if not re.match("Unexpected fake (buffer|param)", str(error)):
-            return
-        first = self._calls[0]
-        classes = dict.fromkeys(
-            f"class {c.cls.__module__}.{c.cls.__qualname__}" for c in self._calls
-        )
-        raise planning_error(
-            "A torch.autograd.Function cannot be captured: its forward or its backward reads a "
-            "tensor of the program that apply was not given.",
-            *classes,
-            source=first.source,
-            fix="pass it to apply as an argument" + _OR,
-        ) from error
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within: an error for a tensor that one has read without being given it."""
+        try:
+            yield
+        except AssertionError as error:  # torch's joint export's, and lift_constants'
+            if not re.match("Unexpected fake (buffer|param)", str(error)):
+                raise
+            classes = (f"class {c.cls.__module__}.{c.cls.__qualname__}" for c in self._calls)
+            raise planning_error(
+                "A torch.autograd.Function cannot be captured: its forward or its backward reads a "
+                "tensor of the program that apply was not given.",
+                *dict.fromkeys(classes),
+                source=self._calls[0].source,
+                fix="pass it to apply as an argument" + _OR,
+            ) from error
 
     def _record(self, call: Applied, args: tuple[Any, ...]) -> Any:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.

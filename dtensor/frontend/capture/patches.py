@@ -10,7 +10,8 @@
   way and calls few; that took a fifth of the time. Torch has the same for its own use
   (_LazyGraphModule), which its export does not take up.
 - What would be lost in silence is refused: autocast for another device than the CPU.
-- A custom autograd Function is recorded with its backward (functions.py).
+- A custom autograd Function is recorded with its backward (functions.py), below `Function.apply`,
+  which a program may have under another name: relu = MyRelu.apply.
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - Layers that torch takes apart while differentiating, and that have rules, stay whole.
 
@@ -59,7 +60,7 @@ from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import places_below, source_here
 
 if TYPE_CHECKING:
-    from dtensor.frontend.capture.functions import Functions
+    from dtensor.frontend.capture.functions import AppliedFunctions
 
 CHECKPOINT = "dtensor_checkpoint"
 """The key of torch's node annotations under which the number of a checkpoint stands."""
@@ -67,18 +68,16 @@ CAPTURED_ON = "cpu"
 
 
 @contextmanager
-def patched(*, below: FunctionType) -> Iterator[list[Functions]]:
-    """Within a capture; yields what custom Functions it has met, in a list of at most one.
-
-    ``below``: the function whose callees' lines are the user's.
-    """
+def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
+    """Within a capture. ``below``: the function whose callees' lines are the user's."""
     numbers = itertools.count()  # of checkpoints
-    functions: list[Functions] = []
+    functions: list[AppliedFunctions] = []  # at most one, where there is a custom Function
     changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
         (fx.GraphModule, "recompile", _when_called),
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
+        (_SingleLevelFunction, "apply", lambda _: _watched(numbers, functions, stack)),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
@@ -87,10 +86,9 @@ def patched(*, below: FunctionType) -> Iterator[list[Functions]]:
     ]
     with ExitStack() as stack:
         for owner, name, change in changed:
-            stack.enter_context(mock.patch.object(owner, name, change(vars(owner)[name])))
-        # below Function.apply, which a program may have under another name: relu = MyRelu.apply
-        watched = _watched(numbers, functions)
-        stack.enter_context(mock.patch.object(_SingleLevelFunction, "apply", watched, create=True))
+            stack.enter_context(
+                mock.patch.object(owner, name, change(vars(owner).get(name)), create=True)
+            )
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\..*")
@@ -217,7 +215,7 @@ def _numbered(plain: Any, numbers: Iterator[int]) -> Any:
     return generator
 
 
-def _watched(numbers: Iterator[int], functions: list[Functions]) -> Any:
+def _watched(numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack) -> Any:
     def watched(cls: type, *args: Any) -> Any:
         plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
@@ -228,14 +226,20 @@ def _watched(numbers: Iterator[int], functions: list[Functions]) -> Any:
             return made
         # torch's own, those of custom ops, are exact
         if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
-            from dtensor.frontend.capture.functions import Functions  # few programs have any
-
-            if not functions:
-                functions.append(Functions())
-            return functions[0].apply(plain, cls, args)
+            return _met(functions, stack).apply(plain, cls, args)
         return plain(*args)
 
     return classmethod(watched)
+
+
+def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunctions:
+    """Loaded by the few programs that have any."""
+    from dtensor.frontend.capture.functions import AppliedFunctions
+
+    if not functions:
+        functions.append(AppliedFunctions())
+        stack.enter_context(functions[0].explaining())
+    return functions[0]
 
 
 def _check_reentrant(given: list[Any], made: Any) -> None:

@@ -192,8 +192,10 @@ def _grouped_mm(call: OpCall) -> Rule:
             text, groups = f"g m k, g k n{offsets} -> g m n", 0
 
     def localize(call: OpCall, local: Local) -> OpCall:
+        from dtensor.sharding.local.groups import grouped_mm
+
         given = [*positional(call)[:3], None][:3]
-        return retarget(call, values.grouped_mm, *given, _held_groups(call, local, groups))
+        return retarget(call, grouped_mm, *given, _held_groups(call, local, groups))
 
     return make(call, text, linear=((0,), (1,)), flops="m k n", localize=localize)
 
@@ -210,8 +212,10 @@ def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] |
 
 def _experts_backward(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
+        from dtensor.sharding.local.groups import grouped_mm_backward
+
         groups = _held_groups(call, local, 1)
-        return retarget(call, values.grouped_mm_backward, *positional(call), groups)
+        return retarget(call, grouped_mm_backward, *positional(call), groups)
 
     text = "m! k, g k n, o!, m! n -> m! k, g k n"
     return make(call, text, linear=((3,),), flops="m k n", localize=localize)
