@@ -9,6 +9,8 @@ Not here: the rewrites that all programs need (canonical.py).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -45,7 +47,7 @@ def keep_layout(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_after(node):
         across = graph.call_function(aten.transpose.int, (node, 1, 2))
     with graph.inserting_after(across):
-        kwargs = {"memory_format": torch.contiguous_format}
+        kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
         dense = graph.call_function(aten.clone.default, (across,), kwargs)
     with graph.inserting_after(dense):
         back = graph.call_function(aten.transpose.int, (dense, 1, 2))
