@@ -36,6 +36,7 @@ def test_two_steps_are_plain_torchs(family: str, how: str) -> None:
         (gate,) = {pins[p]["tp"] for p in pins if p.endswith("experts.gate_up_proj")}
         (down,) = {pins[p]["tp"] for p in pins if p.endswith("experts.down_proj")}
         assert (gate, down) == (dt.Shard(1, blocks=2), dt.Shard(2))
+        assert 'experts.gate_up_proj": dict(tp=dt.Shard(1, blocks=2))' in str(pins)
     own = copy.deepcopy(model)
     placed = dt.parallelize(own, dt.Mesh(tp=2), pins)
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
