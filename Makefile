@@ -2,6 +2,7 @@
 # test: the tests;  quick: those of them that are fast, to run before each commit;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
+# hf: every family of models of transformers over two ranks, and its table;
 # chaos: hundreds of launches that end in every way, none of which may leave anything behind.
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test quick lint check certify opinfo chaos format
+.PHONY: setup demo test quick lint check certify opinfo hf chaos format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -43,6 +44,9 @@ check: lint
 # Torch warns in C++ about statistics of empty shards, thousands of times.
 certify: setup
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python -m tests.certify --table docs/certified.md
+
+hf: setup
+	$(BIN)/python -m tests.huggingface_sweep --jobs $(JOBS)
 
 opinfo: setup
 	$(BIN)/python -m tests.opinfo --jobs $(JOBS)

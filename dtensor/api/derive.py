@@ -320,9 +320,9 @@ class _Derivation:
     def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
         """Cuts of the dim and the axes to try them over: first what a layer like this one has,
         then for axes of any size, then for the one that was asked for; finest first."""
-        if alike in self.boundaries:
-            yield self.boundaries[alike]
         size = self.flow.metas[value].shape[dim]
+        if alike in self.boundaries and _fits(self.boundaries[alike][0], dim, size):
+            yield self.boundaries[alike]
         if size not in self.blocks:
             self.blocks[size] = _blocks(self.flow, self.rules, size)
         for sizes, any_size in ((_SIZES, True), ((self.size or 2,), False)):
@@ -454,6 +454,15 @@ class _Derivation:
         elif self._follow(value, Shard(table.contracted_dim), self.size or 2).gets_through:
             why = "vocabulary: rows that are elsewhere give zeros, and one sum joins them"
             self.chosen[value] = Choice(self._label(value), Shard(table.contracted_dim), why)
+
+
+def _fits(shard: Shard, dim: int, size: int) -> bool:
+    """Whether these boundaries can be drawn in a dim of this size: alike names may differ."""
+    blocks = shard.blocks
+    filled = size % blocks == 0 if isinstance(blocks, int) else sum(blocks) == size
+    if shard.dim != dim or not filled:
+        return False
+    return all(part % shard.unit == 0 for part in block_sizes(blocks, size))
 
 
 def _list(labels: Iterable[str], own: str) -> str:

@@ -36,15 +36,20 @@ class Placements(dict[str, dict[str, Placement]]):
     """
 
     def __init__(
-        self, placements: Mapping[str, dict[str, Placement]], reasons: Mapping[str, str]
+        self,
+        placements: Mapping[str, dict[str, Placement]],
+        reasons: Mapping[str, str],
+        matrices: frozenset[str] | None = None,
     ) -> None:
         super().__init__(placements)
         self.reasons = dict(reasons)
+        self._matrices = matrices  # the patterns of weights of two dims; None: all are
 
     def __str__(self) -> str:
         text = ["{"]
         for pattern, stated in self.items():
-            inside = ", ".join(f"{axis}={_written(p)}" for axis, p in stated.items())
+            matrix = self._matrices is None or pattern in self._matrices
+            inside = ", ".join(f"{axis}={_written(p, matrix)}" for axis, p in stated.items())
             why = self.reasons.get(pattern)
             text += [f"    # {why}"] if why else []
             text.append(f'    "{pattern}": dict({inside}),')
@@ -96,6 +101,8 @@ def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Place
     for choice in choices:
         groups.setdefault(without_numbers(choice.label), []).append(choice)
     names = [name for name, _ in model.named_parameters()]
+    ranks = {name: p.dim() for name, p in model.named_parameters(remove_duplicate=False)}
+    matrices: set[str] = set()
     placements: dict[str, dict[str, Placement]] = {}
     reasons: dict[str, str] = {}
     for pattern, alike in groups.items():
@@ -108,17 +115,19 @@ def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Place
             reasons[key] = choice.why
             if choice.placement is not None:
                 placements[key] = {axis: choice.placement}
-    return Placements(placements, reasons)
+            if ranks[choice.label] == 2:
+                matrices.add(key)
+    return Placements(placements, reasons, frozenset(matrices))
 
 
 def _matched(glob: str, names: Sequence[str]) -> set[str]:
     return {name for name in names if matches(glob, name)}
 
 
-def _written(placement: Placement) -> str:
-    """As one writes it: ``dt.Row(unit=16)``."""
+def _written(placement: Placement, matrix: bool) -> str:
+    """As one writes it: ``dt.Row(unit=16)``; a Column is the last dim, in a matrix dim 1."""
     match placement:
-        case Shard(dim, blocks, unit) if dim in (0, 1):
+        case Shard(dim, blocks, unit) if dim == 0 or (dim == 1 and matrix):
             options = [f"blocks={blocks}"] * (blocks != 1) + [f"unit={unit}"] * (unit != 1)
             return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options)})"
         case _:

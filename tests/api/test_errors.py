@@ -172,12 +172,12 @@ fix: tp=Shard(0, unit=16), which lines up
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
+    def forward(ctx: Any, x: Tensor, fn: Any) -> Tensor:
+        return fn(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 2, None
 
 
 @torch.library.custom_op("test_errors::mix", mutates_args=())
@@ -277,16 +277,16 @@ fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a 
 
 def test_a_custom_autograd_function() -> None:
     def fn(x: Tensor) -> Tensor:
-        return Doubled.apply(x)
+        return Doubled.apply(x, lambda x: x * 2)
 
     text = refused(plan_of, fn, TP2, {}, spec("f32[4,4]", TP2, requires_grad=True))
     assert_expected_inline(
         re.sub(r"class \S+\.", "class ", text),
         """\
-A custom torch.autograd.Function cannot be captured: its backward would be lost.
+This torch.autograd.Function cannot be captured: an argument of it is of type function.
   class Doubled
-  test_errors.py:N: return Doubled.apply(x)
-fix: define it with torch.library.custom_op and register_autograd, which capture keeps""",
+  test_errors.py:N: return Doubled.apply(x, lambda x: x * 2)
+fix: pass tensors, numbers, strings and None, in lists, tuples and dicts; or define it with torch.library.custom_op and register_autograd""",
     )
 
 

@@ -4,6 +4,7 @@
     cross_entropy_loss(logits, target)  ->  rows = dt.cross_entropy_rows(logits, target, -100)[0]
                                             sum(rows) / dt.ce_count(target, -100)
     dropout(x, p, False)  ->  x
+    x[mask] = value       ->  x.copy_(where(mask, value, x))      one value for all its places
 
 and of random ops into the project's own, which count (random_ops.py). It happens here, before
 differentiation, because the ops of the project bring their own backward, and a backward reuses the
@@ -53,9 +54,13 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
         if is_random and numbers is not None and randomise(module.graph, node, numbers):
             continue
         if node.target is aten.scaled_dot_product_attention.default:
+            if module.graph.find_nodes(op="call_function", target=aten.view.default):
+                _keep_layout(module.graph, node)
             _attention(module.graph, node)
         elif node.target is aten.cross_entropy_loss.default:
             _cross_entropy(module.graph, node)
+        elif node.target in (aten.index_put.default, aten.index_put_.default):
+            _fill_masked(module.graph, node)
         elif node.op == "call_function" and not node.meta.get("stack_trace"):
             _borrow_line(module, node)
     module.graph.lint()
@@ -73,6 +78,18 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                 if inner.meta.get("stack_trace"):
                     node.meta.update({k: inner.meta[k] for k in USERS_META if k in inner.meta})
                     return
+
+
+def _keep_layout(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.memory import keep_layout  # few programs need it
+
+    keep_layout(graph, node)
+
+
+def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.memory import fill_masked  # few programs need it
+
+    fill_masked(graph, node)
 
 
 # -- attention, cross entropy ----------------------------------------------------------------------

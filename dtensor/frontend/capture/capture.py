@@ -136,10 +136,12 @@ class _Capture:
             with (
                 torch.enable_grad(),
                 capturing_marks(),
-                patched(below=CallAsModule.forward),
+                patched(below=CallAsModule.forward) as functions,
                 faked(call, grads, mode) as tensors,
             ):
                 forward = _export(root, tensors)
+                for met in functions:
+                    met.restore(forward)
                 canonicalise(forward, itertools.count())
                 check_forward(forward)
                 # Attention that `canonicalise` leaves decomposes the same on every machine.

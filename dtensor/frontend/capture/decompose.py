@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dtensor.frontend.capture.refusals import data_dependent_errors
@@ -71,6 +71,8 @@ def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Te
         target = str(node.target)
         if target not in lifted:
             value = module.get_buffer(target)
+            # in the words of torch's joint export, which asserts it where there are gradients
+            assert not isinstance(value, FakeTensor), f"Unexpected fake buffer {target}"
             before = graph.find_nodes(op="placeholder")
             with graph.inserting_after(before[-1] if before else None):
                 lifted[target] = graph.placeholder(f"const_{len(lifted)}")

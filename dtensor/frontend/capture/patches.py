@@ -9,8 +9,9 @@
 - A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
   way and calls few; that took a fifth of the time. Torch has the same for its own use
   (_LazyGraphModule), which its export does not take up.
-- What would be lost in silence is refused: a custom autograd Function (its backward: capture
-  differentiates through the forward that it sees), autocast for another device than the CPU.
+- What would be lost in silence is refused: autocast for another device than the CPU.
+- A custom autograd Function is recorded with its backward (functions.py), below `Function.apply`,
+  which a program may have under another name: relu = MyRelu.apply.
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - Layers that torch takes apart while differentiating, and that have rules, stay whole.
 
@@ -40,7 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from logging import LogRecord
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -49,6 +50,7 @@ from torch import fx
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx import traceback
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.proxy import TracerBase
@@ -59,21 +61,25 @@ from dtensor.frontend.capture.refusals import ASSIGNED, planning_error
 from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import places_below, source_here
 
+if TYPE_CHECKING:
+    from dtensor.frontend.capture.functions import AppliedFunctions
+
 CHECKPOINT = "dtensor_checkpoint"
 """The key of torch's node annotations under which the number of a checkpoint stands."""
 CAPTURED_ON = "cpu"
 
 
 @contextmanager
-def patched(*, below: FunctionType) -> Iterator[None]:
+def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     """Within a capture. ``below``: the function whose callees' lines are the user's."""
     numbers = itertools.count()  # of checkpoints
+    functions: list[AppliedFunctions] = []  # at most one, where there is a custom Function
     changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
         (fx.GraphModule, "recompile", _when_called),
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
-        (torch.autograd.Function, "apply", lambda apply: _checked_apply(apply, numbers)),
+        (_SingleLevelFunction, "apply", lambda _: _watched(numbers, functions, stack)),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
@@ -82,7 +88,9 @@ def patched(*, below: FunctionType) -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for owner, name, change in changed:
-            stack.enter_context(mock.patch.object(owner, name, change(vars(owner)[name])))
+            stack.enter_context(
+                mock.patch.object(owner, name, change(vars(owner).get(name)), create=True)
+            )
         # What it logs with a traceback it raises too.
         fake_tensor.log.addFilter(_says_nothing)
         stack.callback(fake_tensor.log.removeFilter, _says_nothing)
@@ -96,7 +104,7 @@ def patched(*, below: FunctionType) -> Iterator[None]:
         # An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops
         # that it is with gradients, and on every machine. (It warns of other flags: filtered.)
         stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        yield
+        yield functions
 
 
 def _says_nothing(record: LogRecord) -> bool:
@@ -216,8 +224,9 @@ def _numbered(plain: Any, numbers: Iterator[int]) -> Any:
     return generator
 
 
-def _checked_apply(apply: Any, numbers: Iterator[int]) -> Any:
-    def checked(cls: type, *args: Any, **kwargs: Any) -> Any:
+def _watched(numbers: Iterator[int], functions: list[AppliedFunctions], stack: ExitStack) -> Any:
+    def watched(cls: type, *args: Any) -> Any:
+        plain = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
         if is_capturing() and cls is checkpoints.CheckpointFunction:
             function, _, *given = args
             with _outermost(numbers):
@@ -226,16 +235,20 @@ def _checked_apply(apply: Any, numbers: Iterator[int]) -> Any:
             return made
         # torch's own, those of custom ops, are exact
         if is_capturing() and cls.__module__.split(".", 1)[0] != "torch":
-            raise planning_error(
-                "A custom torch.autograd.Function cannot be captured: its backward would be lost.",
-                f"class {cls.__module__}.{cls.__qualname__}",
-                source=source_here(),
-                fix="define it with torch.library.custom_op and register_autograd, which capture "
-                "keeps",
-            )
-        return apply.__get__(None, cls)(*args, **kwargs)
+            return _met(functions, stack).apply(plain, cls, args)
+        return plain(*args)
 
-    return classmethod(checked)
+    return classmethod(watched)
+
+
+def _met(functions: list[AppliedFunctions], stack: ExitStack) -> AppliedFunctions:
+    """Loaded by the few programs that have any."""
+    from dtensor.frontend.capture.functions import AppliedFunctions
+
+    if not functions:
+        functions.append(AppliedFunctions())
+        stack.enter_context(functions[0].explaining())
+    return functions[0]
 
 
 def _check_reentrant(given: list[Any], made: Any) -> None:

@@ -175,29 +175,3 @@ def flash_attention_backward(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return dq, dk, dv
-
-
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None) -> Tensor:
-    """Torch's kernel where rows lie on 16 bytes, which shards may not; else group by group."""
-    if offsets is None:
-        return a @ b
-    if a.numel() and b.numel() and all(_aligned(x) for x in (a, b)):
-        return aten._grouped_mm(a, b, offsets)
-    stops = [int(stop) for stop in offsets]
-    starts = [0, *stops[:-1]]
-    num = len(stops)
-    if a.dim() == b.dim():
-        parts = [a[:, i:j] @ b[i:j] for i, j in zip(starts, stops, strict=True)]
-        return torch.stack(parts)
-    if a.dim() == 2:
-        parts = [a[i:j] @ b[g] for g, i, j in zip(range(num), starts, stops, strict=True)]
-        rest = a.new_zeros(a.shape[0] - stops[-1], b.shape[2])
-        return torch.cat([*parts, rest])
-    parts = [a[g] @ b[:, i:j] for g, i, j in zip(range(num), starts, stops, strict=True)]
-    return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - stops[-1])], dim=1)
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether rows (or columns, of a transposed matrix) start on multiples of 16 bytes."""
-    inner, outer = sorted(x.stride()[-2:])
-    return inner == 1 and outer * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

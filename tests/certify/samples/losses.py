@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401 - registers its products of experts
 
 from tests.certify.samples.draw import Draw, Sample, call, words
 
@@ -227,6 +228,12 @@ def _offsets() -> torch.Tensor:
     return torch.tensor([3, 8], dtype=torch.int32)
 
 
+def _experts(d: Draw, *more: str) -> Call:
+    """Rows of which the last belong to no expert, three experts of which one has no row."""
+    rows, stop = d("8 k"), torch.tensor([3, 3, 7], dtype=torch.int32)
+    return call(rows, d("3 k n"), stop, *(d(m) for m in more))
+
+
 def _cdist_backward(d: Draw, p: float) -> Call:
     x, y = d("b p m"), d("b r m")
     return call(d("b p r"), x, y, p, aten._cdist_forward(x, y, p, None))
@@ -262,6 +269,8 @@ MISCELLANEOUS: dict[str, list[Sample]] = {
         lambda d: call(_rows16(d("2 4 8")), _rows16(d("8 8")), _offsets()),
         lambda d: call(_rows16(d("g m 4")), _rows16(d("g 4 8"))),
     ],
+    "transformers.grouped_mm_fallback.default": [lambda d: _experts(d)],
+    "transformers.grouped_mm_fallback_backward.default": [lambda d: _experts(d, "8 n")],
     "aten._cdist_forward.default": [
         lambda d: call(d("b p m"), d("b r m"), 2.0, None),
         *[lambda d, p=p: call(d("p m"), d("r m"), p, None) for p in (0.0, 1.0, _INF)],

@@ -80,7 +80,8 @@ def _contraction(
             output.append(origin)
     if not contracted or not output:
         return None
-    dim, factor = contracted[0]
+    # of a matrix for each expert, what is multiplied and not what is picked
+    dim, factor = min(contracted, key=lambda found: found[1] not in others)
     return Contraction(
         value=value,
         op=op,

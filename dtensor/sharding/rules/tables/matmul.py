@@ -6,6 +6,7 @@
     flash attention (CPU)   "b h t e!, b h s! e!, b h s! e!, 1 h t s! -> b h t e!, b h t"
     _trilinear              "a o1 i, o i j, a o1 j -> a o"       linear in {a}, {b}, {c}
     _cdist_forward          "... p m!, ... r m! -> ... p r"
+    _grouped_mm             "m! k, g k n, o! -> m! n"    g, the experts, split: the rows are summed
 
 Causal attention has its queries whole, as their position counts; else they split freely.
 
@@ -175,25 +176,49 @@ def _cdist(call: OpCall) -> Rule:
 
 
 def _grouped_mm(call: OpCall) -> Rule:
+    """Split groups are summed where each gives some rows (or columns): the others are zero."""
     a, b = (len(meta.shape) for meta in call.operands[:2])
     if len(call.operands) > 3:
         raise no_rule(call, "it has a bias")
-    offsets = ", g!" if len(call.operands) > 2 else ""
+    offsets = ", o!" if len(call.operands) > 2 else ""
     match a, b:
         case 2, 3:
-            text = f"m! k, g! k n{offsets} -> m! n"
+            text, groups = f"m! k, g k n{offsets} -> m! n", 1
         case 3, 2:
-            text = f"g! m k, k n!{offsets} -> m n!"
+            text, groups = f"g m k, k n!{offsets} -> m n!", 0
         case 2, 2:
-            text = f"m k!, k! n{offsets} -> g! m n"
+            text, groups = f"m k!, k! n{offsets} -> g m n", None
         case _:
-            text = f"g m k, g k n{offsets} -> g m n"
-    return make(call, text, linear=((0,), (1,)), flops="m k n", localize=_local_grouped_mm)
+            text, groups = f"g m k, g k n{offsets} -> g m n", 0
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        from dtensor.sharding.local.groups import grouped_mm
+
+        given = [*positional(call)[:3], None][:3]
+        return retarget(call, grouped_mm, *given, _held_groups(call, local, groups))
+
+    return make(call, text, linear=((0,), (1,)), flops="m k n", localize=localize)
 
 
-def _local_grouped_mm(call: OpCall, local: Local) -> OpCall:
-    args = positional(call)
-    return retarget(call, values.grouped_mm, *args[:3])
+def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] | None:
+    """The groups in dim 0 of this operand, None: of the result; None where they are all."""
+    if operand is None:
+        total, held = call.result.shape[0], local.result_intervals(0, 0)
+    else:
+        total, held = call.operands[operand].shape[0], local.operand_intervals(operand, 0)
+    groups = [g for start, stop in held for g in range(start, stop)]
+    return None if len(groups) == total else groups
+
+
+def _experts_backward(call: OpCall) -> Rule:
+    def localize(call: OpCall, local: Local) -> OpCall:
+        from dtensor.sharding.local.groups import grouped_mm_backward
+
+        groups = _held_groups(call, local, 1)
+        return retarget(call, grouped_mm_backward, *positional(call), groups)
+
+    text = "m! k, g k n, o!, m! n -> m! k, g k n"
+    return make(call, text, linear=((3,),), flops="m k n", localize=localize)
 
 
 RULES: dict[str, Builder] = {
@@ -214,6 +239,9 @@ RULES: dict[str, Builder] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
     "aten._trilinear.default": _trilinear,
     "aten._grouped_mm.default": _grouped_mm,
+    # of transformers, there once it is imported: the product of its mixtures of experts
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
+    "transformers.grouped_mm_fallback_backward.default": _experts_backward,
     "aten._cdist_forward.default": _cdist,
     "aten._cdist_backward.default": pattern(
         "... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),), localize=unless_empty()

@@ -1,0 +1,201 @@
+"""Custom `torch.autograd.Function`s, captured with the backward that they define.
+
+    y = Doubled.apply(x)        # forward x * 2, backward grad * 3
+
+Non-strict export sees what a Function's forward does and not that it has a backward. So an `apply`
+is run aside, on the fake tensors that it is given, and stands in the exported graph as one call of
+`dtensor::applied`, which `restore` replaces by the `apply` itself; the joint export then runs it
+under autograd, as torch does, and sees the ops of its forward and of its backward.
+
+    exported    dtensor::applied([x], 0)  ->  [y]
+    restored    Doubled.apply(x)
+    joint       mul(x, 2), ..., mul(grad, 3)
+
+What an `apply` is given beside tensors (numbers, None, strings, dtypes) is kept with it. Refused
+are: an argument changed in place, anything that may hold tensors where they are not seen, and a
+tensor of the program that forward or backward reads without being given it. Random ops within one
+are refused like others that have no counter (refusals.py).
+
+Invariants: equal applications have equal targets, so that repeated layers stay alike. A backward is
+run once aside too, where there are gradients: what it reads is read while the program is captured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.refusals import planning_error
+from dtensor.frontend.source import Source, source_here
+
+_LIBRARY = torch.library.Library("dtensor", "DEF")
+# It stands for a call and is never run.
+_LIBRARY.define("applied(Tensor[] tensors, int call) -> Tensor[]")
+_APPLIED = torch.ops.dtensor.applied.default
+
+# What an argument may be that is no tensor: it holds none.
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN += (torch.layout, torch.memory_format)
+_OR = "; or define it with torch.library.custom_op and register_autograd"
+
+
+class Applied:
+    """``cls.apply(*args)`` as a function of its tensors; equal where all the rest is the same."""
+
+    def __init__(
+        self, apply: Callable[..., Any], cls: type, args: tuple[Any, ...], source: Source | None
+    ) -> None:
+        leaves, self._spec = pytree.tree_flatten(args)
+        self.cls, self.source = cls, source
+        self.tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+        self._apply = apply
+        self._places = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+        self._leaves = tuple(None if isinstance(x, Tensor) else x for x in leaves)
+        # what torch.fx writes in the code that it generates
+        self.__name__ = self.__qualname__ = cls.__name__
+        self.__module__ = cls.__module__
+        for leaf in self._leaves:
+            if not isinstance(leaf, _PLAIN):
+                raise self.refused(
+                    f"an argument of it is of type {type(leaf).__name__}",
+                    "pass tensors, numbers, strings and None, in lists, tuples and dicts",
+                )
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._places, tensors, strict=True):
+            leaves[at] = tensor
+        return _tensors(self._apply(*pytree.tree_unflatten(leaves, self._spec)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Applied) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self._places))
+
+    def _key(self) -> tuple[Any, ...]:
+        held = tuple((type(x), repr(x)) for x in self._leaves)
+        return (self.cls, held, self._places, self._spec)
+
+    def aside(self, args: tuple[Any, ...]) -> Any:
+        """What it returns, traced by nobody, after its backward was run where it has one."""
+        before = [x._version for x in self.tensors]
+        with _Unwritten():
+            out = self._apply(*args)
+        made = _tensors(out)
+        changed = [x._version for x in self.tensors] != before
+        if changed or any(x is y for x in made for y in self.tensors):
+            raise self.refused(
+                "it changes an argument in place (ctx.mark_dirty)", "return a new tensor"
+            )
+        wanted = [x for x in self.tensors if x.requires_grad]
+        ends = [x for x in made if x.requires_grad]
+        if wanted and ends:
+            with torch._C.DisableTorchFunction():
+                ones = [torch.ones_like(x) for x in ends]
+                torch.autograd.grad(ends, wanted, ones, retain_graph=True, allow_unused=True)
+        return out
+
+    def refused(self, why: str, fix: str) -> PlanningError:
+        return planning_error(
+            f"This torch.autograd.Function cannot be captured: {why}.",
+            f"class {self.cls.__module__}.{self.cls.__qualname__}",
+            source=self.source,
+            fix=fix + _OR,
+        )
+
+
+class _Unwritten(TorchFunctionMode):
+    """Keeps calls without tensors from the export, which would write down a torch.no_grad."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _tensors((args, kwargs)):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+
+
+class AppliedFunctions:
+    """The applications that one capture has met; those within another are a part of it."""
+
+    def __init__(self) -> None:
+        self._calls: list[Applied] = []
+        self._watching = True
+
+    def apply(self, plain: Callable[..., Any], cls: type, args: tuple[Any, ...]) -> Any:
+        """What ``cls.apply(*args)`` returns while a program is exported; ``plain`` is torch's."""
+        if not self._watching:
+            return plain(*args)
+        self._watching = False
+        try:
+            return self._record(Applied(plain, cls, args, source_here()), args)
+        finally:
+            self._watching = True
+
+    def restore(self, module: fx.GraphModule) -> None:
+        """In place: each call that was recorded runs its ``apply``. Nothing is recorded after."""
+        self._watching = False
+        _restore(module, self._calls)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within: an error for a tensor that one has read without being given it."""
+        try:
+            yield
+        except AssertionError as error:  # torch's joint export's, and lift_constants'
+            if not re.match("Unexpected fake (buffer|param)", str(error)):
+                raise
+            classes = (f"class {c.cls.__module__}.{c.cls.__qualname__}" for c in self._calls)
+            raise planning_error(
+                "A torch.autograd.Function cannot be captured: its forward or its backward reads a "
+                "tensor of the program that apply was not given.",
+                *dict.fromkeys(classes),
+                source=self._calls[0].source,
+                fix="pass it to apply as an argument" + _OR,
+            ) from error
+
+    def _record(self, call: Applied, args: tuple[Any, ...]) -> Any:
+        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        from torch.fx.experimental.proxy_tensor import (
+            disable_proxy_modes_tracing,
+            get_proxy_mode,
+            track_tensor_tree,
+        )
+
+        with disable_proxy_modes_tracing():
+            out = call.aside(args)
+        mode = get_proxy_mode()
+        assert mode is not None, "a program is traced while it is exported"
+        given = [mode.tracer.unwrap_proxy(x) for x in call.tensors]
+        proxy = mode.tracer.create_proxy("call_function", _APPLIED, (given, len(self._calls)), {})
+        track_tensor_tree(_tensors(out), proxy, constant=None, tracer=mode.tracer)
+        self._calls.append(call)
+        return out
+
+
+def _restore(module: fx.GraphModule, calls: Sequence[Applied]) -> None:
+    for child in module.children():
+        if isinstance(child, fx.GraphModule):
+            _restore(child, calls)
+    for node in module.graph.find_nodes(op="call_function", target=_APPLIED):
+        tensors, index = node.args
+        node.target, node.args = calls[index], tuple(tensors)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
