@@ -54,16 +54,14 @@ class Models:
             zip(names, models, strict=True), 2
         ):
             _check_apart(name, one, other_name, other)
-        prefixes = ["", *(f"{name}." for name in names[1:])]
-        if models:
-            own = {name.partition(".")[0] for name in named_tensors(models[0].module)}
-            for name in names[1:]:
-                if name.partition(".")[0] in own:
-                    raise PlanningError(
-                        f"the argument {name} is a parallelized module, and {names[0]} has a part "
-                        f"of that name: their parameters would have the same names.\n"
-                        f"fix: give the argument another name"
-                    )
+        prefixes = ["" if i == 0 else f"{name}." for i, name in enumerate(names)]
+        for name in names[1:]:
+            if name.partition(".")[0] in dict(models[0].module.named_children()):
+                raise PlanningError(
+                    f"the argument {name} is a parallelized module, and {names[0]} has a part of "
+                    f"that name: their parameters would have the same names.\n"
+                    f"fix: give the argument another name"
+                )
         return Models(dict(zip(prefixes, models, strict=True)))
 
     def __bool__(self) -> bool:

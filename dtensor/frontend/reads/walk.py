@@ -449,6 +449,13 @@ class _Walker:
         """Whether an entry of a class counts."""
         if name in self.names.names and name not in _OF_CLASSES:
             return True
+        match entry:
+            case staticmethod() | classmethod():
+                entry = entry.__func__
+            case property():
+                entry = entry.fget
+            case _:
+                pass
         if isinstance(entry, FunctionType):
             if self.ran is None:
                 return name in _CALLED_WITHOUT_NAME
