@@ -79,7 +79,8 @@ def of_backward(error: Exception) -> Exception:
     """What to raise for an error that differentiating the program met: in the user's own backward
     of an op, or for want of one."""
     source, by = source_of_exception(error), raised_by(error)
-    if isinstance(error, PlanningError) or by == "dtensor":
+    explained = str(error).startswith("Unexpected fake")  # by functions.py
+    if isinstance(error, PlanningError) or by == "dtensor" or explained:
         return error
     if by is not None:
         return error.with_traceback(users_frames(error, MAX_FRAMES))
