@@ -124,7 +124,7 @@ def full_names(text: str) -> list[str]:
     """``neg lerp.Scalar dt.dropout``: aten.neg.default, aten.lerp.Scalar, dt.dropout.default."""
     found: list[str] = []
     for op in text.split():
-        own = op.startswith("dt.")
+        own = op.startswith(("dt.", "transformers."))
         found.append((op if own else f"aten.{op}") + (".default" if own or "." not in op else ""))
     return found
 
