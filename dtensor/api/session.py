@@ -324,8 +324,9 @@ class MeshSession:
                 wait()
             for part in self.parts.values():
                 part.settle()
-            if not isinstance(self.cluster, Part) and not self.cluster.immediate:
-                self.cluster.check_undone()
+            cluster = self.cluster
+            if not isinstance(cluster, Part) and not cluster.immediate and cluster.failure is None:
+                cluster.check_undone()
 
     def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> MeshSession:
         """The session of another mesh on ranks of this cluster, made at first use."""

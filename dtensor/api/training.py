@@ -242,6 +242,7 @@ class TrainStep:
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         groups = self._groups()
+        _refuse_early_hooks(self.optimizer)
 
         def make(graph: Graph | None) -> Planned:
             options = Options(
@@ -508,11 +509,19 @@ def train_step(
     return step
 
 
+def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """PlanningError for what would run before the update, and see no gradients."""
+    if optimizer._optimizer_step_pre_hooks or hooks._global_optimizer_pre_hooks:
+        raise PlanningError(
+            f"the {type(optimizer).__name__} has a hook before its step, which would find no "
+            f"gradients: they are on the ranks, where the update runs.\n"
+            f"fix: remove the hook; clip_grad_norm= clips, step.gradients() gives gradients"
+        )
+
+
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user's functions run around its step."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    everyone = hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks
-    return bool(own or everyone)
+    """Whether the user's functions run after its step."""
+    return bool(optimizer._optimizer_step_post_hooks or hooks._global_optimizer_post_hooks)
 
 
 class _GroupNames:

@@ -1308,3 +1308,12 @@ def test_a_refused_step_leaves_all_as_it_was() -> None:
         step_of(model, cross_entropy).plan(*batch(0))
     assert (seen, model.calls, model.config.table) == ([], 0, [1.0, 1.0])
     assert random.getstate() == state
+
+
+def test_a_hook_before_the_optimizers_step_is_refused() -> None:
+    model = net()
+    step = step_of(model, cross_entropy)
+    handle = step.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(dt.PlanningError, match="SGD has a hook before its step"):
+        step.plan(*batch(0))
+    handle.remove()
