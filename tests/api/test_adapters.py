@@ -26,7 +26,7 @@ def qwen() -> nn.Module:
     hf.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = hf.Qwen2Config(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=32,
         tie_word_embeddings=False, pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip

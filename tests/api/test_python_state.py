@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import dtensor as dt
 
 MESH = dt.Mesh(tp=2)
-STEPS = 4
+STEPS = 3
 
 Loss = Callable[..., Tensor]
 Made = tuple[nn.Module, Loss, Callable[[int], object]]
@@ -684,7 +684,7 @@ def a_function_of_torch_that_is_patched() -> Made:
     plain = F.silu
 
     def change(i: int) -> None:
-        F.silu = (lambda x: torch.tanh(x) * 2) if i in (1, 2) else plain
+        F.silu = (lambda x: torch.tanh(x) * 2) if i == 1 else plain
 
     return model, cross_entropy, change
 
@@ -1264,8 +1264,8 @@ def test_a_step_that_is_captured_at_each_call_draws_as_torch_does() -> None:
         model = net(between)
         model.calls = 0
         step = run(model)
-        found = [float(step(*batch(i))) for i in range(6)]
-        assert model.calls == 6
+        found = [float(step(*batch(i))) for i in range(3)]
+        assert model.calls == 3
         return found
 
     def in_plain_torch(model: nn.Module) -> Callable[..., Tensor]:
