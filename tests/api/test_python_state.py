@@ -1116,6 +1116,24 @@ def a_class_method_over_a_registry() -> Made:
 
 
 @way()
+def code_that_was_typed() -> Made:
+    space: dict[str, Any] = {"F": F, "BETA": 1.0, "__name__": "__main__"}
+    exec("def loss(m, x, y): return F.cross_entropy(m(x), y) * BETA", space)
+    return net(), space["loss"], lambda i: space.update(BETA=1.0 + i)
+
+
+@way()
+def what_a_decorated_method_reads() -> Made:
+    def change(i: int) -> None:
+        globals()["BETA"] = 1.0 + i
+
+    change(0)
+    model = net(lambda self, h: h * self.factor(h))
+    type(model).factor = torch.no_grad()(lambda self, h: h.mean() * 0 + BETA)
+    return model, cross_entropy, change
+
+
+@way()
 def a_teacher_in_a_closure() -> Made:
     teacher = nn.Linear(8, 4).requires_grad_(False)
 

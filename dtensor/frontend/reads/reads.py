@@ -73,6 +73,7 @@ class Reads:
         self.roots = roots
         self.ran = ran
         self.caught: list[Caught] = []
+        self._searched = False  # through all that there is, which takes a while
         found = self._walk()
         tensors = _tensors(found)
         places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
@@ -84,8 +85,9 @@ class Reads:
         self._take(found)
 
     def _walk(self) -> Reached:
-        found = walk(self.roots, self.ran)
-        self.roots += found.others  # found by looking through all there is: once
+        found = walk(self.roots, self.ran, search=not self._searched)
+        self._searched = True
+        self.roots += found.others
         return found
 
     def _take(self, found: Reached) -> None:

@@ -137,8 +137,9 @@ class RanCode:
         return RanCode({id(code): code for code in codes if _counts(code)})
 
 
-def walk(roots: Roots, ran: RanCode | None = None) -> Reached:
-    """What is reached from ``roots``; with ``ran`` by the code that ran alone."""
+def walk(roots: Roots, ran: RanCode | None = None, *, search: bool = True) -> Reached:
+    """What is reached from ``roots``; with ``ran`` by the code that ran alone. ``search``: for the
+    functions that ran and are not reached, through all that there is."""
     if ran is None:
         names = _Names(everything=True)
         while True:  # names lead to functions, and functions to names
@@ -151,7 +152,7 @@ def walk(roots: Roots, ran: RanCode | None = None) -> Reached:
     walker = _Walker(names, ran)
     walker.run(roots)
     missing = _not_entered(ran, walker.entered)
-    if missing:  # made on the way, or kept where the walk does not look
+    if search and missing:  # made on the way, or kept where the walk does not look
         walker.found.others = _holders_of(missing)
         walker.run(walker.found.others)
     walker.found.reads_environment = not names.names.isdisjoint(("environ", "getenv"))
@@ -169,7 +170,7 @@ def is_foreign(module_name: str | None) -> bool:
 def _counts(code: CodeType) -> bool:
     file = code.co_filename
     if file.startswith("<"):
-        return not file.startswith("<frozen") and file != "<string>"
+        return not file.startswith("<frozen")
     owner = owner_of_file(file)
     return owner not in (None, "numpy", "torch") or _is_a_layer(code)
 
@@ -238,7 +239,7 @@ def _holders_of(codes: Sequence[CodeType]) -> Roots:
         if not is_foreign(name) and getattr(module, "__file__", None) in files
     ]
     return (
-        *((f.__qualname__, f) for f in functions if f.__module__ is not None),
+        *((f.__qualname__, f) for f in functions if f.__module__ and not is_foreign(f.__module__)),
         *((module.__name__, module) for module in modules),
     )
 
@@ -372,8 +373,11 @@ class _Walker:
     def _function(self, path: str, function: FunctionType) -> None:
         code = function.__code__
         enters = is_own(code) if self.ran is None else id(code) in self.ran.codes
-        if not enters:
+        generated = code.co_filename.startswith("<") and is_foreign(function.__module__)
+        if not enters or generated:
             self._same(path, function)
+            if "__wrapped__" in function.__dict__:  # a decorator of a library's
+                self._todo.append((path, function.__dict__["__wrapped__"]))
             return
         self.entered.add(id(code))
         self.found.kept.append(code)
