@@ -363,21 +363,27 @@ RAY = dict(backend="ray", deadline_s=3600.0)
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("placed", "options"),
+    ("placed", "fault", "options"),
     [
-        ("tp2", dict(clip=0.1)),
-        ("tp2", dict(ahead=True, dropout=True, norm=True)),
-        ("pp2", dict(ahead=True)),
-        ("dp2_zero3", dict(ahead=True, clip=0.1)),
+        ("tp2", "label", dict(clip=0.1)),
+        ("tp2", "label", dict(ahead=True, dropout=True, norm=True)),
+        ("pp2", "label", dict(ahead=True)),
+        ("dp2_zero3", "label", dict(ahead=True, clip=0.1)),
+        ("pp2", "op", dict(ahead=True)),
+        ("dp2_zero3", "dtype", dict()),
     ],
     ids=str,
 )
 def test_on_ray(
-    ray_session: None, monkeypatch: pytest.MonkeyPatch, placed: str, options: dict[str, Any]
+    ray_session: None,
+    monkeypatch: pytest.MonkeyPatch,
+    placed: str,
+    fault: str,
+    options: dict[str, Any],
 ) -> None:
     if options.get("ahead"):
         monkeypatch.setattr(Loss, "done", lambda self: False)
-    found = check(placed, "label", launch=RAY, **options)
-    here = check(placed, "label", **options)
+    found = check(placed, fault, launch=RAY, **options)
+    here = check(placed, fault, **options)
     assert found.losses == here.losses
     assert found.errors[0].failure.rank == here.errors[0].failure.rank
