@@ -202,22 +202,14 @@ def changes_outside(
 
 
 def draws(generators: Sequence[str], source: Source | None) -> PlanningError:
-    """For random numbers of Python's or numpy's, which a captured step would draw once."""
+    """For random numbers of Python's or numpy's, and iterators, which a captured step would take
+    from once."""
     return planning_error(
         f"The program draws from {', '.join(generators)}; a captured step would draw once, and "
-        f"compute with that number ever after.",
+        f"compute with that value ever after.",
         source=source,
         fix="draw it with torch (torch.rand, dropout), pass it as an argument, or state "
         'capture="each call"',
-    )
-
-
-def advances(iterators: Sequence[str], source: Source | None) -> PlanningError:
-    return planning_error(
-        "The program reads an iterator, which a captured step would advance once.",
-        *iterators,
-        source=source,
-        fix="take the next value outside the step, and pass it as an argument",
     )
 
 
