@@ -549,6 +549,16 @@ def a_tensor_with_nans() -> Made:
     return model, cross_entropy, change
 
 
+@way()
+def the_sign_of_a_zero() -> Made:
+    zero = torch.zeros(16)
+
+    def change(i: int) -> None:
+        zero.numpy()[:] = -0.0 if i == 1 else 0.0
+
+    return net(lambda self, h: h * (1 / zero).clamp(-2, 2)), cross_entropy, change
+
+
 # -- modules ---------------------------------------------------------------------------------------
 
 
