@@ -258,8 +258,8 @@ class HostedCluster(Cluster):
         with self._lock:
             check_state((handle.program for handle in self._handles.values()), program)
             handle = Handle(self._next_handle, program, report)
+            self._next_handle += 1  # first: some hosts may have it when this is interrupted
             self._ship(handle)
-            self._next_handle += 1
             self._handles[handle.id] = handle
         return handle
 

@@ -80,7 +80,8 @@ CPU = torch.device("cpu")
 
 
 class Engine:
-    """`device`: of the ranks here, and of what they send in place of values that were not made."""
+    """`device`: of the ranks here, and of what they send in place of values that were not made.
+    `number`: of the program, among those that its hosts load over this transport."""
 
     def __init__(
         self,
@@ -89,12 +90,14 @@ class Engine:
         table: Table,
         transport: Transport,
         device: torch.device = CPU,
+        number: int = 0,
     ) -> None:
         self.program = program
         self.sites = tuple(sites)
         self.values: Table = {}  # of the run: all but state
         self._table = table
-        self._transport = transport
+        # first, so that all hosts prepare the same programs, whatever else fails on one of them
+        self._prepared = transport.prepare(program, self.sites, number)
         self._device = device
         self._state = frozenset(
             (rank, name) for rank, own in enumerate(program.ranks) for name in own.state
@@ -213,6 +216,10 @@ class Engine:
                 self.values.pop((rank, name), None)
         return results
 
+    def close(self) -> None:
+        """The program is unloaded."""
+        self._prepared.close()
+
     def _place(self, rank: int, name: str) -> Place:
         key = (rank, name)
         return (self._table if key in self._state else self.values), key
@@ -316,35 +323,25 @@ class Engine:
 
     def _prepare_start(self, site: Site, start: Start, *, spoiled: bool = False) -> Step:
         rank, _ = site
-        transport, pending = self._transport, self._pending
+        begin, pending = self._prepared.begins[site], self._pending
         checked = self._or_zeros if spoiled else check_value
         match start:
             case Send(value=name, buffer=buffer):
-                table, key = self._place(rank, name)
-
-                def run_send() -> None:
-                    value = checked(table.get(key), buffer, name)
-                    pending[site] = transport.start_send(rank, start, value)
-
-                return run_send
+                read = [(name, buffer)]
             case Recv():
-
-                def run_recv() -> None:
-                    pending[site] = transport.start_recv(rank, start)
-
-                return run_recv
-            case Collective():
-                wanted = [
-                    (*self._place(rank, n), b, n) for n, b in zip(start.inputs, start.in_buffers)
-                ]
-
-                def run_collective() -> None:
-                    values = [checked(table.get(key), b, name) for table, key, b, name in wanted]
-                    pending[site] = transport.start_collective(rank, start, values)
-
-                return run_collective
+                read = []
+            case Collective(inputs=names, in_buffers=buffers):
+                read = list(zip(names, buffers))
             case _:
                 assert_never(start)
+        wanted = [(*self._place(rank, name), buffer, name) for name, buffer in read]
+
+        def run() -> None:
+            pending[site] = begin(
+                [checked(table.get(key), b, name) for table, key, b, name in wanted]
+            )
+
+        return run
 
     def _or_zeros(self, value: object, buffer: Buffer, name: str) -> torch.Tensor:
         """Zeros, for they are in range of everything that whoever gets them may look up."""

@@ -108,10 +108,11 @@ class Worker:
                 del self._table[rank, name]
 
     def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
-        self.engines[handle] = Engine(program, sites, self._table, self.transport, self.device)
+        transport, device = self.transport, self.device
+        self.engines[handle] = Engine(program, sites, self._table, transport, device, handle)
 
     def unload(self, handle: int) -> None:
-        del self.engines[handle]
+        self.engines.pop(handle).close()
 
     def run(
         self,
