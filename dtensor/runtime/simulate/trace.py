@@ -20,13 +20,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from dtensor.daft import (
     Call,
     Collective,
     Commit,
     Free,
+    Future,
     Handle,
     Instruction,
     Recv,
@@ -34,7 +35,7 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
-from dtensor.daft.run.engine import TIMES
+from dtensor.daft.run.stamps import Times, times_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text
@@ -388,7 +389,17 @@ def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
 
 # -- of a timed run --------------------------------------------------------------------------------
 
-Times = Sequence[tuple[int, float, float]]
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A run. ``called``, ``returned``: when, by the monotonic clock; ``settling``: the seconds for
+    which the call waited before, for what was asked earlier."""
+
+    handle: Handle
+    future: Future
+    called: float
+    settling: float
+    returned: float
 
 
 def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: float) -> Trace:
@@ -397,7 +408,7 @@ def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: f
     What the run took beside the ranks' instructions stands in front of them, as in a simulation:
     clocks of other hosts do not tell how much of it came after.
     """
-    by_rank = [cast(Times, own[TIMES]) for own in outputs]
+    by_rank = [times_of(own) for own in outputs]
     first = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
     last = max((end for own in by_rank for _, _, end in own), default=0.0)
     called = max(0.0, seconds - (last - first))
