@@ -47,7 +47,7 @@ from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
-"""timed: as compiled; each rank's outputs have `TIMES` too."""
+"""timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
 Method: TypeAlias = Callable[..., Any]
 """Of `Worker`."""
