@@ -11,13 +11,16 @@ gives
         return (h,)
 
 Each line has the user's line beside it; a value is dropped after its last use. Two segments with
-the same text and bindings are one function. Nothing is decided here.
+the same text and bindings are one function. An op for which a kernel is registered on the program's
+device (dtensor/kernels/registry.py) calls that, and the line ends in its name. Nothing else is
+decided here.
 
 Calling an overload of `torch.ops` costs 3 to 5 us, as its arguments are parsed by schema; the
 function that torch generates for the same op costs 1 to 2, and dispatches to the same kernel. A
 layer of width 64 runs in 100 such calls, so code binds these where there is one with the same
-arguments in the same order (`QUICK`; a test compares them, op by op). Other ops are called as
-captured.
+arguments in the same order (`QUICK`; a test compares them, op by op). An op of the project's own
+costs 5 to 15 us there, and is bound to its implementation (`PLAIN`): local code runs without
+autograd. Other ops are called as captured.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ import torch
 from torch._ops import OpOverload
 
 from dtensor.daft import Function
+from dtensor.kernels.registry import Kernel, kernel_of
 from dtensor.sharding.local.in_range import CHECKS
 from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
+from dtensor.sharding.ops.library import PLAIN
 
 _PLAIN = (int, bool, str, type(None))
 
@@ -50,6 +55,7 @@ class CodeBuilder:
     defined: dict[str, None] = field(default_factory=dict)
     lines: list[tuple[str, tuple[str, ...], str | None]] = field(default_factory=list)
     bindings: dict[str, object] = field(default_factory=dict)
+    kernels: dict[int, tuple[str, Kernel]] = field(default_factory=dict)  # by line; of which op
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -60,12 +66,14 @@ class CodeBuilder:
         operands: Sequence[str],
         results: Sequence[str | None],
         source: str | None,
-    ) -> None:
-        """``results = call(operands)``."""
+    ) -> Kernel | None:
+        """``results = call(operands)``, by the op's kernel on this device, which is returned."""
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
         name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
-        function = self.bind(re.sub(r"\W", "_", name), quick(call))
+        kernel = kernel_of(call.target, self.device)
+        called = quick(call, self.device) if kernel is None else kernel.function
+        function = self.bind(re.sub(r"\W", "_", name), called)
         targets = ", ".join(name or "_" for name in results)
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
@@ -73,7 +81,10 @@ class CodeBuilder:
         check = CHECKS.get(call.target) if self.device.type == "cuda" else None
         if check is not None:  # what is out of range ends a GPU's use
             self.line(f"{self.bind('check', check)}({', '.join(args)})", reads, (), source)
+        if kernel is not None:
+            self.kernels[len(self.lines)] = (call.name, kernel)
         self.line(text, reads, [r for r in results if r is not None], source)
+        return kernel
 
     def apply(
         self,
@@ -112,6 +123,11 @@ class CodeBuilder:
         """The user's first and last lines in it: all that is known of an actor that died here."""
         lines = list(dict.fromkeys(line for _, _, line in self.lines if line is not None))
         return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or None
+
+    def kernel_names(self) -> str:
+        """The ops that a kernel runs for, each with its name: ``rms_norm [triton rms_norm]``."""
+        named = (f"{op.split('.')[1]} [{k.name}]" for op, k in self.kernels.values())
+        return ", ".join(dict.fromkeys(named))
 
     def bind(self, name: str, value: object) -> str:
         """A global of that name for ``value``; another name if that one is taken."""
@@ -167,6 +183,7 @@ class CodeBuilder:
                 if last[n] == number and n not in kept and n in self.defined
             ]
             tail = f"; del {', '.join(dead)}" if dead else ""
+            tail += f"  # {self.kernels[number][1].name}" if number in self.kernels else ""
             source.append(f"    {text}{tail}")
             lines.append(user_line)
         source.append(f"    return {tuple_text(outputs)}")
@@ -235,8 +252,10 @@ QUICK: Mapping[object, Callable[..., Any]] = {
 }
 
 
-def quick(call: OpCall) -> Callable[..., Any]:
+def quick(call: OpCall, device: torch.device) -> Callable[..., Any]:
     """What local code calls for ``call``: its target, or another function that is the same."""
+    if call.target in PLAIN:  # on the meta device shapes alone are wanted
+        return call.target if device.type == "meta" else PLAIN[call.target]
     # a function of torch's refuses a number where an overload takes it for a tensor
     first = call.args[0] if call.args else None
     taken = isinstance(first, Operand | tuple | list)
