@@ -1,7 +1,7 @@
 """What the kernels share: how a tensor is cut into rows and blocks, and sums of partial results.
 
     matrix, stride = rows_of(x)            # x[4,512,1024] -> [2048,1024], its rows 1024 apart
-    block, warps = row_block(1024)         # one program a row: 1024 lanes, 2 warps
+    block, warps = row_block(1024, True)   # one program a row: 1024 lanes, 2 warps
     total = sum_rows(partial)              # f32[512,1024] -> f32[1024]
 
 A lane of a GPU reads 16 bytes at once where the compiler can prove that they are adjacent, on a
@@ -24,10 +24,14 @@ from torch import Tensor
 
 GROUP = 8
 """Elements that are masked as one: 16 bytes of a 16-bit dtype."""
-MAX_ROW = 16384
-"""Elements of a row that one program holds, 16 for each of 1024 threads."""
+MAX_THREADS = 1024
+PER_THREAD = 16
+"""Elements of a row that a thread holds, half as many where each has an address of its own."""
 NUM_PARTS = 512
 """Programs that a sum over rows is split into, at most."""
+
+WARP = 64 if torch.version.hip else 32
+"""Threads of a warp."""
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -52,10 +56,21 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
     return matrix, matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
 
 
-def row_block(length: int) -> tuple[int, int]:
-    """(lanes, warps) of a program that holds a row: 16 elements a thread, of a short row fewer."""
-    lanes = max(32, triton.next_power_of_2(length))
-    return lanes, min(max(lanes // 512, 1), 32)
+def in_groups(*lengths: int) -> bool:
+    """Whether lengths and distances, in elements, are whole groups."""
+    return all(length % GROUP == 0 for length in lengths)
+
+
+def row_block(length: int, grouped: bool) -> tuple[int, int]:
+    """(lanes, warps) of a program that holds a row."""
+    lanes = max(WARP, triton.next_power_of_2(length))
+    threads = lanes // (PER_THREAD if grouped else PER_THREAD // 2)
+    return lanes, min(max(threads, WARP), MAX_THREADS) // WARP
+
+
+def max_row(grouped: bool) -> int:
+    """Elements of a row that a program can hold."""
+    return MAX_THREADS * (PER_THREAD if grouped else PER_THREAD // 2)
 
 
 def parts_of(num_rows: int) -> tuple[int, int]:

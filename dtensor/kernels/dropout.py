@@ -7,7 +7,7 @@
 The arguments and results are those of the ops of these names, local tensors, on a GPU. The words
 are those of Philox-4x32-10 with the counter (column // 4, row, step, op) and the seed as key, row
 and column of the *whole* tensor: so the mask has the same bits as on a CPU and under any placement.
-A program has a part of one row, in blocks of four columns, of which one counter serves all.
+A program has a part of one row, in groups of eight columns: two counters, each for four.
 
 Invariants: bits equal to the op's, values too: the product is rounded before the sum, and no two
 roundings are fused into one. What the kernels do not take (float64, nothing at all) the op computes.
@@ -95,18 +95,20 @@ def _dropped(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
     rows, stride = rows_of(x if x.dim() else x[None])
-    others, other_stride = (rows, 0) if residual is None else rows_of(residual)
+    others, other_stride = (rows, 0)
+    if residual is not None:
+        others, other_stride = rows_of(residual if residual.dim() else residual[None])
     sizes, dims = _place(tuple(x.shape), shape, pieces)
     first, row_table = _global_rows(sizes, dims, x.device)
     at = 0  # the local column
     for start, stop in dims[-1] if dims else [(0, 1)]:
-        blocks = triton.cdiv(-(-stop // 4) - start // 4, _BLOCK // 4)
+        blocks = triton.cdiv(stop - start // GROUP * GROUP, _BLOCK)
         _dropout[(rows.shape[0] * blocks,)](
             rows, others, y, kept, kept if row_table is None else row_table, stride, other_stride,
             rows.shape[1], at, start, stop, blocks, first, at_seed & _MASK, at_seed >> 32 & _MASK,
             at_step & _MASK, op & _MASK, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0,
-            HAS_RESIDUAL=residual is not None, HAS_TABLE=row_table is not None, BLOCK=_BLOCK,
-            num_warps=_WARPS, enable_fp_fusion=False,
+            HAS_RESIDUAL=residual is not None, HAS_TABLE=row_table is not None, GROUP=GROUP,
+            BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         at += stop - start
     return y, kept
@@ -158,12 +160,14 @@ def _global_rows(
 def _dropout(
     X, RESIDUAL, Y, KEPT, ROWS, stride, residual_stride, length, column, start, stop, blocks,
     first_row, key0, key1, step, op, drop, scale,
-    HAS_RESIDUAL: tl.constexpr, HAS_TABLE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_TABLE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Global columns start:stop of the rows, which are local columns from ``column`` on."""
     row = tl.program_id(0).to(tl.int64) // blocks
     block = (tl.program_id(0) % blocks).to(tl.int64)
-    counter = start // 4 + block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    first = start // GROUP * GROUP + block * BLOCK
+    counter = first // 4 + tl.arange(0, BLOCK // 4)
     c0 = counter.to(tl.uint32)
     zero = c0 * 0
     if HAS_TABLE:
@@ -174,9 +178,10 @@ def _dropout(
         c0, c1, zero + tl.cast(step, tl.uint32), zero + tl.cast(op, tl.uint32),
         zero + tl.cast(key0, tl.uint32), zero + tl.cast(key1, tl.uint32),
     )  # fmt: skip
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // 4, 4)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // GROUP, GROUP)
     keep = words.to(tl.int64) >= drop
-    at = counter[:, None] * 4 + tl.arange(0, 4)[None, :]
+    group = first + tl.arange(0, BLOCK // GROUP) * GROUP
+    at = group[:, None] + tl.arange(0, GROUP)[None, :]
     inside = (at >= start) & (at < stop)
     at += column - start
     x = tl.load(X + row * stride + at, mask=inside, other=0.0)

@@ -30,13 +30,16 @@ _COLUMNS = 1024
 
 
 def _as_rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
-    """(matrices, elements from row to row of each, rows, columns); one row if all are contiguous"""
+    """(matrices, elements from row to row of each and of a result, rows, columns).
+
+    One row, whose distance from the next is nothing, if all are contiguous.
+    """
     x = tensors[0]
     if all(t.is_contiguous() for t in tensors):
-        return [t.reshape(-1) for t in tensors], [x.numel()] * len(tensors), 1, x.numel()
+        return [t.reshape(-1) for t in tensors], [0] * (len(tensors) + 1), 1, x.numel()
     rows = [rows_of(t) for t in tensors]
     count = x.shape[-1]
-    return [m for m, _ in rows], [s for _, s in rows], x.numel() // count, count
+    return [m for m, _ in rows], [*(s for _, s in rows), count], x.numel() // count, count
 
 
 def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
@@ -138,14 +141,14 @@ def _gated_some(A, B, Y, c, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _gated(
-    A, B, Y, a_stride, b_stride, columns, blocks,
+    A, B, Y, a_stride, b_stride, y_stride, columns, blocks,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // blocks
     block = tl.program_id(0).to(tl.int64) % blocks
     A += row * a_stride
     B += row * b_stride
-    Y += row * columns
+    Y += row * y_stride
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
     c = group[:, None] * GROUP + e
@@ -167,7 +170,7 @@ def _gated_backward_some(G, A, B, DA, DB, c, inside, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_backward(
-    G, A, B, DA, DB, g_stride, a_stride, b_stride, columns, blocks,
+    G, A, B, DA, DB, g_stride, a_stride, b_stride, d_stride, columns, blocks,
     KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // blocks
@@ -175,8 +178,8 @@ def _gated_backward(
     G += row * g_stride
     A += row * a_stride
     B += row * b_stride
-    DA += row * columns
-    DB += row * columns
+    DA += row * d_stride
+    DB += row * d_stride
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
     c = group[:, None] * GROUP + e

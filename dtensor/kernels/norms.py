@@ -10,7 +10,8 @@ has a row, whose bytes it reads once. The backward has a few rows a program: its
 a row of a float32 matrix, summed afterwards.
 
 Invariants: computed in float32, rounded where the op rounds. What the kernels do not take (float64,
-rows of more than 16,384 elements, none at all) the op computes. Not here: LayerNorm by itself and
+rows of more than 16,384 elements, or 8,192 where 8 does not divide them, none at all) the op
+computes. Not here: LayerNorm by itself and
 torch.nn.RMSNorm, for which torch has kernels.
 """
 
@@ -21,12 +22,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import MAX_ROW, parts_of, row_block, rows_of, sum_rows, takes
-from dtensor.kernels.blocks import triton_type as as_triton
+from dtensor.kernels.blocks import (
+    in_groups,
+    max_row,
+    parts_of,
+    row_block,
+    rows_of,
+    sum_rows,
+    takes,
+    triton_type,
+)
 
 
 def _fits(x: Tensor, *others: Tensor) -> bool:
-    return takes(x, *others) and x.numel() > 0 and x.shape[-1] <= MAX_ROW
+    small = x.dim() > 0 and x.shape[-1] <= max_row(in_groups(x.shape[-1]))
+    return takes(x, *others) and x.numel() > 0 and small
 
 
 def rms_norm(
@@ -70,11 +80,12 @@ def _rms_norm(
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     product = inner if offset == 0 else torch.float32
     product = torch.promote_types(product, weight.dtype)
-    block, warps = row_block(x.shape[-1])
+    length = x.shape[-1]
+    block, warps = row_block(length, in_groups(length, stride, other_stride))
     _rms_norm_row[(rows.shape[0],)](
-        rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, x.shape[-1], eps,
-        offset, HAS_RESIDUAL=residual is not None, INNER=as_triton(inner),
-        PRODUCT=as_triton(product), BLOCK=block, num_warps=warps,
+        rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, length, eps, offset,
+        HAS_RESIDUAL=residual is not None, INNER=triton_type(inner),
+        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return total, y, rstd
 
@@ -89,10 +100,11 @@ def rms_norm_backward(
     programs, each = parts_of(rows.shape[0])
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
-    block, warps = row_block(x.shape[-1])
+    length = x.shape[-1]
+    block, warps = row_block(length, in_groups(length, stride, grad_stride))
     _rms_norm_backward_rows[(programs,)](
         grads, rows, rstd.contiguous(), weight.contiguous(), dx, parts, grad_stride, stride,
-        rows.shape[0], x.shape[-1], each, offset, BLOCK=block, num_warps=warps,
+        rows.shape[0], length, each, offset, KEPT=block <= 8192, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return dx, sum_rows(parts, weight.dtype)
 
@@ -108,10 +120,11 @@ def add_layer_norm(
     y = torch.empty_like(total)
     mean = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
-    block, warps = row_block(x.shape[-1])
+    length = x.shape[-1]
+    block, warps = row_block(length, in_groups(length, stride, other_stride))
     _layer_norm_row[(rows.shape[0],)](
         rows, others, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, stride,
-        other_stride, x.shape[-1], eps, BLOCK=block, num_warps=warps,
+        other_stride, length, eps, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return total, y, mean, rstd
 
@@ -147,12 +160,14 @@ def _rms_norm_row(
 @triton.jit
 def _rms_norm_backward_rows(
     GRAD, X, RSTD, WEIGHT, DX, PARTS, grad_stride, stride, num_rows, length, rows_each, offset,
-    BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``KEPT``: the weight stays in registers, of which a long row has too few."""
     part = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < length
-    weight = _row(WEIGHT, c, inside) + offset
+    if KEPT:
+        weight = _row(WEIGHT, c, inside) + offset
     dweight = tl.zeros([BLOCK], tl.float32)
     first = part * rows_each
     for row in range(first, tl.minimum(first + rows_each, num_rows)):
@@ -160,6 +175,8 @@ def _rms_norm_backward_rows(
         n = _row(X, row * stride + c, inside) * rstd
         grad = _row(GRAD, row * grad_stride + c, inside)
         dweight += grad * n
+        if not KEPT:
+            weight = _row(WEIGHT, c, inside) + offset
         grad *= weight
         dx = rstd * (grad - n * (tl.sum(grad * n, 0) / length))
         tl.store(DX + row * length + c, dx.to(DX.dtype.element_ty), mask=inside)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import dtensor.sharding.ops.attention  # noqa: F401  registers the ops
-from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
 from dtensor.sharding.ops.random import encode_pieces
 from tests.kernels import references
 
@@ -73,7 +73,9 @@ def error_of(x: Tensor, wanted: Tensor) -> float:
 
 def cases(device: torch.device, *, full: bool) -> Iterator[Case]:
     """Every kernel; ``full``: in every dtype and over more shapes."""
-    for make in (_norms, _layer_norms, _gates, _bias_gelus, _ropes, _cross_entropies, _dropouts):
+    for make in (
+        _norms, _layer_norms, _gates, _bias_gelus, _ropes, _cross_entropies, _dropouts, _adamws,
+    ):  # fmt: skip
         yield from make(_Maker(device), full)
 
 
@@ -366,3 +368,39 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
                     dtypes=(dtype,),
                     equal=True,
                 )
+
+
+def _adamws(make: _Maker, full: bool) -> Iterator[Case]:
+    """Beside torch's fused kernel on the CPU, over five steps."""
+    for count in (1008, 4096, 16) if full else (96,):
+        for options in (
+            {"lr": 0.01, "betas": (0.4, 0.9), "eps": 1e-3, "weight_decay": 0.1},
+            {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+            {"lr": 0.37, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0},
+        ):
+            start = make(count)
+            grads = [make(count) * 10.0**-i for i in range(5)]
+
+            def update(x: Tensor = start, gs: Any = grads, o: Any = options) -> Sequence[Tensor]:
+                p, m, v = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
+                for step, grad in enumerate(gs, 1):
+                    adamw.adamw_(p, grad, m, v, step=step, **o)
+                return p, m, v
+
+            def fused(x: Tensor = start, gs: Any = grads, o: Any = options) -> Sequence[Tensor]:
+                p = torch.nn.Parameter(x.cpu().clone())
+                optimizer = torch.optim.AdamW([p], fused=True, **o)
+                for grad in gs:
+                    p.grad = grad.cpu()
+                    optimizer.step()
+                state = optimizer.state[p]
+                return p.detach(), state["exp_avg"], state["exp_avg_sq"]
+
+            yield Case(
+                kernel="adamw",
+                label=f"{count} elements, {options}",
+                call=update,
+                reference=fused,
+                dtypes=(F32, F32, F32),
+                equal=True,
+            )

@@ -5,7 +5,8 @@
 
 The interpreter is chosen before Triton is imported; it has no speed and no alignment, and an access
 out of bounds ends the process. It cuts off what bfloat16 has not, where a GPU rounds: that is mended
-here, so that results may be compared bit by bit.
+here, so that results may be compared bit by bit. It computes with numbers among the arguments in
+float64: kernels leave that to their callers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 
 def round_to_nearest() -> None:
-    """Round float32 to bfloat16 to the nearest, ties to even, in the interpreter's casts."""
+    """To bfloat16 to the nearest, ties to even, in the interpreter's casts."""
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
