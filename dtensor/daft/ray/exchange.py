@@ -36,7 +36,7 @@ from dtensor.daft.run.transport import (
     contribution,
     copied,
 )
-from dtensor.numerics import fold
+from dtensor.numerics import fold, piece_unit
 
 SMALL_BYTES = 1 << 16
 FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
@@ -192,8 +192,12 @@ class ExchangeTransport(Transport):
         group, op = collective.group, collective.op
         assert op is not None
         # A piece of every tensor of the bucket for each member; the first ones are the larger.
+        unit = piece_unit(op)
         pieces = {
-            member: [v.contiguous().reshape(-1).tensor_split(len(group))[m] for v in values]
+            member: [
+                v.contiguous().reshape(-1, unit).tensor_split(len(group))[m].reshape(-1)
+                for v in values
+            ]
             for m, member in enumerate(group)
         }
         others = [member for member in group if member != rank]

@@ -86,6 +86,12 @@ def _keep_layout(graph: fx.Graph, node: fx.Node) -> None:
     keep_layout(graph, node)
 
 
+def _read_narrow(graph: fx.Graph, logits: fx.Node) -> None:
+    from dtensor.frontend.capture.memory import read_narrow  # few programs need it
+
+    read_narrow(graph, logits)
+
+
 def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
     from dtensor.frontend.capture.memory import fill_masked  # few programs need it
 
@@ -130,6 +136,10 @@ def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
     )
     if not covered:
         return
+    if graph.find_nodes(op="call_function", target=aten.to.dtype):
+        _read_narrow(graph, a["self"])
+        a = bound(node)
+        logits = a["self"].meta["val"]
     call = Writer(graph, node)
     rows, ids = a["self"], a["target"]
     if logits.dim() == 1:

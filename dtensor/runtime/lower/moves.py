@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dtensor.daft import Buffer, Recv, Send, Wait
+from dtensor.numerics import rest_of
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.sharding.plan.steps import Bucket, Convert, Transfer
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
@@ -55,15 +56,17 @@ def convert(b: RankBuilder, step: Convert) -> None:
 
 def _free_move(b: RankBuilder, step: Convert) -> None:
     move, here, source = step.move, b.here, step.source or None
-    if move.kind == "relabel" or (move.kind == "zero_fill" and here[move.axis] == 0):
+    if move.kind == "relabel" or (move.kind == "fill" and here[move.axis] == 0):
         b.renamed(step.operand, step.result, source)
         return
     code, operands, results = b.segment().code, [step.operand], [step.result]
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
         code.apply(block, operands, results, where, source=source)
-    else:
+    elif move.dst.placement(move.axis) == Partial("sum"):
         code.apply(torch.zeros_like, operands, results, source=source)
+    else:
+        code.apply(rest_of, operands, results, "softmax", source=source)
 
 
 def _communicate(b: RankBuilder, step: Convert) -> None:
@@ -86,7 +89,7 @@ def _communicate(b: RankBuilder, step: Convert) -> None:
             segment, shape = b.segment(), move.dst.local_shape(here)
             segment.table.update(pieces)
             segment.code.apply(join, [[*pieces]], [result], shape, *wheres, source=source)
-        case "slice" | "zero_fill" | "relabel":
+        case "slice" | "fill" | "relabel":
             raise AssertionError(f"{move.kind} does not communicate")
 
 

@@ -1,6 +1,6 @@
 """What every file of the project's own operators needs: the library, `define`, index intervals.
 
-    define("ce_max(Tensor logits) -> Tensor", run, fake)      # torch.ops.dt.ce_max
+    define("ce_count(Tensor target) -> Tensor", run, fake)     # torch.ops.dt.ce_count
 
 Invariants: one `torch.library.Library("dt")` in the process; an op has one implementation for CPU
 and CUDA and one for shapes. Not here: any op.

@@ -293,16 +293,13 @@ def _target(d: Draw) -> torch.Tensor:
 
 
 def _cross_entropy(d: Draw) -> tuple[torch.Tensor, ...]:
-    """Logits, their max and sum of exponentials, and targets, one of them ignored."""
-    logits = d("n v")
-    maximum = torch.ops.dt.ce_max(logits)
-    return logits, maximum, torch.ops.dt.ce_sumexp(logits, maximum), _target(d)
+    """Logits, their rows' statistics, and targets, one of them ignored."""
+    logits, target = d("n v"), _target(d)
+    return logits, torch.ops.dt.ce_stats(logits, target, IGNORE), target
 
 
 def _ce_loss(d: Draw) -> Call:
-    logits, maximum, sumexp, target = _cross_entropy(d)
-    picked = torch.ops.dt.ce_target(logits, target, IGNORE)
-    return call(maximum, sumexp, picked, target, IGNORE, d.size("v"))
+    return call(*_cross_entropy(d)[1:], IGNORE, d.size("v"))
 
 
 def _ce_backward(d: Draw) -> Call:
@@ -318,9 +315,7 @@ TOKENS: dict[str, list[Sample]] = {
         lambda d: call(d("b t d"), d.ints("b t", d.size("v")), d.size("v"), -1, False),
         lambda d: call(d("b d"), d.ints("b", d.size("v")), d.size("v"), 1, False),
     ],
-    "dt.ce_max.default": [lambda d: call(d("n v"))],
-    "dt.ce_sumexp.default": [lambda d: call(*_cross_entropy(d)[:2])],
-    "dt.ce_target.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
+    "dt.ce_stats.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
     "dt.ce_loss.default": [_ce_loss],
     "dt.ce_count.default": [lambda d: call(_target(d), IGNORE)],
     "dt.ce_backward.default": [_ce_backward],
