@@ -1,7 +1,7 @@
 """AdamW's update in one pass, with the bits of torch's fused kernel on a CPU; in Triton.
 
     adamw_(p[n], grad[n], m[n], v[n], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01,
-           step=3)                                          # p, m, v are changed; step counts from 1
+           step=3)                                  # p, m, v are changed; step counts from 1
 
 Invariants: float32 throughout, in the order of torch's vectorised loop (FusedAdamKernel.cpp, as
 compiled for processors that multiply and add at once): those two sums are fused, no other, and

@@ -44,7 +44,7 @@ def ce_stats(
     target, start, ignored = _local(target, vocab, ignore_index, columns)
     _ce_stats[(num_rows,)](
         rows, target, stats, stride, columns, start, ignored, GROUP=GROUP, BLOCK=_BLOCK,
-        EDGES=_has_edges(stride, columns), num_warps=_WARPS,
+        EDGES=_has_edges(stride, columns), num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return stats
 
@@ -68,7 +68,7 @@ def ce_backward(
     _ce_backward[(num_rows * blocks,)](
         grad, rows, stats.contiguous(), target, d, grad.stride(0), stride, columns, start, ignored,
         blocks, GROUP=GROUP, BLOCK=_BLOCK, EDGES=_has_edges(stride, columns),
-        ALIKE=stride == columns, num_warps=_WARPS,
+        ALIKE=stride == columns, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return d
 

@@ -9,8 +9,9 @@ are those of Philox-4x32-10 with the counter (column // 4, row, step, op) and th
 and column of the *whole* tensor: so the mask has the same bits as on a CPU and under any placement.
 A program has a part of one row, in groups of eight columns: two counters, each for four.
 
-Invariants: bits equal to the op's, values too: the product is rounded before the sum, and no two
-roundings are fused into one. What the kernels do not take (float64, nothing at all) the op computes.
+Invariants: masks and values have the op's bits: the product is rounded before the sum, and no two
+roundings are fused into one. What the kernels do not take (float64, nothing at all) the op
+computes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dtensor.kernels import blocks
 from dtensor.kernels.blocks import GROUP, rows_of, takes
 
-_BLOCK = 1024
 _WARPS = 4
 _MASK = 0xFFFFFFFF
 
@@ -72,10 +73,10 @@ def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     if not takes(grad) or grad.numel() == 0:
         return torch.ops.dt.dropout_backward(grad, kept, p)
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    count = grad.numel()
-    _dropout_backward[(triton.cdiv(count, 2 * _BLOCK),)](
+    count, block = grad.numel(), GROUP * _WARPS * blocks.WARP
+    _dropout_backward[(triton.cdiv(count, block),)](
         grad.contiguous(), kept.contiguous(), dx, count, 1 / (1 - p) if p < 1 else 0.0,
-        GROUP=GROUP, BLOCK=2 * _BLOCK, EDGES=count % GROUP != 0, num_warps=_WARPS,
+        GROUP=GROUP, BLOCK=block, EDGES=count % GROUP != 0, num_warps=_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return dx
@@ -100,15 +101,16 @@ def _dropped(
         others, other_stride = rows_of(residual if residual.dim() else residual[None])
     sizes, dims = _place(tuple(x.shape), shape, pieces)
     first, row_table = _global_rows(sizes, dims, x.device)
+    block = GROUP * _WARPS * blocks.WARP
     at = 0  # the local column
     for start, stop in dims[-1] if dims else [(0, 1)]:
-        blocks = triton.cdiv(stop - start // GROUP * GROUP, _BLOCK)
-        _dropout[(rows.shape[0] * blocks,)](
+        count = triton.cdiv(stop - start // GROUP * GROUP, block)
+        _dropout[(rows.shape[0] * count,)](
             rows, others, y, kept, kept if row_table is None else row_table, stride, other_stride,
-            rows.shape[1], at, start, stop, blocks, first, at_seed & _MASK, at_seed >> 32 & _MASK,
+            rows.shape[1], at, start, stop, count, first, at_seed & _MASK, at_seed >> 32 & _MASK,
             at_step & _MASK, op & _MASK, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0,
             HAS_RESIDUAL=residual is not None, HAS_TABLE=row_table is not None, GROUP=GROUP,
-            BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+            BLOCK=block, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         at += stop - start
     return y, kept

@@ -51,7 +51,7 @@ def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
     blocks = triton.cdiv(columns, _BLOCK)
     _gated[(num_rows * blocks,)](
         *matrices, y, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP, BLOCK=_BLOCK,
-        EDGES=columns % GROUP != 0, num_warps=_WARPS,
+        EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
@@ -66,7 +66,7 @@ def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tenso
     blocks = triton.cdiv(columns, _BLOCK)
     _gated_backward[(num_rows * blocks,)](
         *matrices, da, db, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP,
-        BLOCK=_BLOCK, EDGES=columns % GROUP != 0, num_warps=_WARPS,
+        BLOCK=_BLOCK, EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return da, db
 
@@ -80,14 +80,12 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     blocks = triton.cdiv(x.shape[-1], _COLUMNS)
     _bias_gelu[(rows.shape[0] * blocks,)](
         rows, bias.contiguous(), y, stride, x.shape[-1], blocks, KIND=_KINDS[kind],
-        BLOCK=_COLUMNS, num_warps=_WARPS,
+        BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
 
-def bias_gelu_backward(
-    grad: Tensor, x: Tensor, bias: Tensor, kind: str
-) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """grad[... k], x[... k], bias[k] -> dx[... k], dbias[k]."""
     if not takes(grad, x, bias) or x.numel() == 0:
         return torch.ops.dt.bias_gelu_backward(grad, x, bias, kind)
@@ -98,7 +96,7 @@ def bias_gelu_backward(
     parts = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
     _bias_gelu_backward[(programs, triton.cdiv(columns, _COLUMNS))](
         grads, rows, bias.contiguous(), dx, parts, grad_stride, stride, rows.shape[0], columns,
-        each, KIND=_KINDS[kind], BLOCK=_COLUMNS, num_warps=_WARPS,
+        each, KIND=_KINDS[kind], BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return dx, sum_rows(parts, bias.dtype)
 
@@ -217,7 +215,7 @@ def _bias_gelu_backward(
     for row in range(first, tl.minimum(first + rows_each, num_rows)):
         x = tl.load(X + row * stride + c, mask=inside, other=0.0).to(tl.float32) + bias
         grad = tl.load(G + row * grad_stride + c, mask=inside, other=0.0).to(tl.float32)
-        act, slope = _act_and_slope(x, KIND)
+        _, slope = _act_and_slope(x, KIND)
         dx = grad * slope
         dbias += dx
         tl.store(DX + row * columns + c, dx.to(DX.dtype.element_ty), mask=inside)

@@ -83,9 +83,9 @@ def _rms_norm(
     length = x.shape[-1]
     block, warps = row_block(length, in_groups(length, stride, other_stride))
     _rms_norm_row[(rows.shape[0],)](
-        rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, length, eps, offset,
-        HAS_RESIDUAL=residual is not None, INNER=triton_type(inner),
-        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps,
+        rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, length, eps,
+        offset, HAS_RESIDUAL=residual is not None, INNER=triton_type(inner),
+        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return total, y, rstd
 
@@ -105,6 +105,7 @@ def rms_norm_backward(
     _rms_norm_backward_rows[(programs,)](
         grads, rows, rstd.contiguous(), weight.contiguous(), dx, parts, grad_stride, stride,
         rows.shape[0], length, each, offset, KEPT=block <= 8192, BLOCK=block, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return dx, sum_rows(parts, weight.dtype)
 
@@ -124,7 +125,7 @@ def add_layer_norm(
     block, warps = row_block(length, in_groups(length, stride, other_stride))
     _layer_norm_row[(rows.shape[0],)](
         rows, others, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, stride,
-        other_stride, length, eps, BLOCK=block, num_warps=warps,
+        other_stride, length, eps, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return total, y, mean, rstd
 

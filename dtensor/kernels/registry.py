@@ -8,26 +8,22 @@ whose line names it; so does the label of the call in programs and traces. Plans
 Where a rule has a rank run something else than the op (a mean of a shard), that is what runs.
 
 Invariants: an op has at most one kernel a device; a program lowered before another kernel was
-registered is lowered again at its next call. Triton is imported when a program for CUDA is lowered
-that has a use for it. Not here: how one is registered (register.py), the kernels (norms.py, ...),
-whether one is right (tests compare ours with the op).
+registered is lowered again at its next call. Triton is imported where a program for CUDA is
+lowered; where it is not installed, there are no kernels of ours. Not here: how one is registered
+(register.py), the kernels (built_in.py), whether one is right (tests compare ours with the op).
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-
-BUILT_IN: Mapping[str, str] = {}
-"""Op to the module here and the function in it, for CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +78,11 @@ def use(registered: Registered) -> None:
 
 @cache
 def _built_in(op: OpOverload, device: str) -> Kernel | None:
-    place = BUILT_IN.get(op.name()) if device == "cuda" else None
-    if place is None or importlib.util.find_spec("triton") is None:
+    if device != "cuda" or find_spec("triton") is None:
         return None
-    module, _, name = place.partition(".")
-    function = getattr(importlib.import_module(f"dtensor.kernels.{module}"), name)
-    return Kernel(function=function, name=f"triton {name}", ours=True)
+    from dtensor.kernels.built_in import BUILT_IN  # which imports Triton
+
+    function = BUILT_IN.get(op.name())
+    if function is None:
+        return None
+    return Kernel(function=function, name=f"triton {function.__name__}", ours=True)

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import takes
+from dtensor.kernels import blocks
+from dtensor.kernels.blocks import GROUP, in_groups, takes
 
-_LANES = 1024
-"""Elements of half rows of a program, of which a thread has 8."""
+_WARPS = 4
 
 
 def _rows_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -45,19 +45,19 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) ->
     return _rotated(grad, cos, sin, dtype, backward=True)
 
 
-def _rotated(
-    x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool
-) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     shape = (1,) * (4 - x.dim()) + tuple(x.shape)
     x, cos, sin = (t.expand(shape) for t in (x, cos, sin))
     half = shape[3] // 2
+    strides = (*x.stride()[:3], *cos.stride()[:3], *sin.stride()[:3])
     lanes = triton.next_power_of_2(half)
-    rows = max(1, _LANES // lanes)
+    each = GROUP if in_groups(half, *strides) else GROUP // 2  # of each half row, for a thread
+    rows = max(1, each * _WARPS * blocks.WARP // lanes)
     num_rows = shape[0] * shape[1] * shape[2]
     _rope[(triton.cdiv(num_rows, rows),)](
-        x, cos, sin, y, num_rows, shape[1], shape[2], half, *x.stride()[:3], *cos.stride()[:3],
-        *sin.stride()[:3], BACKWARD=backward, ROWS=rows, LANES=lanes, num_warps=4,
+        x, cos, sin, y, num_rows, shape[1], shape[2], half, *strides, BACKWARD=backward,
+        ROWS=rows, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 

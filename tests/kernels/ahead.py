@@ -125,6 +125,17 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     return _amd(made) if target.startswith("gfx") else _nvidia(made)
 
 
+def check(kind: str, name: str, launch: Launch, target: str) -> Compiled:
+    """Compiled; AssertionError where it spills, wants too many registers, or reads piecemeal."""
+    made = compile_for(launch, target)
+    where = f"{name} ({kind}) on {target}: {made}"
+    assert made.spilled_bytes == 0, where
+    assert made.registers <= MOST_REGISTERS, where
+    least = LEAST[name] if kind != "odd" or name in ODD_BY_VECTORS else 0
+    assert made.vector_loads >= least, f"{where}; at least {least} vector loads"
+    return made
+
+
 def _type(value: Any) -> str:
     match value:
         case Tensor():
@@ -150,7 +161,7 @@ def _nvidia(made: Any) -> Compiled:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert usage is not None, told
     loads = re.findall(r"\bld\.global[\w.:]*", made.asm["ptx"])
-    wide = [l for l in loads if re.search(r"v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64", l)]
+    wide = [load for load in loads if re.search(r"v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64", load)]
     return Compiled(
         registers=int(usage[1]),
         spilled_bytes=int(usage[2]),
@@ -252,6 +263,7 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
         **_dropouts(8192, 4096),
         **_adamw(2**24),
     },
+    "wide": _norms(4096, 16384),
     "odd": {
         **_norms(8191, 4095),
         **_gates(8191, 11007),
@@ -261,4 +273,55 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
         **_adamw(2**24 - 1),
     },
 }
-WIDE_ROW = {f"{name}, rows of 16,384": call for name, call in _norms(4096, 16384).items()}
+LEAST: Mapping[str, int] = {
+    "rms_norm": 2,
+    "add_rms_norm": 3,
+    "rms_norm_backward": 3,
+    "add_layer_norm": 4,
+    "gated silu": 2,
+    "gated gelu, halves": 2,
+    "gated_backward silu": 3,
+    "gated_backward gelu_tanh": 3,
+    "bias_gelu": 2,
+    "bias_gelu_backward": 3,
+    "rope": 6,
+    "rope_backward": 6,
+    "ce_stats": 1,
+    "ce_backward": 1,
+    "dropout": 1,
+    "dropout_add": 2,
+    "dropout_backward": 1,
+    "adamw": 4,
+}
+"""Loads of 16 bytes: one for each operand that is read whole, of rope for each half."""
+ODD_BY_VECTORS = {
+    *("gated silu", "gated_backward silu", "gated_backward gelu_tanh"),
+    *("ce_stats", "ce_backward", "dropout_backward", "adamw"),
+}
+"""Those that read odd lengths by vectors too, all but their edges."""
+
+
+def rows(targets: Sequence[str], kinds: Sequence[str] = tuple(CALLS)) -> Iterator[list[str]]:
+    """Of a table: the call, aligned or odd, and by target registers, vector loads of all loads.
+
+    Each is checked; sums of partial results (`sum_rows`) once.
+    """
+    known: set[str] = set()
+    for kind in kinds:
+        for name, call in CALLS[kind].items():
+            found: dict[str, list[str]] = {}
+            for target in targets:
+                for launch in launches(call, target):
+                    if launch.name != "sum_rows":
+                        made = check(kind, name, launch, target)
+                    elif f"{launch.name} {target}" in known:
+                        continue
+                    else:
+                        known.add(f"{launch.name} {target}")
+                        made = compile_for(launch, target)
+                        assert made.spilled_bytes == 0 and made.registers <= MOST_REGISTERS
+                    text = f"{made.registers}, {made.vector_loads} of {made.loads}"
+                    title = name if launch.name != "sum_rows" else "sum of partial results"
+                    found.setdefault(title, []).append(text)
+            for title, cells in found.items():
+                yield [title, kind, *cells]

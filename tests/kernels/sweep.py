@@ -4,9 +4,9 @@
     python -m tests.kernels.sweep --quick       # float32 alone: what the tests run
 
 The interpreter is chosen before Triton is imported; it has no speed and no alignment, and an access
-out of bounds ends the process. It cuts off what bfloat16 has not, where a GPU rounds: that is mended
-here, so that results may be compared bit by bit. It computes with numbers among the arguments in
-float64: kernels leave that to their callers.
+out of bounds ends the process. It cuts off what bfloat16 has not, where a GPU rounds: that is
+mended here, so that results may be compared bit by bit. It computes with numbers among the
+arguments in float64: kernels leave that to their callers.
 """
 
 from __future__ import annotations

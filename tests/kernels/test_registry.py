@@ -224,9 +224,33 @@ def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
         assert inspect.isfunction(run)
 
 
-def test_built_in_kernels_are_for_ops_that_there_are() -> None:
-    for name in registry.BUILT_IN:
-        assert isinstance(register._op_named(name), torch._ops.OpOverload)
+def test_built_in_kernels_take_their_ops_arguments() -> None:
+    from dtensor.kernels.built_in import BUILT_IN
+
+    known = set(torch._C._dispatch_get_all_op_names())
+    found = sorted(known & set(BUILT_IN))
+    assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout", "dt::dropout_backward"} <= {*found}
+    for name in found:
+        register._check_signature(register._op_named(name), BUILT_IN[name])
+
+
+def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
+    """Lowering alone needs no GPU."""
+    model = dt.parallelize(nn.Linear(8, 6, bias=False), MESH, {"weight": {"tp": dt.Row()}})
+    step = dt.train_step(
+        model,
+        lambda m, x, y: F.cross_entropy(F.dropout(m(x), 0.5), y),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    plan = step.plan(torch.randn(4, 8), torch.tensor([0, 1, 2, 3]))
+    for device, wanted in (("cpu", set()), ("cuda", {"ce_stats", "ce_backward", "dropout"})):
+        program = lower(plan, None, device=torch.device(device))
+        lines = [line for _, f in program.functions for line in f.source.splitlines()]
+        named = {line.rpartition("  # triton ")[2] for line in lines if "  # triton " in line}
+        assert named >= wanted and bool(named) == bool(wanted), (device, named)
+        labels = [i.label for i in program.ranks[0].instructions if isinstance(i, Call)]
+        found = [label for label in labels if "ce_stats [triton ce_stats]" in label]
+        assert bool(found) == (device == "cuda")
 
 
 @pytest.mark.slow
