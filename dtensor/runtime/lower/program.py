@@ -27,6 +27,7 @@ import torch
 from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
 from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
+from dtensor.kernels.registry import check_made
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
@@ -223,7 +224,11 @@ class _Walk:
         code = b.short_segment().code
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
-        code.call(call, step.operands, step.results, source)
+        kernel = code.call(call, step.operands, step.results, source)
+        if kernel is not None and not kernel.ours:
+            names = [name for name, _ in results_of(step)]
+            wanted = [(spec.local_shape(b.here), spec.dtype) for _, spec in results_of(step)]
+            code.apply(check_made, [names], (), kernel.name, wanted, source=source)
         if b.roles.detect_nan:
             finite.watch(code, step, call, source, b.roles.detect_nan)
         for name, spec in results_of(step):
@@ -270,7 +275,9 @@ def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, .
             name = b.functions.add(item.code, _function_name(b, item), tuple(made))
             writes = tuple(b.place(item, n) for n in item.writes)
             source, outputs = item.code.user_lines(), tuple(made.values())
-            call = Call(name, reads[number], outputs, writes, label=item.label, source=source)
+            kernels = item.code.kernel_names()
+            label = f"{item.label}: {kernels}" if kernels else item.label
+            call = Call(name, reads[number], outputs, writes, label=label, source=source)
             final.append(call)
         else:
             final.append(item)

@@ -22,6 +22,9 @@ from dtensor.sharding.local.indexing import local_positions
 
 LIBRARY = torch.library.Library("dt", "DEF")  # kept alive for the process
 
+PLAIN: dict[object, Callable[..., Any]] = {}
+"""Overload to its implementation, for callers without autograd: it takes the same arguments."""
+
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Registers one op: `run` for every real device, `fake` for shapes."""
@@ -30,6 +33,13 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     LIBRARY.impl(name, run, "CPU")
     LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"dt::{name}", fake, lib=LIBRARY)
+    note_plain(name, run)
+
+
+def note_plain(name: str, run: Callable[..., Any]) -> None:
+    """Let local code call an op's implementation, where actors can import it by its name."""
+    if "<" not in run.__qualname__:
+        PLAIN[getattr(torch.ops.dt, name).default] = run
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
