@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 dt = torch.ops.dt
-_ATTENTION = aten.scaled_dot_product_attention.default
+_ANCHORS = (
+    aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
+    aten.rsqrt.default, aten.cat.default, aten.silu.default, aten.gelu.default, aten.tanh.default,
+    aten.softmax.int,
+)  # fmt: skip
+"""Of what is recognised: without one of them nothing is looked for."""
 
 
 def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> list[Met]:
@@ -48,7 +53,7 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
             # Differentiation calls it as a module: run node by node, its ops keep their own lines,
             # modules and checkpoints, which they would lose to those of the region.
             child.forward = fx.Interpreter(child).run
-    if module.graph.find_nodes(op="call_function", target=_ATTENTION):
+    if any(module.graph.find_nodes(op="call_function", target=target) for target in _ANCHORS):
         met += _recognise(module.graph)
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):

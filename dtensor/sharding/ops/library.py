@@ -1,4 +1,4 @@
-"""What every file of the project's own operators needs: the library, `define`, index intervals.
+"""What files of the project's own operators share: the library, `define`, strides, intervals.
 
     define("ce_max(Tensor logits) -> Tensor", run, fake)      # torch.ops.dt.ce_max
 
@@ -30,6 +30,17 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     LIBRARY.impl(name, run, "CPU")
     LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"dt::{name}", fake, lib=LIBRARY)
+
+
+def laid_as(like: Tensor, made: Tensor) -> Tensor:
+    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
+    wanted = torch.empty_like(like, dtype=made.dtype)
+    return made if made.stride() == wanted.stride() else wanted.copy_(made)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Over all dims but the last."""
+    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
