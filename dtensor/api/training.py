@@ -303,6 +303,7 @@ class TrainStep:
         )
         roles = Roles(
             optimizer=home.name,
+            groups=groups,
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
