@@ -51,7 +51,7 @@ class Member:
 class FlatRun:
     """`size`: of the buffer, in elements. `master`: it is a float32 copy of narrower shards."""
 
-    __slots__ = ("_copies", "_owns", "master", "members", "parameter", "size")
+    __slots__ = ("_at", "_copies", "_owns", "_views", "master", "members", "parameter", "size")
 
     def __init__(
         self, members: Sequence[Member], size: int, parameter: Tensor, *, master: bool, owns: bool
@@ -60,12 +60,19 @@ class FlatRun:
         self.size = size
         self.master = master
         self.parameter = torch.nn.Parameter(parameter)
-        self._owns = owns  # the parameter is a buffer, no shard's memory
         self._copies: list[tuple[Tensor, Tensor]] = []  # shard and what becomes its value
+        self._stands(owns=owns)
 
     def of(self, flat: Tensor, member: Member) -> Tensor:
         """A member's part of a tensor of the run's size, in the member's shape."""
         return flat[member.begin : member.begin + member.numel].view(member.shape)
+
+    def _stands(self, *, owns: bool) -> None:
+        """Note where the parameter is now; ``owns``: in a buffer, not in a shard's memory."""
+        self._owns = owns
+        flat = self.parameter.data
+        self._views = [self.of(flat, member) for member in self.members] if owns else [flat]
+        self._at = [view.data_ptr() for view in self._views]
 
     def take(self, shards: Mapping[str, Tensor], parts: Collection[str]) -> None:
         """The parameter becomes the value of the shards, before a step.
@@ -77,26 +84,28 @@ class FlatRun:
             return
         first = shards[self.members[0].name]
         if len(self.members) == 1 and self.size == first.numel() and first.is_contiguous():
-            if self._owns or self.parameter.data_ptr() != first.data_ptr():
-                self.parameter.data, self._owns = first.detach().view(-1), False
+            if self._owns or self._at[0] != first.data_ptr():
+                self.parameter.data = first.detach().view(-1)
+                self._stands(owns=False)
             return
         if not self._owns:
-            self.parameter.data, self._owns = first.new_zeros(self.size), True
-        for member in self.members:
-            shard, here = shards[member.name], self.of(self.parameter.data, member)
-            if shard.data_ptr() == here.data_ptr():
+            self.parameter.data = first.new_zeros(self.size)
+            self._stands(owns=True)
+        for at, member in enumerate(self.members):
+            shard = shards[member.name]
+            if shard.data_ptr() == self._at[at]:
                 continue
-            here.copy_(shard)
+            self._views[at].copy_(shard)
             if member.name in parts:
-                self._copies.append((shard, here))
+                self._copies.append((shard, self._views[at]))
             else:
-                shard.data = here
+                shard.data = self._views[at]
 
     def _follow(self, shards: Mapping[str, Tensor]) -> None:
         """Shards that are other tensors than at the step before may have other values: a master
         takes those over."""
-        for member in self.members:
-            shard, here = shards[member.name], self.of(self.parameter.data, member)
+        for member, here in zip(self.members, self._views, strict=True):
+            shard = shards[member.name]
             if member.seen is not None and member.seen() is not shard:
                 here.copy_(master_of(shard, here))
             member.seen = weakref.ref(shard)
@@ -107,40 +116,39 @@ class FlatRun:
         for shard, here in self._copies:
             shard.copy_(here)
         if self._copies and len(self.members) == 1 and not self.master:  # a large part of a tensor
-            self.parameter.data, self._owns = self.parameter.new_empty(0), False
+            self.parameter.data = self.parameter.data.new_empty(0)
+            self._stands(owns=False)
         self._copies = []
 
     def gradient(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
         """The members' gradients as one tensor, and whether it is a copy."""
         found = [gradients[member.name] for member in self.members]
-        flat = self._as_one(found)
-        if flat is not None:
-            return flat, False
-        if len(found) == 1 and self.size == found[0].numel():
-            return found[0].to(self.parameter.dtype).reshape(-1), True
+        first = found[0]
+        if len(found) == 1 and self.size == first.numel():
+            there = first.dtype == self.parameter.dtype and first.is_contiguous()
+            return (first if there else first.to(self.parameter.dtype)).reshape(-1), not there
+        if self._follow_each_other(found):
+            return first.as_strided((self.size,), (1,), first.storage_offset()), False
         pieces: list[Tensor] = []
         for member, gradient in zip(self.members, found, strict=True):
-            pieces.append(gradient.reshape(-1))
+            pieces.append(gradient if gradient.dim() == 1 else gradient.reshape(-1))
             rest = filled(member.numel, self.parameter.dtype) - member.numel
             if rest:
                 pieces.append(gradient.new_zeros(rest))
         return torch.cat(pieces).to(self.parameter.dtype), True
 
-    def _as_one(self, found: Sequence[Tensor]) -> Tensor | None:
-        """The gradients where they are, if they stand as the members do: as parts of a bucket."""
-        first = found[0]
-        if sum(member.numel for member in self.members) != self.size:
-            return None
-        begin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    def _follow_each_other(self, found: Sequence[Tensor]) -> bool:
+        """Whether the gradients stand in one memory as the members do: as parts of a bucket."""
+        begin = found[0].storage_offset()
         for member, gradient in zip(self.members, found, strict=True):
             if (
                 gradient.storage_offset() - begin != member.begin
                 or gradient.dtype != self.parameter.dtype
-                or gradient.untyped_storage().data_ptr() != storage
                 or not gradient.is_contiguous()
+                or filled(member.numel, gradient.dtype) != member.numel
             ):
-                return None
-        return first.as_strided((self.size,), (1,), begin)
+                return False
+        return len({gradient.untyped_storage().data_ptr() for gradient in found}) == 1
 
     def split(self, present: Collection[str]) -> list[tuple[FlatRun, int]]:
         """Runs of neighbours that are all in ``present`` or all not, and where each begins here:
@@ -182,8 +190,8 @@ def together(sizes: Iterable[int]) -> list[list[int]]:
 def run_of(
     names: Sequence[str], shards: Mapping[str, Tensor], masters: Mapping[str, Tensor | None] | None
 ) -> FlatRun:
-    """A run of these shards, which `FlatRun.take` gives it; of their masters, where there are such: as
-    they were loaded (float32, or None for none)."""
+    """A run of these shards, which `FlatRun.take` gives it; of their masters, where there are such:
+    as they were loaded, or None for none."""
     first = shards[names[0]]
     dtype = first.dtype if masters is None else torch.float32
     members: list[Member] = []

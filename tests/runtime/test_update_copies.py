@@ -45,16 +45,17 @@ def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
         now.update(own=self, gradients=gradients)
         plain_step(self, shards, options, gradients, *more)
 
-    def update(optimizer: Any, clip: Tensor | None) -> None:
+    def update(optimizer: Any, given: Any, clip: Tensor | None) -> None:
         gradients: Mapping[str, Tensor] = now["gradients"]
         total = 0
+        flat = {id(parameter): gradient for parameter, gradient in given}
         for name, gradient in gradients.items():
-            read = now["own"].run_of[name].parameter.grad
+            read = flat[id(now["own"].run_of[name].parameter)]
             if read.untyped_storage().data_ptr() != gradient.untyped_storage().data_ptr():
                 total += gradient.nbytes
         copied.append(total)
         whole.append(sum(g.nbytes for g in gradients.values()))
-        plain_update(optimizer, clip)
+        plain_update(optimizer, given, clip)
 
     with pytest.MonkeyPatch.context() as patch, dt.launch(run.mesh) as session:
         patch.setattr(ShardOptimizer, "step", step)
