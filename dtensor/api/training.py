@@ -306,6 +306,7 @@ class TrainStep:
         )
         roles = Roles(
             optimizer=home.name,
+            groups=groups,
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
