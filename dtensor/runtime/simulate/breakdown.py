@@ -51,7 +51,7 @@ from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared
 from dtensor.runtime.lower.code import QUICK
-from dtensor.runtime.shard_optimizer import clip_coefficient, sum_of_squares
+from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.simulate.clock import representatives
 from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.trace import CALL, Trace
@@ -66,7 +66,7 @@ UPDATE = "update"
 _HELPERS: Mapping[object, str] = {
     **dict.fromkeys((block, join, write, moves.packed, moves.unpacked), PACKING),
     **dict.fromkeys((moves.gathered, moves.written), PACKING),
-    **dict.fromkeys((sum_of_squares, clip_coefficient), NORM),
+    **dict.fromkeys((sum_of_squares, clip_divisor), NORM),
     finite.check_finite: CHECKS,
     step_end.step_optimizer: UPDATE,
 }
