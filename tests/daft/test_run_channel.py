@@ -89,14 +89,14 @@ def channel_of(folder: Path, count: int = 1, address: str | None = None) -> Iter
 
 
 def ask(channel: RunChannel, what: Callable[..., Any], *given: object, host: int = 0) -> Any:
-    return channel.send(host, ASKED, (what, *given))
+    return channel.send(host, ASKED, (what,), given)
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
 def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
     with channel_of(tmp_path, 2, address) as (channel, _):
         for value in range(100):
-            channel.send(value % 2, TOLD, (Echo.keep, value))
+            channel.send(value % 2, TOLD, (Echo.keep,), (value,))
         first, second = [ask(channel, Echo.all, host=host) for host in (0, 1)]
         assert channel.get([second], 30.0) == [list(range(1, 100, 2))]
         assert channel.get([first, second], 0.0) == [list(range(h, 100, 2)) for h in (0, 1)]
@@ -161,7 +161,7 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, (echo,)):
-        channel.send(0, ASKED, (Echo.wait,))
+        channel.send(0, ASKED, (Echo.wait,), ())
         given = torch.ones(LARGE // 4)
         reply = ask(channel, Echo.give, given)
         given.fill_(2.0)
@@ -173,7 +173,7 @@ def test_a_value_for_several_hosts(tmp_path: Path) -> None:
     with channel_of(tmp_path, 2) as (channel, echoes):
         once = Pickled.of({"w": torch.arange(50_000)})
         for host in (0, 1):
-            channel.send(host, TOLD, (Echo.keep, once))
+            channel.send(host, TOLD, (Echo.keep,), (once,))
             channel.get([ask(channel, Echo.give, None, host=host)], 30.0)
         for echo in echoes:
             assert torch.equal(echo.kept[0].value()["w"], torch.arange(50_000))
@@ -214,7 +214,7 @@ def test_what_a_call_raises(tmp_path: Path) -> None:
             channel.get([ask(channel, Echo.fail_oddly)], 30.0)
         with pytest.raises(TypeError, match="cannot pickle"):
             channel.get([ask(channel, Echo.give_what_does_not_pickle)], 30.0)
-        channel.send(0, TOLD, (Echo.fail, "told"))
+        channel.send(0, TOLD, (Echo.fail,), ("told",))
         with pytest.raises(LookupError, match="told"):
             channel.get([ask(channel, Echo.give, 1)], 30.0)
         assert channel.get([ask(channel, Echo.give, 1)], 30.0) == [1]
@@ -228,7 +228,7 @@ def test_a_host_that_goes(tmp_path: Path) -> None:
         host = incoming(sock)
         message = next(host)
         assert message is not None
-        send(sock, encoded(message.number, GAVE, 1))
+        send(sock, encoded(message.number, GAVE, (), 1))
         sock.close()
         assert channel.get([before], 30.0) == [1]
         with pytest.raises(CallLost):

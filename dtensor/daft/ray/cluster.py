@@ -29,7 +29,7 @@ from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Ranks, plain
+from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
@@ -97,17 +97,19 @@ class RayCluster(HostedCluster):
     # -- how a call reaches a host --------------------------------------------------------------
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
         self.calls += 1
-        what: tuple[Any, ...] = (Ranks.ask,) if run is None else (Ranks.run, run)
-        what = (*what, method, *map(plain, part))
-        reply = self._channel.send(host, ASKED if read else TOLD, what)
+        kind = ASKED if read else TOLD
+        if run is None:
+            reply = self._channel.send(host, kind, (Ranks.ask, method), part)
+        else:
+            reply = self._channel.send(host, kind, (Ranks.run, method), (run, *part))
         return Asked(self._home.processes[host], reply)
 
     def _ask(self, host: int, method: Method, *given: object) -> Asked:
-        reply = self._channel.send(host, ASKED, (method, *given))
+        reply = self._channel.send(host, ASKED, (method,), given)
         return Asked(self._home.processes[host], reply)
 
     def _tell(self, host: int, method: Method, *given: object) -> None:
-        self._channel.send(host, TOLD, (method, *given))
+        self._channel.send(host, TOLD, (method,), given)
 
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:

@@ -96,16 +96,17 @@ class Host:
         """What goes back: nothing to what was told."""
         if message.kind != ASKED:
             try:
-                what = message.value()
+                what = (*message.functions, *message.value())
             except Exception as error:  # it does not unpickle here
                 self._unread = self._unread or error
             else:
                 self.tell(what)
             return ()
         try:
-            return encoded(message.number, GAVE, self.call(message.value()))
+            made = self.call((*message.functions, *message.value()))
+            return encoded(message.number, GAVE, (), made)
         except Exception as error:
-            return encoded(message.number, RAISED, _as_sent(error))
+            return encoded(message.number, RAISED, (), _as_sent(error))
 
 
 def _as_sent(error: Exception) -> tuple[Exception, str]:

@@ -2,11 +2,12 @@
 
     sock = join(invitation)                                    # the host's end; proves who it is
     for message in incoming(sock):                             # and at the other end
-        method, *given = message.value()                       #   send(encoded(8, ASKED, (f, x)))
+        method, *_ = message.functions                      #   send(encoded(8, ASKED, (f,), (x,)))
 
-A message is a head (its number, its kind, how many buffers, the bytes of the pickle), the lengths
-of the buffers, the pickle, the buffers. Tensors of `SMALL_BYTES` and more, and numpy arrays, are
-buffers (pickle's protocol 5): they are written from where they lie and read to where they stay.
+A message is a head (its number, its kind, how long the rest is), the lengths of its buffers, the
+functions that it names, the pickle of the rest, the buffers. Functions are pickled once. Tensors of
+`SMALL_BYTES` and more, and numpy arrays, are buffers (pickle's protocol 5): they are written from
+where they lie and read to where they stay.
 Classes and functions of the user's script go along, as cloudpickle has it.
 
 Invariants: a tensor arrives contiguous, on the CPU, in memory of its own that may be written to.
@@ -23,8 +24,9 @@ import pickle
 import secrets
 import socket
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -32,6 +34,7 @@ import numpy
 import ray.cloudpickle
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 
@@ -41,6 +44,7 @@ ASKED: Kind = 1
 GAVE: Kind = 2
 RAISED: Kind = 3
 """With an exception, and its traceback as text."""
+Function: TypeAlias = Callable[..., object]
 Data: TypeAlias = bytes | bytearray | memoryview
 
 SMALL_BYTES = 1 << 14
@@ -49,7 +53,7 @@ ROOM = 1 << 16  # what is read at once
 SOCKET_BYTES = 1 << 22
 """What may be under way, asked of the system, which may allow less."""
 MOST_PIECES = 512  # in one call of the system's, which has a limit of 1024
-_HEAD = struct.Struct("<QIIQ")
+_HEAD = struct.Struct("<QIIIQ")
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -60,38 +64,57 @@ class Message:
 
     number: int
     kind: Kind
+    named: bytes
     pickled: Data
     buffers: list[Data]
 
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        return _functions(self.named)
+
     def value(self) -> Any:
         return pickle.loads(self.pickled, buffers=self.buffers)
+
+
+@cache
+def _named(functions: tuple[Function, ...]) -> bytes:
+    return _pickled(functions)[0]
+
+
+@cache
+def _functions(named: bytes) -> tuple[Function, ...]:
+    return pickle.loads(named)
 
 
 class MessagePickler(_cloudpickle.Pickler):
     """Takes the bytes of tensors from where they are."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and _is_plain(obj):
-            data = obj.contiguous().reshape(-1).view(torch.uint8).numpy()
-            small = data.nbytes < SMALL_BYTES
-            kept = bytearray(data.data) if small else pickle.PickleBuffer(data.data)
-            return _tensor, (kept, _NAMES[obj.dtype], tuple(obj.shape))
+        kind = type(obj)
+        if (kind is Tensor or kind is Parameter) and _has_elements(obj):
+            data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            kept = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)
+            what = kept, _NAMES[obj.dtype], tuple(obj.shape)
+            plain = kind is Tensor and not obj.requires_grad
+            return _tensor, what if plain else (*what, kind is Parameter, obj.requires_grad)
         return super().reducer_override(obj)  # pyright: ignore
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _has_elements(tensor: Tensor) -> bool:
     """Whether it is but its elements; others go as pickle has them."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
-def _tensor(data: Data, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=_DTYPES[dtype])
-    return torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)
+def _tensor(
+    data: Data, dtype: str, shape: tuple[int, ...], parameter: bool = False, grad: bool = False
+) -> Tensor:
+    if len(data):
+        tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+    return Parameter(tensor, grad) if parameter else tensor.requires_grad_(grad)
 
 
 def _pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
@@ -118,13 +141,16 @@ class Pickled:
         return pickle.loads(self.body, buffers=self.buffers)
 
 
-def encoded(number: int, kind: Kind, value: object) -> list[Data]:
+def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: object) -> list[Data]:
     """The pieces of a message, in their order."""
+    named = _named(functions)
     body, large = _pickled(value)
+    head = _HEAD.pack(number, kind, len(large), len(named), len(body))
+    if not large:
+        return [b"".join((head, named, body))]
     buffers = [buffer.raw() for buffer in large]
-    head = _HEAD.pack(number, kind, len(buffers), len(body))
-    lengths = struct.pack(f"<{len(buffers)}Q", *(len(buffer) for buffer in buffers))
-    return [b"".join((head, lengths, body)), *buffers]
+    lengths = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
+    return [b"".join((head, lengths, named, body)), *buffers]
 
 
 def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
@@ -145,8 +171,8 @@ def send(sock: socket.socket, pieces: Sequence[Data]) -> None:
         pieces = unsent(pieces, sent)
 
 
-class _Incoming:
-    """What was read of a stream and not yet taken."""
+class _Stream:
+    """What was read of one and not yet taken."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -156,6 +182,32 @@ class _Incoming:
     @property
     def empty(self) -> bool:
         return self._begin == self._end
+
+    def fill(self) -> Generator[None, None, None]:
+        """What there is, where there is nothing yet."""
+        self._begin, self._end = 0, (yield from self._read(self._room))
+
+    def small(self) -> Message | None:
+        """One without buffers that is there already, at the least cost: runs are such."""
+        body = self._begin + _HEAD.size
+        if body <= self._end:
+            number, kind, count, length, size = _HEAD.unpack_from(self._room, self._begin)
+            middle = body + length
+            if not count and middle + size <= self._end:
+                self._begin = middle + size
+                named, rest = self._room[body:middle], self._room[middle : middle + size]
+                return Message(number, kind, bytes(named), bytes(rest), [])
+        return None
+
+    def message(self) -> Generator[None, None, Message]:
+        number, kind, count, length, size = _HEAD.unpack((yield from self.take(_HEAD.size)))
+        lengths = struct.unpack(f"<{count}Q", (yield from self.take(8 * count)))
+        named = bytes((yield from self.take(length)))
+        body = yield from self.take(size)
+        buffers: list[Data] = []
+        for each in lengths:
+            buffers.append((yield from self.take(each)))
+        return Message(number, kind, named, body, buffers)
 
     def take(self, size: int) -> Generator[None, None, Data]:
         """So many bytes, in memory of their own; yields where there are no more now."""
@@ -195,18 +247,12 @@ class _Incoming:
 def incoming(sock: socket.socket) -> Generator[Message | None]:
     """The messages of a stream; None where no whole one is there now, and where all that was read
     is taken. `EOFError` at its end."""
-    stream = _Incoming(sock)
+    stream = _Stream(sock)
     while True:
-        head = yield from stream.take(_HEAD.size)
-        number, kind, count, size = _HEAD.unpack(head)
-        lengths = struct.unpack(f"<{count}Q", (yield from stream.take(8 * count)))
-        body = yield from stream.take(size)
-        buffers: list[Data] = []
-        for length in lengths:
-            buffers.append((yield from stream.take(length)))
-        yield Message(number, kind, body, buffers)
-        if stream.empty:
-            yield None
+        yield from stream.fill()
+        while not stream.empty:
+            yield stream.small() or (yield from stream.message())
+        yield None
 
 
 # -- who is at the other end -----------------------------------------------------------------------

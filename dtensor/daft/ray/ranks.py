@@ -5,7 +5,7 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
     ranks = Ranks(counter, (0,), "cpu")
     ranks.connect(join, 0)
     ranks.ask(Worker.load, 7, sites, program)
-    ranks.run(0, Worker.run, 7, {0: {"x": x}})                   # run 0 of program 7
+    ranks.run(Worker.run, 0, 7, {0: {"x": x}})                   # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
 (`joining.py`). Nobody else has the memory of a tensor that arrives, and the worker copies it.
@@ -14,7 +14,7 @@ Invariants: the first failure of a run closes the connections and is repeated to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -56,7 +56,7 @@ class Ranks:
     def load(self, handle: int, sites: Sequence[Site], program: Pickled) -> None:
         self.ask(Worker.load, handle, sites, program.value())
 
-    def run(self, run: int, method: Callable[..., Any], handle: int, *arguments: object) -> Any:
+    def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
         """Call one that runs a program, or a step of it."""
         joined, worker = self._connected
         joined.check()
@@ -70,24 +70,3 @@ class Ranks:
     def _connected(self) -> tuple[Joined, Worker]:
         assert self._joined is not None and self._worker is not None, "connect comes first"
         return self._joined, self._worker
-
-
-def plain(by_rank: Any) -> Any:
-    """By rank, a mapping or a tuple of values: tensors of any sort as torch's own on the CPU,
-    contiguous and without a gradient. Anything else as it is."""
-
-    def one(own: Any) -> Any:  # two levels and no more: a walk of pytrees costs more than the rest
-        if isinstance(own, Mapping):
-            named = cast(Mapping[str, Any], own)
-            return {name: _plain(value) for name, value in named.items()}
-        return tuple(map(_plain, cast(tuple[Any, ...], own))) if isinstance(own, tuple) else own
-
-    if not isinstance(by_rank, dict):
-        return by_rank
-    return {rank: one(own) for rank, own in cast(dict[int, Any], by_rank).items()}
-
-
-def _plain(value: object) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().cpu().contiguous()

@@ -2,8 +2,8 @@
 
     channel = RunChannel(folder, 2, "127.0.0.1")
     process.serve(channel.invitation(0))                  # a Ray call, which ends when this closes
-    reply = channel.send(0, ASKED, (Ranks.run, 8, ...))   # waits for nothing
-    channel.get([reply], 0.25)                            # NotYet, CallLost, or what was raised
+    reply = channel.send(0, ASKED, (Ranks.run, Worker.run), (8, 3, inputs))   # waits for nothing
+    channel.get([reply], 0.25)                         # NotYet, CallLost, or what was raised
 
 A call is one message to a host, and one back if it was asked and not told. A host carries out what
 it reads, one at a time, so calls keep the order in which they were sent. What cannot be written at
@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from dtensor.daft.ray.messages import (
     NONCE_BYTES,
     RAISED,
     Data,
+    Function,
     Invitation,
     Kind,
     Message,
@@ -90,7 +91,7 @@ class _Line:
     def __init__(self) -> None:
         self.sock: socket.socket | None = None
         self.messages: Generator[Message | None] | None = None
-        self.sent = 0
+        self.numbers = count()
         self.expected: deque[Reply] = deque()
         self.unwritten: deque[memoryview] = deque()
         self.broken = False
@@ -106,13 +107,13 @@ class _Guest:
 
 
 class RunChannel:
-    """To hosts 0, 1, ... `count`; `folder` is the launch's own, `address` where others reach this
+    """To so many hosts; `folder` is the launch's own, `address` where others reach this
     machine, None if all are on it."""
 
-    def __init__(self, folder: Path, count: int, address: str | None) -> None:
+    def __init__(self, folder: Path, num_hosts: int, address: str | None) -> None:
         self.interrupted = False  # within a read or a write
         self._key = secrets.token_bytes(32)
-        self._lines = [_Line() for _ in range(count)]
+        self._lines = [_Line() for _ in range(num_hosts)]
         self._guests: dict[int, _Guest] = {}  # by descriptor, as what follows
         self._joined: dict[int, _Line] = {}
         self._listening: dict[int, socket.socket] = {}
@@ -121,6 +122,7 @@ class RunChannel:
         self._address: tuple[str, int] | None = None
         self._changed = threading.Condition()
         self._reader: int | None = None  # the thread that reads
+        self._waiting = 0  # threads that wait for it
         self._writer: threading.Thread | None = None
         self._closed = False
         path = str(folder / "runs")
@@ -145,13 +147,16 @@ class RunChannel:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def send(self, host: int, kind: Kind, value: object) -> Reply:
-        """Call a host. What it is given may be changed as soon as this returns."""
+    def send(
+        self, host: int, kind: Kind, functions: tuple[Function, ...], given: tuple[Any, ...]
+    ) -> Reply:
+        """Call the first of the functions with the others and what is given, which may be changed
+        as soon as this returns. Functions are kept, so they must be methods that there are anyway.
+        """
         line = self._lines[host]
-        pieces = encoded(line.sent, kind, value)
-        reply = Reply(line.sent)
+        reply = Reply(next(line.numbers))
+        pieces = encoded(reply.number, kind, functions, given)
         with self._changed:
-            line.sent += 1
             if line.broken:
                 reply.lost = True
                 return reply
@@ -215,9 +220,13 @@ class RunChannel:
         end, me = time.monotonic() + seconds, threading.get_ident()
         with self._changed:
             # who was interrupted as the reader may still be called so
-            while self._reader not in (None, me):
-                if done() or self._closed or not self._changed.wait(end - time.monotonic()):
-                    return done()
+            self._waiting += 1
+            try:
+                while self._reader not in (None, me):
+                    if done() or self._closed or not self._changed.wait(end - time.monotonic()):
+                        return done()
+            finally:
+                self._waiting -= 1
             self._reader = me
         try:
             while not done() and not self._closed:
@@ -244,8 +253,9 @@ class RunChannel:
                 self._hear(guest)
             elif (sock := self._listening.get(descriptor)) is not None:
                 self._receive(sock)
-        with self._changed:
-            self._changed.notify_all()
+        if self._waiting:  # who looks whether it is done counts as such before that
+            with self._changed:
+                self._changed.notify_all()
 
     def _read(self, line: _Line) -> None:
         try:
