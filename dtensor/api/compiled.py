@@ -95,11 +95,12 @@ class CompiledFunction:
     def _run(self, call: BoundCall, planned: Planned) -> Any:
         session = session_for(self.mesh)
         program = load(session, planned, self._roles)
+        session.place(planned.models, planned.plan, planned.stages)
         names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
         future = session.run(program.handle, program.feed(call, numbers), names, counted)
-        session.wrote(planned.models, program.writes)
+        session.wrote(program.written)
         if session.at_once:
             try:
                 future.check()

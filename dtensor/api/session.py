@@ -193,13 +193,16 @@ class MeshSession:
             self._place(model, own, plan)
 
     def wrote(
-        self, models: Models, labels: Iterable[str], optimizer: OptimizerHome | None = None
+        self,
+        written: Iterable[tuple[ParallelModule, frozenset[str]]],
+        optimizer: OptimizerHome | None = None,
     ) -> None:
-        """A program that was called changes these, and the state of an optimizer of the first."""
-        for model, own in models.by_part(dict.fromkeys(labels)):
-            home = optimizer if model is models.parts[""] else None
-            if own or home is not None:
-                self.resident(model).wrote(frozenset(own), home)
+        """A program that was called changes these of each module, and an optimizer's state."""
+        for model, labels in written:
+            resident = self.resident(model)
+            home = optimizer if optimizer is not None and optimizer.resident is resident else None
+            if labels or home is not None:
+                resident.wrote(labels, home)
 
     def _place(self, model: ParallelModule, items: Mapping[str, PlannedInput], plan: Plan) -> None:
         """``items``: what the program needs, by the module's own names."""

@@ -317,7 +317,7 @@ class TrainStep:
         fed = program.feed(call, numbers, options)
         future = session.run(program.handle, fed, kept, counted)
         self._last = planned
-        session.wrote(planned.models, program.writes, home)
+        session.wrote(program.written, home)
         unsure = home.unsure
 
         def ended(well: bool) -> None:
@@ -351,6 +351,7 @@ class TrainStep:
             planned = self._plan(call)
             roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
             program = load(session, planned, roles, planned.grid)
+            session.place(planned.models, planned.plan, planned.stages)
             name = f"{session.resident(self.model).prefix}steps"
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
