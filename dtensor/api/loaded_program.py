@@ -24,6 +24,7 @@ from dtensor.api.session import MeshSession
 from dtensor.daft import Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
+from dtensor.kernels.registry import current
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
@@ -137,7 +138,7 @@ def load(
     session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
 ) -> LoadedProgram:
     """Lower, verify and ship a plan once per session; put the constants it needs."""
-    key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan)
+    key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan, current())
     if key not in session.loaded:
         state = state_names(session, planned)
         lowered = lower(

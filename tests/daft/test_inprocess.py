@@ -24,7 +24,7 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
-from dtensor.numerics import fold
+from dtensor.numerics import fold, piece_unit
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
 MODES: list[Mode] = ["compiled", "interpreted"]
@@ -57,6 +57,45 @@ def test_a_sum_is_a_left_fold_in_rank_order() -> None:
     assert fold(parts[::-1], "sum").item() == 1e8 - 1e8 + 0.0
     halves = [torch.tensor([1.0]).bfloat16(), *[torch.tensor([2**-9]).bfloat16()] * 4]
     assert fold(halves, "sum").item() == 1.0 + 2**-7  # in bf16 each addition would be lost
+
+
+def _triples(x: torch.Tensor) -> torch.Tensor:
+    """Of rows of x: the maximum, the sum of exp(x - maximum), a number to be summed."""
+    top = x.amax(1) if x.shape[1] else x.new_full(x.shape[:1], -torch.inf)
+    total = torch.where(x == top[:, None], 1.0, (x - top[:, None]).exp()).sum(1)
+    return torch.stack((top, total * (top > -torch.inf), x.isfinite().sum(1)), 1)
+
+
+def test_softmax_triples_fold_to_those_of_the_whole() -> None:
+    x = torch.randn(40, 12, dtype=torch.float64) * 30
+    x[3], x[4, :6], x[5, 6:] = -torch.inf, -torch.inf, -torch.inf
+    parts = [_triples(part) for part in (x[:, :6], x[:, :0], x[:, 6:7], x[:, 7:])]
+    got, wanted = fold(parts, "softmax"), _triples(x)
+    assert torch.equal(got[:, 0], wanted[:, 0]) and torch.isfinite(got[:, 1:]).all()
+    assert torch.allclose(got[:, 1:], wanted[:, 1:], rtol=1e-13, atol=0)
+    assert got[3].tolist() == [-torch.inf, 0, 0]
+    none = torch.tensor([-torch.inf, 0, 0], dtype=x.dtype).expand(40, 3)
+    for part in parts:
+        assert same_bits(fold([none, part, none], "softmax"), part)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_softmax_triples_keep_nan(bad: float) -> None:
+    one, other = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[bad, torch.nan, 0.0]])
+    for parts in ([one, other], [other, one], [other, other]):
+        assert fold(parts, "softmax")[0, 1].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pieces_of_a_softmax_fold_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+    parts = [torch.randn(67, 3, dtype=dtype) * 20 for _ in range(3)]
+    whole, unit = fold(parts, "softmax").reshape(-1), piece_unit("softmax")
+    for cut in range(0, 67 * 3 + 1, unit):
+        low, high = (
+            fold([p.reshape(-1)[s] for p in parts], "softmax")
+            for s in (slice(cut), slice(cut, None))
+        )
+        assert same_bits(torch.cat([low, high]), whole)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -47,7 +47,7 @@ from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
-"""timed: as compiled; each rank's outputs have `TIMES` too."""
+"""timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
 Method: TypeAlias = Callable[..., Any]
 """Of `Worker`."""
@@ -259,8 +259,8 @@ class HostedCluster(Cluster):
         with self._lock:
             check_state((handle.program for handle in self._handles.values()), program)
             handle = Handle(self._next_handle, program, report)
+            self._next_handle += 1  # first: some hosts may have it when this is interrupted
             self._ship(handle)
-            self._next_handle += 1
             self._handles[handle.id] = handle
         return handle
 

@@ -115,12 +115,14 @@ class Worker:
                 del self._table[rank, name]
 
     def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
-        self.engines[handle] = Engine(program, sites, self._table, self.transport, self.device)
+        transport, device = self.transport, self.device
+        self.engines[handle] = Engine(program, sites, self._table, transport, device, handle)
         calls = (i for own in program.ranks for i in own.instructions if isinstance(i, Call))
         self._written[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
-        del self.engines[handle], self._written[handle]
+        self.engines.pop(handle).close()
+        del self._written[handle]
 
     def run(
         self,

@@ -11,10 +11,10 @@ Invariants: a rank that holds nothing of a reduced dim gives the reduction's ide
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
-from dtensor.numerics import ReduceOp
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
@@ -23,6 +23,7 @@ from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.pointwise import nowhere
 
 _SUM: Groups = ((0,),)
+ByElement = Literal["sum", "max", "min"]
 
 
 def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
@@ -36,7 +37,7 @@ def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> s
 
 
 def reduction(
-    reduce: ReduceOp | None,
+    reduce: ByElement | None,
     *,
     dim_at: int = 1,
     keepdim_at: int = 2,
@@ -65,7 +66,7 @@ def reduction(
     return build
 
 
-def _identity(reduce: ReduceOp) -> Localizer:
+def _identity(reduce: ByElement) -> Localizer:
     def localize(call: OpCall, local: Local) -> OpCall:
         shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
         if not any(here == 0 < size for here, size in shapes):
@@ -77,7 +78,7 @@ def _identity(reduce: ReduceOp) -> Localizer:
     return localize
 
 
-def _identity_of(reduce: ReduceOp, dtype: torch.dtype) -> float | bool:
+def _identity_of(reduce: ByElement, dtype: torch.dtype) -> float | bool:
     """What changes no maximum, or no minimum."""
     if dtype == torch.bool:
         return reduce == "min"
@@ -90,7 +91,7 @@ def _vector_norm(call: OpCall) -> Rule:
     """Of order 0 and 1 a sum over the elements, infinite a maximum; others need their dims whole
     (or are written with pow and sum)."""
     order: float = call.arg(1, "ord", 2)
-    parts: dict[float, ReduceOp] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
+    parts: dict[float, ByElement] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
     return reduction(parts.get(order), dim_at=2, keepdim_at=3, linear=())(call)
 
 
