@@ -2,20 +2,26 @@
 
     dtype_name(torch.bfloat16)                   # "bf16"
     fold([a0, a1, a2], "sum")                    # ((a0 + a1) + a2), in rank order
+    fold([a0, a1], "softmax")                    # [n, 3]: what a softmax over both parts divides by
 
-Invariants: a reduction is a left fold in the order given, whole or in pieces, so every backend
-gives the same bits; floats narrower than 32 bits are summed in float32. It imports torch alone.
+Invariants: a reduction is a left fold in the order given, whole or in pieces (cut at multiples of
+`piece_unit`), so every backend gives the same bits; floats narrower than 32 bits are summed in
+float32. It imports torch alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal, assert_never
+from typing import Literal, assert_never, get_args
 
 import torch
 from torch import Tensor
 
-ReduceOp = Literal["sum", "max", "min"]
+ReduceOp = Literal["sum", "max", "min", "softmax"]
+"""How parts combine. "softmax" takes the last dim, of size 3, together: see `fold`."""
+
+OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -60,6 +66,9 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None
 
     Sums of floats narrower than 32 bits accumulate in float32 and are rounded once, at the end; or
     never, where the result is to be of ``dtype`` float32.
+
+    "softmax" folds rows (maximum, sum of exp(x - maximum), sum of picked x) over parts of the x, of
+    which (-inf, 0, 0) stands for none; the elements are triples end to end, whatever the shape.
     """
     first = parts[0]
     made = first.dtype if dtype is None else dtype
@@ -75,6 +84,38 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None
                 total = torch.maximum(total, part)
             case "min":
                 total = torch.minimum(total, part)
+            case "softmax":
+                total = _fold_softmax(total, part)
             case _:
                 assert_never(op)
     return total.to(made).contiguous()
+
+
+def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
+    """What ranks after the first hold of a pending value of which that one holds all."""
+    if op == "sum":
+        return torch.zeros_like(x)
+    if op == "softmax":
+        return x.new_tensor([-math.inf, 0, 0]).expand(x.shape).contiguous()
+    return x
+
+
+def are_triples(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether "softmax" folds such tensors: the last dim is of 3, of float32 or float64."""
+    return len(shape) > 0 and shape[-1] == 3 and dtype in (torch.float32, torch.float64)
+
+
+def piece_unit(op: ReduceOp) -> int:
+    """At multiples of how many elements, from the first one, a reduction may be cut in pieces."""
+    return 3 if op == "softmax" else 1
+
+
+def _fold_softmax(total: Tensor, part: Tensor) -> Tensor:
+    """One step of `fold`'s "softmax", the elements taken as rows of 3."""
+    m0, s0, t0 = total.reshape(-1, 3).unbind(1)
+    m1, s1, t1 = part.reshape(-1, 3).unbind(1)
+    top = torch.maximum(m0, m1)
+    # Where a part has the maximum its sum stays as it is: exact, and no inf - inf.
+    s0 = torch.where(m0 == top, s0, s0 * (m0 - top).exp())
+    s1 = torch.where(m1 == top, s1, s1 * (m1 - top).exp())
+    return torch.stack((top, s0 + s1, t0 + t1), 1).view(total.shape)

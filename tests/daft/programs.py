@@ -59,6 +59,12 @@ def _left_fold(parts: Sequence[Tensor], op: str, dtype: torch.dtype | None = Non
     narrow = op == "sum" and parts[0].dtype in (torch.float16, torch.bfloat16)
     total = total.float() if narrow else total
     for part in parts[1:]:
+        if op == "softmax":
+            (m0, s0, t0), (m1, s1, t1) = total.unbind(-1), part.unbind(-1)
+            m = m0.maximum(m1)
+            s = (m0 - m).nan_to_num(0.0).exp() * s0 + (m1 - m).nan_to_num(0.0).exp() * s1
+            total = torch.stack((m, s, t0 + t1), -1)
+            continue
         total = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op](
             total, part.float() if narrow else part
         )
@@ -91,6 +97,8 @@ class Collectives:
         for op in ("max", "min"):
             self._reduce(op, [(7,)], F32)
             self._reduce(op, [(2, 2)], torch.int32)
+        self._reduce("softmax", [(7, 3), (3,), (0, 3)], F32)
+        self._reduce("softmax", [(large // 3 + 1, 3), (2, 2, 3)], torch.float64)
         self._reduce("sum", [(0, 4)], F32)
         self._reduce("sum", [()], F32)
         self._reduce("sum", [(3,), (2, 3), (0,), ()], torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 
 from dtensor import daft
 from dtensor.daft.ir.text import parse_instructions
+from dtensor.numerics import fold
 from tests.daft.actor_classes import Model, same
 
 X = torch.arange(8.0).reshape(2, 4) / 10
@@ -50,6 +51,20 @@ def test_interpreted_is_compiled():
     interpreted, compiled = run_everything(False), run_everything(True)
     assert same(interpreted, compiled)
     assert compiled[1]["sent"] is not None and compiled[3]["total"][2] == "4 times"
+
+
+def test_triples_are_reduced_whole():
+    x = torch.randn(5, 3)
+    with daft.launch():
+        trio = daft.WorkerGroup(Model, 3, daft.Scatter([5, 6, 7]), 3)
+        reduce = lambda x: daft.all_reduce(trio.execute(x), "softmax")  # noqa: E731
+        expected = fold([x @ Model(seed, 3).weight.detach() for seed in (5, 6, 7)], "softmax")
+        for fn in (reduce, daft.compile(reduce)):
+            assert same(fn(x).get(), [expected] * 3)
+        wide = daft.WorkerGroup(Model, 3, 5, 6)
+        refused = daft.compile(lambda x: daft.all_reduce(wide.execute(x), "softmax"))
+        with pytest.raises(daft.TaskError, match=r"last dim of size 3.* got torch.float32\[5, 6\]"):
+            refused(torch.ones(5, 6))[0].get()
 
 
 def _values(made: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtensor.daft import (
     Buffer,
@@ -22,7 +24,7 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
-from dtensor.numerics import fold
+from dtensor.numerics import fold, piece_unit
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
 MODES: list[Mode] = ["compiled", "interpreted"]
@@ -55,6 +57,45 @@ def test_a_sum_is_a_left_fold_in_rank_order() -> None:
     assert fold(parts[::-1], "sum").item() == 1e8 - 1e8 + 0.0
     halves = [torch.tensor([1.0]).bfloat16(), *[torch.tensor([2**-9]).bfloat16()] * 4]
     assert fold(halves, "sum").item() == 1.0 + 2**-7  # in bf16 each addition would be lost
+
+
+def _triples(x: torch.Tensor) -> torch.Tensor:
+    """Of rows of x: the maximum, the sum of exp(x - maximum), a number to be summed."""
+    top = x.amax(1) if x.shape[1] else x.new_full(x.shape[:1], -torch.inf)
+    total = torch.where(x == top[:, None], 1.0, (x - top[:, None]).exp()).sum(1)
+    return torch.stack((top, total * (top > -torch.inf), x.isfinite().sum(1)), 1)
+
+
+def test_softmax_triples_fold_to_those_of_the_whole() -> None:
+    x = torch.randn(40, 12, dtype=torch.float64) * 30
+    x[3], x[4, :6], x[5, 6:] = -torch.inf, -torch.inf, -torch.inf
+    parts = [_triples(part) for part in (x[:, :6], x[:, :0], x[:, 6:7], x[:, 7:])]
+    got, wanted = fold(parts, "softmax"), _triples(x)
+    assert torch.equal(got[:, 0], wanted[:, 0]) and torch.isfinite(got[:, 1:]).all()
+    assert torch.allclose(got[:, 1:], wanted[:, 1:], rtol=1e-13, atol=0)
+    assert got[3].tolist() == [-torch.inf, 0, 0]
+    none = torch.tensor([-torch.inf, 0, 0], dtype=x.dtype).expand(40, 3)
+    for part in parts:
+        assert same_bits(fold([none, part, none], "softmax"), part)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_softmax_triples_keep_nan(bad: float) -> None:
+    one, other = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[bad, torch.nan, 0.0]])
+    for parts in ([one, other], [other, one], [other, other]):
+        assert fold(parts, "softmax")[0, 1].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pieces_of_a_softmax_fold_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+    parts = [torch.randn(67, 3, dtype=dtype) * 20 for _ in range(3)]
+    whole, unit = fold(parts, "softmax").reshape(-1), piece_unit("softmax")
+    for cut in range(0, 67 * 3 + 1, unit):
+        low, high = (
+            fold([p.reshape(-1)[s] for p in parts], "softmax")
+            for s in (slice(cut), slice(cut, None))
+        )
+        assert same_bits(torch.cat([low, high]), whole)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -198,6 +239,28 @@ def test_what_comes_in_and_out_is_nobody_elses() -> None:
         handle = cluster.load(made)
         cluster.run(handle, [{}]).get()[0]["y"].zero_()
         assert cluster.get([("w",)]).get()[0][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("of", [torch.clone, torch.t])
+def test_what_a_run_is_given_stays_its_callers(mode: Mode, of: Callable[..., Tensor]) -> None:
+    same = function("same", "def forward(x):\n    return (x,)")
+    up = function("up", "def forward(x):\n    x.add_(1)\n    return ()")
+    made = program(
+        [Call("same", ("x",), ("y",)), Call("up", ("w",), (), writes=("w",))],
+        functions=[same, up],
+        inputs=[("x", "w")],
+        outputs=[("y", "w")],
+    )
+    x, w = (of(torch.arange(4.0).reshape(2, 2)) for _ in range(2))
+    wanted = x.clone()
+    with launch_cluster(1) as cluster:
+        got = cluster.run(
+            cluster.load(made), [{"x": x, "w": w}], keep={"y": "kept"}, mode=mode
+        ).get()
+        assert torch.equal(got[0]["w"], wanted + 1) and torch.equal(w, wanted)
+        x.zero_()  # what was kept is no part of it
+        assert torch.equal(cluster.get([("kept",)]).get()[0][0], wanted)
 
 
 def test_faults_of_the_caller() -> None:

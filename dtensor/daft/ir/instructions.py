@@ -28,13 +28,12 @@ from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 
-from dtensor.numerics import DTYPE_NAMES, DTYPES, ReduceOp
+from dtensor.numerics import DTYPE_NAMES, DTYPES, OPS, ReduceOp, are_triples
 
 Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Op: TypeAlias = ReduceOp
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-OPS: tuple[Op, ...] = get_args(Op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +149,8 @@ class Collective:
                 f"{self.kind} {'needs an op of ' + str(OPS) if reduces else 'takes no op'}, "
                 f"got {self.op!r}."
             )
+        if self.op == "softmax":
+            self._check_triples()
         if len(self.inputs) != len(self.in_buffers) or len(self.outputs) != len(self.out_buffers):
             raise ValueError(
                 f"{self.kind} needs one buffer per value, got {len(self.inputs)} inputs with "
@@ -161,6 +162,14 @@ class Collective:
                 f"The members of {self.kind} must know its sizes before it runs, got "
                 f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
             )
+
+    def _check_triples(self) -> None:
+        for buffer in (*self.in_buffers, *self.out_buffers):
+            if not are_triples(buffer.shape, buffer.dtype):
+                raise ValueError(
+                    f"{self.kind}.softmax needs buffers with a last dim of size 3, of f32 or f64, "
+                    f"got {buffer}."
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from typing import TypedDict, assert_never
 
 from dtensor.daft.ir.instructions import (
     KINDS,
-    OPS,
     Buffer,
     Call,
     Collective,
@@ -38,7 +37,7 @@ from dtensor.daft.ir.instructions import (
     Vote,
     Wait,
 )
-from dtensor.numerics import DTYPES
+from dtensor.numerics import DTYPES, OPS
 
 EXCERPT = 120
 

@@ -185,3 +185,8 @@ def own_address() -> str:
     if sum(bool(node["Alive"]) for node in nodes) == 1:
         return "127.0.0.1"
     return str(_ray.util.get_node_ip_address())
+
+
+def own_node() -> str:
+    """What Ray calls the machine that this process is on."""
+    return str(_ray.get_runtime_context().get_node_id())

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dtensor.daft.ir.instructions import OPS, Op
+from dtensor.daft.ir.instructions import Op
 from dtensor.daft.tasks.actors import (
     ActorHandle,
     ActorInfo,
@@ -27,6 +27,7 @@ from dtensor.daft.tasks.actors import (
     recorder,
 )
 from dtensor.daft.tasks.futures import TaskFuture, user_line
+from dtensor.numerics import OPS
 
 
 class Scatter:
@@ -147,7 +148,8 @@ class GroupMethod:
 
 
 def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
-    """Each member gets the fold of all members' values: pytrees of tensors and numbers.
+    """Each member gets the fold of all members' values: pytrees of tensors and numbers ("softmax":
+    of float tensors ``[..., 3]``).
 
     Compiled, with more than 2 members, each folds a piece and sends it on, which moves
     2 (n-1)/n of the value per member instead of n-1 times the value.
@@ -159,7 +161,7 @@ def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
         parts = list(futures)
         return GroupFuture(group, [operation(member, "fold", op, parts) for member in group])
     pieces = [
-        [operation(member, "piece", future, i, size) for i in range(size)]
+        [operation(member, "piece", op, future, i, size) for i in range(size)]
         for member, future in zip(group, futures, strict=True)
     ]
     folded = [

@@ -42,6 +42,7 @@ from dtensor.daft.tasks.values import (
     encode_failure,
     is_failure,
 )
+from dtensor.numerics import are_triples, piece_unit
 from dtensor.numerics import fold as fold_tensors
 
 CREATE = "__init__"
@@ -225,13 +226,14 @@ def fold(op: Op, parts: Sequence[object]) -> object:
     )
 
 
-def piece(given: object, index: int, num: int) -> tuple[list[Any], object]:
+def piece(op: Op, given: object, index: int, num: int) -> tuple[list[Any], object]:
     """Piece `index` of `num`: of each tensor its elements, of anything else all on piece 0."""
     leaves, _ = _flatten(given)
     kept: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            kept.append(leaf.detach().reshape(-1).tensor_split(num)[index])
+            _check_fold(op, leaf)
+            kept.append(leaf.detach().reshape(-1, piece_unit(op)).tensor_split(num)[index])
         else:
             kept.append(leaf if index == 0 else 0)
     return kept, _form(given)
@@ -273,6 +275,14 @@ def _flatten(given: object) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(given)
 
 
+def _check_fold(op: Op, tensor: Tensor) -> None:
+    if op == "softmax" and not are_triples(tensor.shape, tensor.dtype):
+        raise ValueError(
+            f"{op!r} reduces tensors with a last dim of size 3, of float32 or float64, got "
+            f"{tensor.dtype}{list(tensor.shape)}."
+        )
+
+
 def _form(given: object) -> object:
     leaves, spec = _flatten(given)
     return [
@@ -289,11 +299,14 @@ def _fold_leaf(op: Op, column: Sequence[Any]) -> object:
                 f"The members' tensors differ: "
                 f"{[f'{part.dtype}{list(part.shape)}' for part in column]}."
             )
+        _check_fold(op, first)
         with torch.no_grad():
             return fold_tensors(column, op)
-    if not all(isinstance(part, int | float) and not isinstance(part, bool) for part in column):
+    numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in column)
+    if not numbers or op == "softmax":
         raise TypeError(
-            f"Tensors and numbers can be reduced, got {[type(part).__name__ for part in column]}."
+            f"Tensors {'alone' if op == 'softmax' else 'and numbers'} can be reduced by {op!r}, "
+            f"got {[type(part).__name__ for part in column]}."
         )
     total = first
     for part in column[1:]:
