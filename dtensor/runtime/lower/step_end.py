@@ -257,7 +257,7 @@ def update(b: RankBuilder) -> None:
     reads = ["optimizer", "options", *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, own if clip else None)
     if copied:
-        code.line(f"# copies {copied} B of gradients", (), ())
+        code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, options, {given})", reads, ())
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
