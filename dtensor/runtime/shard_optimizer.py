@@ -3,6 +3,10 @@
     optimizer = ShardOptimizer(torch.optim.AdamW, (("w", "b"),))
     optimizer.step({"w": w_local, ...}, ({"lr": 3e-4, ...},), {"w": grad_local, ...})
 
+What it updates are runs of padded shards (flat.py), by torch's fused kernels where there are such
+and the user states nothing else: the same bits wherever a parameter is cut. Where gradients are
+clipped they are divided, by the kernel or before it, which is the same.
+
 The controller's optimizer is never stepped with gradients; its parameter groups are read each step
 and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
 own gradient and state alone) give the same numbers on shards; those are known by exact class.
