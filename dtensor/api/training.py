@@ -458,10 +458,14 @@ def train_step(
     Args:
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
+            Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
+            otherwise: ``foreach=False`` is torch's default on the CPU, of which float32 differs in
+            the last bits.
         inputs: placements of every argument with the batch dim, or argument name to placements.
         schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
             as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
-        clip_grad_norm: the global norm that gradients are scaled down to.
+        clip_grad_norm: the global norm that gradients are scaled down to: they are divided by
+            max(1, (norm + 1e-6) / clip_grad_norm).
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.
         recompute: globs over names of modules whose activations are not kept for the backward but

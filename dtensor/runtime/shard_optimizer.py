@@ -3,6 +3,10 @@
     optimizer = ShardOptimizer(torch.optim.AdamW, (("w", "b"),))
     optimizer.step({"w": w_local, ...}, ({"lr": 3e-4, ...},), {"w": grad_local, ...})
 
+What it updates are runs of padded shards (flat.py), by torch's fused kernels where there are such
+and the user states nothing else: the same bits wherever a parameter is cut. Where gradients are
+clipped they are divided, by the kernel or before it, which is the same.
+
 The controller's optimizer is never stepped with gradients; its parameter groups are read each step
 and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
 own gradient and state alone) give the same numbers on shards; those are known by exact class.
@@ -154,6 +158,9 @@ class ShardOptimizer:
         gradient is left alone. Gradients are divided by ``clip``, where they stand if they are
         named in ``own``; the others are not changed.
         """
+        for given in options:
+            if not isinstance(given["lr"], float | int | torch.Tensor):
+                raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
         if any(NAMES in given for given in options):
             groups = tuple(tuple(given[NAMES]) for given in options)
             if groups != self.groups:  # names come again until a step is known to have them
@@ -166,15 +173,15 @@ class ShardOptimizer:
             run.take(shards, parts)
         optimizer = self._built(options)
         folded = clip is not None and all(group.get("fused") for group in optimizer.param_groups)
-        given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run in runs:
             gradient, copied = run.gradient(gradients)
             if clip is not None and not folded:
                 gradient = _divided(gradient, clip)
             elif folded and not copied and not all(m.name in own for m in run.members):
                 gradient = gradient.clone()  # the kernel writes what it has divided
-            given.append((run.parameter, gradient))
-        _update(optimizer, given, clip if folded else None)
+            pairs.append((run.parameter, gradient))
+        _update(optimizer, pairs, clip if folded else None)
         for run in runs:
             run.give()
 

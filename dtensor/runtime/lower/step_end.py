@@ -257,7 +257,7 @@ def update(b: RankBuilder) -> None:
     reads = ["optimizer", "options", *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, own if clip else None)
     if copied:
-        code.line(f"# copies {copied} B of gradients", (), ())
+        code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, options, {given})", reads, ())
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
@@ -326,8 +326,9 @@ def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
 def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] | None) -> int:
     """What the update copies of the gradients: small ones, to stand end to end as their parameters
     do (flat.py), unless they come so, as parts of one message; those of another dtype than what is
-    updated; and, where there is a norm, what is not the kernel's to write to (``own``). Where the
-    user chose an implementation of the update, clipping copies all of them."""
+    updated; and, where there is a norm, what is not the kernel's to write to (``own``). Copied and
+    not known here: gradients whose elements are not in order in memory; and, if the user chose an
+    implementation of the update and there is a norm, all."""
     scattered = {
         name: (step.name, at)
         for step in b.plan.steps
