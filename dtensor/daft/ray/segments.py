@@ -15,7 +15,9 @@ Semaphores are POSIX's, shared by processes, through ctypes: they order memory o
 
 Invariants: a window is unmapped when nothing refers to it any more, tensors in it included; a
 process's end frees all it held. `take` never spins for long: it asks a few times, then sleeps in
-the kernel, for `SLICE_S` at most before it looks whether there is still something to wait for.
+the kernel, for `SLICE_S` at most before it looks whether there is still something to wait for. It
+does not give its core up in between: a process that yields where others compute gets the core back
+late, so that a 4 KB all_reduce of four took 1.2 ms instead of 0.08.
 
 Linux with glibc 2.30 or later; elsewhere `calls` raises `OSError` or `AttributeError`.
 """
@@ -41,9 +43,10 @@ import torch
 SIZE = 1 << 62  # of a segment; a limit of offsets, not of memory
 SLICE_S = 0.2
 """How often one that waits looks whether those that it waits for are still there."""
+
 TRIES = 20
-"""How often a semaphore is asked, the core given up in between, before the process sleeps: what a
-partner on another core takes for a few kilobytes."""
+"""How often a semaphore is asked before the process sleeps: some microseconds, what a partner on
+another core needs for a few kilobytes."""
 
 _NONCE_BYTES = 32
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -86,7 +89,6 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
     for _ in range(TRIES):
         if not trywait(semaphore):
             return
-        os.sched_yield()
     while True:
         end = time.monotonic_ns() + int(SLICE_S * 1e9)
         until = _Timespec(end // 1_000_000_000, end % 1_000_000_000)
