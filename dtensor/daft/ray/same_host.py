@@ -146,7 +146,7 @@ class SameHostTransport(Transport):
         actors = sorted({here.host_of[rank] for key in keys.values() for rank in key[0]})
         windows = {actor: here.segments[actor].map(*extents[actor]) for actor in actors}
         if own:
-            windows[here.index].memory[:FLAG] = shared.title
+            here.segments[here.index].write(extents[here.index][0], shared.title)
         for site, key in keys.items():
             if (site[0], key) not in shared.members:
                 of = {rank: windows[here.host_of[rank]] for rank in key[0]}
@@ -239,7 +239,7 @@ class _Member:
 
     def compare(self) -> None:
         """Once the others have started: that their windows are of this program."""
-        if any(window.memory[:FLAG] != self.title for window in self.windows):
+        if any(window.bytes[:FLAG].numpy().tobytes() != self.title for window in self.windows):
             raise RuntimeError("The actors have not loaded the same programs in one order.")
         self.same = True
 

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 
 SIZE = 1 << 62  # of a segment; a limit of offsets, not of memory
+MAPPED_BYTES = 1 << 30  # at once, of addresses and not of memory
 SLICE_S = 0.2
 """How often one that waits looks whether those that it waits for are still there."""
 
@@ -108,11 +109,13 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some of a segment; `bytes`: u8[nbytes]. Addresses hold while anything refers to it."""
+    """Some of a segment, u8[nbytes]. Addresses hold while anything refers to the tensor."""
 
-    memory: mmap.mmap
     bytes: torch.Tensor
-    address: int
+
+    @property
+    def address(self) -> int:
+        return self.bytes.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,8 @@ class Segment:
         self.card = card
         self._descriptor = descriptor
         self._process = process
+        self._mapped = range(0)  # of the segment
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
     def create(place: str) -> Segment:
@@ -175,10 +180,15 @@ class Segment:
         return bool(poll.poll(0))
 
     def map(self, begin: int, nbytes: int) -> Window:
-        """`begin`: a multiple of `mmap.PAGESIZE`."""
-        memory = mmap.mmap(self._descriptor, nbytes, offset=begin)
-        found = torch.frombuffer(memory, dtype=torch.uint8)
-        return Window(memory, found, found.data_ptr())
+        """`begin`: a multiple of `mmap.PAGESIZE`. Windows near each other share a mapping, for each
+        of Python's holds a file descriptor."""
+        end = begin + nbytes
+        if not self._mapped.start <= begin <= end <= self._mapped.stop:
+            self._mapped = range(begin, max(end, min(begin + MAPPED_BYTES, SIZE)))
+            memory = mmap.mmap(self._descriptor, len(self._mapped), offset=begin)
+            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        first = self._mapped.start
+        return Window(self._memory[begin - first : end - first])
 
     def read(self, begin: int, nbytes: int) -> bytes:
         return os.pread(self._descriptor, nbytes, begin)
@@ -194,5 +204,6 @@ class Segment:
 
     def close(self) -> None:
         """Windows stay as long as they are used."""
+        self._mapped, self._memory = range(0), torch.empty(0, dtype=torch.uint8)
         os.close(self._descriptor)
         os.close(self._process)
