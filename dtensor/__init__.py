@@ -27,6 +27,7 @@ from dtensor.api.timing import calibrate, simulate, trace
 from dtensor.api.training import Loss, TrainStep, train_step
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
+from dtensor.kernels.register import kernel
 from dtensor.runtime.schedule import (
     ZBH1,
     ZBH2,
@@ -95,6 +96,7 @@ __all__ = [
     "distribute",
     "gather_state_dict",
     "implicit_redistribution",
+    "kernel",
     "launch",
     "load_state_dict",
     "manual_seed",

@@ -11,6 +11,7 @@ float32. It imports torch alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, assert_never, get_args
 
@@ -90,10 +91,17 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None
     return total.to(made).contiguous()
 
 
-def can_fold(op: ReduceOp, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether tensors like this reduce so: "softmax" needs a last dim of 3, of 32 bits or more."""
-    if op != "softmax":
-        return True
+def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
+    """What ranks after the first hold of a pending value of which that one holds all."""
+    if op == "sum":
+        return torch.zeros_like(x)
+    if op == "softmax":
+        return x.new_tensor([-math.inf, 0, 0]).expand(x.shape).contiguous()
+    return x
+
+
+def are_triples(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether "softmax" folds such tensors: the last dim is of 3, of float32 or float64."""
     return len(shape) > 0 and shape[-1] == 3 and dtype in (torch.float32, torch.float64)
 
 

@@ -24,10 +24,12 @@ from dtensor.api.session import MeshSession
 from dtensor.daft import Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
+from dtensor.kernels.registry import current
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
@@ -35,7 +37,8 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks.
 
-    ``writes``: the parameters and buffers that a run changes.
+    ``writes``: the parameters and buffers that a run changes; ``written``: the same by the module
+    that has them, under its names.
     """
 
     def __init__(
@@ -55,6 +58,11 @@ class LoadedProgram:
         }
         self.handle = session.cluster.load(program)
         self.writes = _written(planned, training)
+        by_part = planned.models.by_part(dict.fromkeys(self.writes))
+        self.written = tuple((model, frozenset(own)) for model, own in by_part)
+        self._whole = frozenset(
+            name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
+        )
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
 
@@ -115,6 +123,10 @@ class LoadedProgram:
                     f"fix: state its placement before the call, as in x.redistribute(...)"
                 )
             return Stored(leaf.name)
+        if name in self._whole:
+            if (name, None) not in cut:
+                cut[name, None] = _lent(leaf)
+            return cut[name, None]
         here = self.session.mesh.coordinates(rank)
         key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
         if key not in cut:
@@ -125,8 +137,8 @@ class LoadedProgram:
 def load(
     session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
 ) -> LoadedProgram:
-    """Lower, verify and ship a plan once per session; put the state it needs."""
-    key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan)
+    """Lower, verify and ship a plan once per session; put the constants it needs."""
+    key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan, current())
     if key not in session.loaded:
         state = state_names(session, planned)
         lowered = lower(
@@ -145,8 +157,15 @@ def load(
         session.loaded[key] = (planned, loaded)
     program: LoadedProgram = session.loaded[key][1]
     program.put_caught()
-    session.place(planned.models, planned.plan, planned.stages)
     return program
+
+
+def _lent(x: torch.Tensor) -> torch.Tensor:
+    """What a cluster is given of a whole tensor, which it copies: no more than that, in order."""
+    x = x.detach()
+    ordered = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    alone = ordered and x.untyped_storage().nbytes() == x.nbytes  # all of it would be sent
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:

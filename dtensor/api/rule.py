@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, check_kind
-from dtensor.numerics import ReduceOp
+from dtensor.numerics import OPS, ReduceOp
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make, with_dtypes
 from dtensor.sharding.rules.dtypes import Dtypes
@@ -82,7 +82,7 @@ def rule(
         pattern: the dims of the tensor operands and results, "m k, k n -> m n".
         linear: names (or numbers among the tensors) of operands in which the op is linear: each on
             its own in ("a", "b"); those of an inner tuple jointly, as in [("x", "bias"), "w"].
-        reduce: how the parts of a contracted factor combine.
+        reduce: how the parts of a contracted factor combine, as in `dt.Partial`.
         localize: rewrites the call for one rank, where sizes or counts among its arguments are
             global; see dtensor.sharding.ops.call.
         flops: the factors whose product, doubled, is the number of operations: "m k n".
@@ -192,10 +192,10 @@ def _check(
             f"{op} changes its arguments: {schema}\n"
             f"fix: write it as an op that returns what it changes, and copy the result back"
         )
-    if reduce not in ("sum", "max", "min"):
+    if reduce not in OPS:
         raise PlanningError(
             f'dt.rule("{schema.name}", reduce={reduce!r}): the parts of a contracted factor '
-            f'combine by "sum", "max" or "min".\nfix: leave reduce out for a sum'
+            f'combine by "sum", "max", "min" or "softmax".\nfix: leave reduce out for a sum'
         )
     if dtypes not in ("promote", "same") and not callable(dtypes):
         raise PlanningError(
@@ -204,6 +204,12 @@ def _check(
             f'fix: "same", or a function of the tuple of dtypes that says whether they are taken'
         )
     operands, results = pattern_terms(pattern)
+    if reduce == "softmax" and not all(dims and dims[-1].endswith("!") for dims in results):
+        raise PlanningError(
+            f'dt.rule("{schema.name}", "{pattern}", reduce="softmax"): the last dim of a result '
+            f"is a maximum, a sum of exponentials and a sum, which stay together.\n"
+            f'fix: mark it as whole, as in "n v -> n k!"'
+        )
     tensors = [a for a in schema.arguments if _is_tensor(a.type)]
     operands = operands if tensors or operands != [[]] else []
     least = sum(1 for a in tensors if not _is_optional(a.type) and not _is_list(a.type))

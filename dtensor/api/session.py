@@ -28,7 +28,7 @@ from dtensor.api.randomness import Counter
 from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
-from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
+from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
@@ -36,6 +36,7 @@ from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
@@ -59,7 +60,8 @@ class MeshSession:
         self.mesh = mesh
         self.cluster = cluster
         self.mode: Mode = mode
-        self.timed: tuple[Handle, Future, float] | None = None  # and when it was called
+        self.noted: Noted | None = None  # the last run of those that are `noting`
+        self._noting = False
         self.closed = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
@@ -132,12 +134,13 @@ class MeshSession:
         self.check()
         if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
             self._collect()
-        if self.mode == "timed":
-            self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
+        if not self._noting:
+            return self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
+        begin = time.monotonic()
+        self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
         called = time.monotonic()
         future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
-        if self.mode == "timed":
-            self.timed = handle, future, called
+        self.noted = Noted(handle, future, called, called - begin, time.monotonic())
         return future
 
     @property
@@ -157,13 +160,13 @@ class MeshSession:
         counter.give_back(int(counted.key.rpartition(" ")[2]))
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Within: runs are timed, and the last of them is ``timed``."""
-        before, self.mode = self.mode, "timed"
+    def noting(self, mode: Mode) -> Iterator[None]:
+        """Within: runs are in that mode, and the last of them is ``noted``."""
+        before, self.mode, self.noted, self._noting = self.mode, mode, None, True
         try:
             yield
         finally:
-            self.mode = before
+            self.mode, self._noting = before, False
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -193,13 +196,16 @@ class MeshSession:
             self._place(model, own, plan)
 
     def wrote(
-        self, models: Models, labels: Iterable[str], optimizer: OptimizerHome | None = None
+        self,
+        written: Iterable[tuple[ParallelModule, frozenset[str]]],
+        optimizer: OptimizerHome | None = None,
     ) -> None:
-        """A program that was called changes these, and the state of an optimizer of the first."""
-        for model, own in models.by_part(dict.fromkeys(labels)):
-            home = optimizer if model is models.parts[""] else None
-            if own or home is not None:
-                self.resident(model).wrote(frozenset(own), home)
+        """A program that was called changes these of each module, and an optimizer's state."""
+        for model, labels in written:
+            resident = self.resident(model)
+            home = optimizer if optimizer is not None and optimizer.resident is resident else None
+            if labels or home is not None:
+                resident.wrote(labels, home)
 
     def _place(self, model: ParallelModule, items: Mapping[str, PlannedInput], plan: Plan) -> None:
         """``items``: what the program needs, by the module's own names."""

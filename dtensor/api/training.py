@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.optim.optimizer as hooks
@@ -59,6 +59,9 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.showing import html_text, screen
+
+if TYPE_CHECKING:
+    from dtensor.runtime.simulate.profile import Profile
 
 RUN_AHEAD = 2
 
@@ -303,6 +306,7 @@ class TrainStep:
         )
         roles = Roles(
             optimizer=home.name,
+            groups=groups,
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
@@ -317,7 +321,7 @@ class TrainStep:
         fed = program.feed(call, numbers, options)
         future = session.run(program.handle, fed, kept, counted)
         self._last = planned
-        session.wrote(planned.models, program.writes, home)
+        session.wrote(program.written, home)
         unsure = home.unsure
 
         def ended(well: bool) -> None:
@@ -337,6 +341,17 @@ class TrainStep:
             resident.settling.append(self._settle)
         return loss
 
+    def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
+        """Where the time of a step goes on each rank: of ``n`` timed steps, after a few to warm up.
+
+        They are training steps, two for each that is timed: state moves on. Before them
+        `gather_state_dict` keeps what it is, and `load_state_dict` brings it back.
+        """
+        from dtensor.api.profiling import profiled
+
+        session = session_for(self.model.mesh)
+        return profiled(n, session, lambda: self(*batch, **kwargs), _read_loss, self.plans)
+
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Parameter name to its gradient, whole, before clipping.
 
@@ -351,6 +366,7 @@ class TrainStep:
             planned = self._plan(call)
             roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
             program = load(session, planned, roles, planned.grid)
+            session.place(planned.models, planned.plan, planned.stages)
             name = f"{session.resident(self.model).prefix}steps"
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
@@ -507,6 +523,11 @@ def train_step(
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
     return step
+
+
+def _read_loss(loss: object) -> None:
+    assert isinstance(loss, Loss)
+    loss.tensor()
 
 
 def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -36,12 +36,14 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.ir.instructions import WORD
+from dtensor.numerics import ReduceOp, rest_of
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
     TransferPlan,
     box_of,
     holders_of,
 )
+from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of
 
 
@@ -75,9 +77,10 @@ def shard_from(
 ) -> torch.Tensor:
     """The shard of rank ``index`` of the target's mesh, from its pieces in the plan's order."""
     box = box_of(plan.target, index)
+    op = _pending_op(plan)
     mine = [p for p in plan.pieces if p.target_rank == plan.target_ranks[index]]
     wheres = tuple(positions(box, piece.ranges) for piece in mine)
-    return joined(shape_of(box), wheres, plan.target.dtype, device, *blocks)[0]
+    return joined(shape_of(box), wheres, plan.target.dtype, device, op, *blocks)[0]
 
 
 def cut(wheres: Sequence[Where], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -90,11 +93,12 @@ def joined(
     wheres: Sequence[Where],
     dtype: torch.dtype,
     device: torch.device,
+    op: ReduceOp,
     *blocks: torch.Tensor,
 ) -> tuple[torch.Tensor]:
-    """A tensor of ``shape`` made of blocks; zeros where there are none."""
+    """A tensor of ``shape`` made of blocks; without any, what adds nothing under ``op``."""
     if not blocks:
-        return (torch.zeros(shape, dtype=dtype, device=device),)
+        return (rest_of(torch.zeros(shape, dtype=dtype, device=device), op),)
     return (join(blocks, shape, *wheres),)
 
 
@@ -130,7 +134,8 @@ def _rank(
         box = box_of(plan.target, target[rank])
         name = f"join {rank}"
         wheres = tuple(positions(box, p.ranges) for _, p in taken)
-        functions[name] = Function.of(partial(joined, shape_of(box), wheres, dtype, device), name)
+        make = partial(joined, shape_of(box), wheres, dtype, device, _pending_op(plan))
+        functions[name] = Function.of(make, name)
         items.append(Call(name, tuple(_block(i) for i, _ in taken), ("y",), label="transfer"))
         nbytes["y"] = plan.target.local_nbytes(plan.target.mesh.coordinates(target[rank]))
         outputs = ("y",)
@@ -157,6 +162,12 @@ def _agreed(own: RankProgram, active: tuple[int, ...]) -> RankProgram:
         Free(("vote", "votes"), label="transfer"),
     )
     return replace(own, instructions=(*own.instructions, *end))
+
+
+def _pending_op(plan: TransferPlan) -> ReduceOp:
+    """How the target is pending; "sum" where it is not."""
+    ops: list[ReduceOp] = [p.op for p in plan.target.placements if isinstance(p, Partial)]
+    return ops[0] if ops else "sum"
 
 
 def _block(index: int) -> str:

@@ -228,7 +228,7 @@ def cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[t
 
 
 def _parts(x: torch.Tensor, op: str, num: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Random tensors whose sum (max, min) is x."""
+    """Random tensors whose sum (max, min, softmax) is x."""
 
     def noise() -> torch.Tensor:
         if x.dtype.is_floating_point or x.dtype.is_complex:
@@ -241,9 +241,24 @@ def _parts(x: torch.Tensor, op: str, num: int, generator: torch.Generator) -> li
         for part in rest:
             total = total - part
         return [total, *rest]
+    if op == "softmax":
+        return _softmax_parts(x, num, generator)
     owner = torch.randint(0, num, x.shape, generator=generator)
     sign = -1 if op == "max" else 1
     return [torch.where(owner == i, x, x + sign * noise().abs()) for i in range(num)]
+
+
+def _softmax_parts(x: torch.Tensor, num: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Each part has a maximum of its own, one of them that of x, and a share of the sums."""
+    top, total, picked = x.unbind(-1)
+    owner = torch.randint(0, num, top.shape, generator=generator)
+    shares = torch.rand((num, *top.shape), dtype=x.dtype, generator=generator) + 0.1
+    shares /= shares.sum(0)
+    parts: list[torch.Tensor] = []
+    for i, share in enumerate(shares):
+        below = torch.rand(top.shape, dtype=x.dtype, generator=generator).masked_fill(owner == i, 0)
+        parts.append(torch.stack((top - below, total * share * below.exp(), picked * share), -1))
+    return parts
 
 
 def compare(

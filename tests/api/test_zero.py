@@ -70,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.sample("dp2-3", "dp4-3", "dp2_tp2-1", "dp2_tp2-2", "tp2_dp2_mb2-3", "pp2_dp2-3")
 @pytest.mark.parametrize(
     ("case", "level"), [(c, n) for c in CASES for n in (1, 2, 3) if n == 3 or c != "tp2_dp2_mb2"]
 )

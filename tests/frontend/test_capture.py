@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.capture import canonical
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Arg, Const, Grad, ModuleBuffer, Mutation, Param, Tangent
 from dtensor.frontend.marks import annotate
@@ -242,6 +243,79 @@ def per_position(model: nn.Module, x: Tensor) -> Tensor:
 def test_other_losses(fn: Any) -> None:
     torch.manual_seed(0)
     check(fn, (MLP(), torch.randn(2, 3, 16)))
+
+
+LABELS = torch.tensor([[0, 3, -100], [2, 2, 15]])
+
+
+def upcast(model: nn.Module, x: Tensor) -> Tensor:
+    """As the causal models of Hugging Face have it."""
+    logits = model(x).float()
+    labels = F.pad(LABELS, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, 16), labels.view(-1), reduction="sum") / 4
+
+
+def upcast_then_shifted(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x).float()[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, 16), LABELS[..., 1:].reshape(-1))
+
+
+def upcast_and_permuted(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).to(torch.float32).transpose(1, 2), LABELS)
+
+
+def upcast_within_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return upcast(model, x)
+
+
+def upcast_and_read_twice(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x).float()
+    return F.cross_entropy(logits.view(-1, 16), LABELS.view(-1)) + logits.square().mean()
+
+
+def upcast_and_scaled(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x).float()
+    logits /= 0.7
+    return F.cross_entropy(logits.view(-1, 16), LABELS.view(-1))
+
+
+def upcast_of_what_changes(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x)
+    copy = logits.float().view(-1, 16)
+    logits.detach().mul_(0)
+    return F.cross_entropy(copy, LABELS.view(-1))
+
+
+def upcast_and_smoothed(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float().view(-1, 16), LABELS.view(-1), label_smoothing=0.1)
+
+
+NARROW = [upcast, upcast_then_shifted, upcast_and_permuted, upcast_within_autocast]
+WIDE = [upcast_and_read_twice, upcast_and_scaled, upcast_of_what_changes, upcast_and_smoothed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [*NARROW, *WIDE])
+def test_logits_are_read_in_16_bits(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else reads the float32 copy; results and gradients keep their bits."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if fn is upcast_within_autocast else torch.bfloat16
+    model, x = MLP().to(dtype), torch.randn(2, 3, 16).to(dtype)
+    found = check(fn, (model, x), tolerance=2e-2)
+    read = [
+        n.args[0].meta["val"].dtype for n in found.nodes if str(n.target) == "dt.ce_stats.default"
+    ]
+    assert read == (
+        [] if fn is upcast_and_smoothed else [torch.bfloat16 if fn in NARROW else torch.float32]
+    )
+    monkeypatch.setattr(canonical, "_read_narrow", lambda graph, logits: None)
+    plain = capture(fn, (model, x), grads="loss")
+    tangents = {0: torch.ones((), dtype=torch.float32)}
+    got, wanted = (run_graph(g, model, (model, x), tangents) for g in (found, plain))
+    assert got.keys() == wanted.keys() and len(got) > 3
+    for what, value in wanted.items():
+        assert got[what].dtype == value.dtype and torch.equal(got[what], value), what
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dtensor.sharding.ops.attention  # noqa: F401
+from dtensor.numerics import fold
+from dtensor.sharding.ops.cross_entropy import PIECE_ELEMENTS
 from tests.frontend.eager import close
 
 dt = torch.ops.dt
@@ -86,10 +88,10 @@ def rows(n: int = 7, v: int = 10, dtype: torch.dtype = torch.float32) -> tuple[T
 def test_cross_entropy_rows(dtype: torch.dtype) -> None:
     logits, target = rows(dtype=dtype)
     exact = logits.detach().double().requires_grad_()
-    loss, maximum, sumexp = dt.cross_entropy_rows(logits, target, -100)
+    loss, stats = dt.cross_entropy_rows(logits, target, -100)
     want = F.cross_entropy(exact, target, reduction="none")
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
-    assert loss.dtype == maximum.dtype == sumexp.dtype == accumulation
+    assert loss.dtype == stats.dtype == accumulation
     close(loss.double(), want, 1e-6)
     cotangent = torch.randn(want.shape, dtype=torch.float64)
     got = torch.autograd.grad(loss, logits, cotangent.to(loss.dtype))[0]
@@ -108,7 +110,7 @@ SPLITS: list[list[list[int]]] = [
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_cross_entropy_over_a_split_vocabulary(split: list[list[int]]) -> None:
-    """Three reductions of one number per row, and a backward without any."""
+    """One reduction of three numbers per row, and a backward without any."""
     logits, target = rows()
     want = F.cross_entropy(logits, target, reduction="none")
     cotangent = torch.randn(7)
@@ -119,16 +121,47 @@ def test_cross_entropy_over_a_split_vocabulary(split: list[list[int]]) -> None:
         [c for a, b in zip(s[::2], s[1::2], strict=True) for c in range(a, b)] for s in intervals
     ]
     shards = [whole[:, c] for c in columns]
-    maximum = torch.stack([dt.ce_max(x) for x in shards]).amax(0)
-    sumexp = torch.stack([dt.ce_sumexp(x, maximum) for x in shards]).sum(0)
-    picked = torch.stack(
-        [dt.ce_target(x, target, -100, s) for x, s in zip(shards, intervals, strict=True)]
-    ).sum(0)
-    close(dt.ce_loss(maximum, sumexp, picked, target, -100, 10), want.detach())
+    parts = [dt.ce_stats(x, target, -100, s) for x, s in zip(shards, intervals, strict=True)]
+    stats = fold(parts, "softmax")
+    close(dt.ce_loss(stats, target, -100, 10), want.detach())
     got = torch.empty(7, 10)
     for x, s, c in zip(shards, intervals, columns, strict=True):
-        got[:, c] = dt.ce_backward(cotangent, x, maximum, sumexp, target, -100, s)
+        got[:, c] = dt.ce_backward(cotangent, x, stats, target, -100, s)
     close(got, expected)
+
+
+def test_a_masked_piece_of_the_vocabulary_adds_nothing() -> None:
+    """As where the padding of a vocabulary is set to -inf, or a rank has none of it."""
+    logits, target = rows()
+    whole = torch.cat([logits.detach(), torch.full((7, 5), -torch.inf)], 1)
+    pieces = ([0, 10], [10, 15], [15, 15])
+    stats = fold([dt.ce_stats(whole[:, a:b], target, -100, [a, b]) for a, b in pieces], "softmax")
+    assert torch.equal(stats, dt.ce_stats(logits.detach(), target, -100))
+    assert torch.equal(stats, dt.ce_stats(whole, target, -100))
+    ones = torch.ones(7)
+    got = [dt.ce_backward(ones, whole[:, a:b], stats, target, -100, [a, b]) for a, b in pieces]
+    wanted = dt.ce_backward(ones, logits.detach(), stats, target, -100)
+    assert torch.equal(torch.cat(got, 1), torch.cat([wanted, torch.zeros(7, 5)], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
+    """Several pieces of rows, the last one shorter; and the plain form of the whole at once."""
+    v = 3001
+    n = 2 * (PIECE_ELEMENTS // v) + 5
+    logits, target = rows(n, v, dtype)
+    x = logits.detach()
+    stats = dt.ce_stats(x, target, -100)
+    maximum = x.amax(1, keepdim=True).to(stats.dtype)
+    assert torch.equal(stats[:, 1], (x - maximum).exp().sum(1))
+    assert torch.equal(
+        stats, torch.cat([dt.ce_stats(x[i : i + 1], target[i : i + 1], -100) for i in range(n)])
+    )
+    grad = torch.rand(n).to(stats.dtype)
+    hot = F.one_hot(target.clamp(0), v).to(stats.dtype)
+    plain = ((x - maximum).exp() / stats[:, 1:2] - hot) * grad[:, None]
+    plain[target == -100] = 0
+    assert torch.equal(dt.ce_backward(grad, x, stats, target, -100), plain.to(dtype))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -152,21 +185,19 @@ def test_a_target_out_of_range_raises() -> None:
 def test_intervals_must_fill_the_local_dim() -> None:
     logits, target = rows()
     with pytest.raises(ValueError, match=r"hold 4 indices, but the local dim has 10"):
-        dt.ce_target(logits, target, -100, [0, 4])
+        dt.ce_stats(logits, target, -100, [0, 4])
 
 
-@pytest.mark.parametrize("op", ["rows", "max", "sumexp", "target", "loss", "count", "backward"])
+@pytest.mark.parametrize("op", ["rows", "stats", "loss", "count", "backward"])
 def test_cross_entropy_ops_keep_the_rules_of_operators(op: str) -> None:
     logits, target = rows()
-    x, n = logits.detach(), torch.rand(7) + 1
+    x, n, stats = logits.detach(), torch.rand(7) + 1, torch.rand(7, 3) + 1
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "rows": (dt.cross_entropy_rows, (logits, target, -100)),
-        "max": (dt.ce_max, (x,)),
-        "sumexp": (dt.ce_sumexp, (x, n)),
-        "target": (dt.ce_target, (x, target, -100, [0, 4, 6, 12])),
-        "loss": (dt.ce_loss, (n, n, n, target, -100, 10)),
+        "stats": (dt.ce_stats, (x, target, -100, [0, 4, 6, 12])),
+        "loss": (dt.ce_loss, (stats, target, -100, 10)),
         "count": (dt.ce_count, (target, -100)),
-        "backward": (dt.ce_backward, (n, x, n, n, target, -100, [0, 4, 6, 12])),
+        "backward": (dt.ce_backward, (n, x, stats, target, -100, [0, 4, 6, 12])),
     }
     function, args = calls[op]
     torch.library.opcheck(function.default, args)

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
 @pytest.mark.slow
+@pytest.mark.sample("vit-ViTForImageClassification", "wav2vec2-Wav2Vec2ForSequenceClassification")
 @pytest.mark.parametrize(
     ("family", "model"),
     [
@@ -45,7 +46,7 @@ def test_family(family: str, model: str) -> None:
 @pytest.mark.slow
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss whose backward does not know which columns of the vocabulary a rank holds."""
-    wrong = pattern("n, n v, n, n, n -> n v", linear=((0,),))
+    wrong = pattern("n, n v, n k!, n -> n v", linear=((0,),))
     monkeypatch.setitem(registry._BUILDERS, "dt.ce_backward.default", wrong)
     record = judge("llama")
     assert record.verdict == "wrong"

@@ -54,7 +54,7 @@ from dtensor.testing.oracle import cut
 STEPS = 6
 SMALL = Topology(latency=0.0, bandwidth=1e6)
 """Bytes alone count, so that small tensors show which path sends fewest."""
-SUM, MAX, MIN = Partial("sum"), Partial("max"), Partial("min")
+SUM, MAX, MIN, SOFTMAX = Partial("sum"), Partial("max"), Partial("min"), Partial("softmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Family:
     mesh: Mesh
     shape: tuple[int, ...]
     kinds: tuple[Placement, ...]
+    dtype: torch.dtype = torch.int64
 
     def specs(self) -> list[TensorSpec]:
         """All combinations, with two axes on a dim in each order; what fits the shape."""
@@ -73,8 +74,8 @@ class Family:
             for order in itertools.permutations(self.mesh.axes):
                 try:
                     pins = {axis: stated[axis] for axis in order}
-                    spec = make_spec(self.shape, torch.int64, self.mesh, pins)
-                except PlanningError:  # units that do not fit the pieces of the major axis
+                    spec = make_spec(self.shape, self.dtype, self.mesh, pins)
+                except PlanningError:  # units that do not fit; a last dim that must be whole
                     continue
                 found[spec] = None
         return list(found)
@@ -84,6 +85,8 @@ SHARDS = (Shard(0), Shard(1), Shard(0, blocks=3), Shard(0, blocks=(8, 4)), Shard
 KINDS: tuple[Placement, ...] = (REPLICATE, SUM, *SHARDS, Shard(0, blocks=3, unit=2))
 UNEVEN: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1), Shard(0, blocks=(4, 3)))
 FEW: tuple[Placement, ...] = (REPLICATE, SUM, Shard(0), Shard(1))
+
+TRIPLES: tuple[Placement, ...] = (REPLICATE, SOFTMAX, Shard(0), Shard(1))
 
 FAMILIES = (
     Family(Mesh(a=2), (12, 5), (*KINDS, MAX, MIN)),
@@ -97,6 +100,8 @@ FAMILIES = (
     Family(Mesh(a=3, b=2), (2, 3), FEW),  # most ranks hold nothing
     Family(Mesh(a=2, b=2, c=2), (8, 6), FEW),
     Family(Mesh(a=2, b=2, c=2), (7, 5), FEW),
+    Family(Mesh(a=3), (7, 3), TRIPLES, torch.float64),
+    Family(Mesh(a=2, b=2), (5, 3), TRIPLES, torch.float64),
 )
 
 
@@ -132,13 +137,14 @@ def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[tor
 
 def check_values(src: TensorSpec, dst: TensorSpec, rng: torch.Generator) -> None:
     """Pending sources are fed as random parts that are nowhere zero; whole numbers are exact."""
-    x = torch.randint(-99, 99, src.shape, generator=rng)
+    x = torch.randint(-99, 99, src.shape, generator=rng).to(src.dtype)
+    same_values = torch.equal if src.dtype == torch.int64 else torch.allclose
     found = run(src, dst, cut(x, src, rng))
-    assert torch.equal(assemble(found, dst), x), f"{src} -> {dst}"
+    assert same_values(assemble(found, dst), x), f"{src} -> {dst}"
     if not any(isinstance(p, Partial) for p in dst.placements):
         for rank, shard in enumerate(found):
             expected = shard_of(x, dst, src.mesh.coordinates(rank))
-            assert torch.equal(shard, expected), f"{src} -> {dst}, rank {rank}"
+            assert same_values(shard, expected), f"{src} -> {dst}, rank {rank}"
 
 
 def stated(spec: TensorSpec) -> dict[str, Placement]:
@@ -181,10 +187,12 @@ class Search:
         ]
         self.every: list[TensorSpec] = []
         for placements in itertools.product(*occurring):
-            if len({p.op for p in placements if isinstance(p, Partial)}) < 2:
-                self.every.append(
-                    TensorSpec(specs[0].shape, specs[0].dtype, mesh, tuple(placements))
-                )
+            if len({p.op for p in placements if isinstance(p, Partial)}) > 1:
+                continue
+            split = {p.dim for p in placements if isinstance(p, Shard)}
+            if SOFTMAX in placements and 1 in split:
+                continue
+            self.every.append(TensorSpec(specs[0].shape, specs[0].dtype, mesh, tuple(placements)))
         self.index = {spec.placements: i for i, spec in enumerate(self.every)}
         self.edges: list[list[tuple[int, float, int]]] = [[] for _ in self.every]
         for k, axis in enumerate(mesh.axes):
@@ -232,8 +240,10 @@ def _step_seconds(src: TensorSpec, dst: TensorSpec, axis: str, topology: Topolog
     item = src.dtype.itemsize
     copied = topology.compute_seconds(flops=0, bytes_moved=max(map(len, held(dst))) * item)
     match before, after:
-        case (Replicate(), Shard()) | (Replicate(), Partial("sum")):
+        case (Replicate(), Shard()) | (Replicate(), Partial("sum" | "softmax")):
             return copied
+        case Partial("softmax"), Shard(1):  # of two dims the last
+            return None
         case Shard(), Shard() if same(before, after, src.shape, num):
             return 0.0
         case Shard(), Shard():
@@ -283,7 +293,7 @@ def check_price(src: TensorSpec, dst: TensorSpec, best: Best, topology: Topology
         assert price == least, f"{src} -> {dst}: a path where there is none"
         return "no path"
     whole = TensorSpec(src.shape, src.dtype, src.mesh, (REPLICATE,) * len(src.mesh.axes))
-    if not any(isinstance(p, Partial) and p.op != "sum" for p in dst.placements):
+    if not any(isinstance(p, Partial) and p.op in ("max", "min") for p in dst.placements):
         through = seconds(src, whole, topology, whole=True)
         through += seconds(whole, dst, topology, whole=True)
         assert price <= through * (1 + 1e-9), f"{src} -> {dst}: dearer than gather, then slice"

@@ -220,16 +220,16 @@ def test_uneven_and_empty_shards_get_their_own_sizes() -> None:
 def test_vocabulary_intervals_reach_the_op() -> None:
     mesh = Mesh(tp=2)
     call = OpCall(
-        target=dt.ce_target.default,
+        target=dt.ce_stats.default,
         args=(Operand(0), Operand(1), -100),
         operands=(Meta((4, 6), F32), Meta((4,), torch.int64)),
-        results=(Meta((4,), F32),),
+        results=(Meta((4, 3), F32),),
     )
     rule = rule_for(call)
     split = rule.apply({"v": FactorSharding((6,))}, 2)
-    assert split is not None and split.results == (Partial("sum"),)
+    assert split is not None and split.results == (Partial("softmax"),)
     specs = (parse("f32[4,6@tp]", mesh), parse("i64[4]", mesh))
-    local = Local(specs, (parse("f32[4]{sum@tp}", mesh),), {"tp": 1})
+    local = Local(specs, (parse("f32[4,3]{softmax@tp}", mesh),), {"tp": 1})
     assert rule.local_call(call, local).args[2:] == (-100, [3, 6])
 
 

@@ -15,7 +15,7 @@ from dtensor.runtime.between_meshes import transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
-    is_zero,
+    is_neutral,
     plan_transfer,
 )
 from dtensor.sharding.redistribute.topology import Topology
@@ -72,7 +72,7 @@ def lacking(plan: TransferPlan, index: int) -> int:
     for n in shape_of(wanted):
         total *= n
     rank = plan.target_ranks[index]
-    if is_zero(plan.target, index):
+    if is_neutral(plan.target, index):
         return 0
     if plan.distinct or rank not in plan.source_ranks:
         return total

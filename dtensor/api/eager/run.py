@@ -2,9 +2,9 @@
 
     execute(aten.mul.Tensor, (x, 2.0), {})  ->  Ran(values=(Value,), planned=...)
 
-The key of the cache is the op, its arguments without tensors, and how each operand is held and
-seen; a plan serves every session, a loaded program one. A run is a call of the session's cluster
-that nobody waits for: its results stay on the ranks under fresh names.
+The key of the cache is the op, its arguments without tensors, how each operand is held and seen,
+and which kernels are registered; a plan serves every session, a loaded program one. A run is a call
+of the session's cluster that nobody waits for: its results stay on the ranks under fresh names.
 
 Invariants: operands belong to one session and one mesh. What would be sent without being told is
 reported (policy.py) before anything runs. A failure names the user's line.
@@ -40,11 +40,12 @@ from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
+from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Partial, Placement
+from dtensor.sharding.spec.placements import PARTIAL, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 MAX_PROGRAMS = 4096
@@ -123,7 +124,8 @@ def execute(
     reads = [_read(x, mesh, whole=target is None or x is write) for x in call.operands]
     held = tuple((r.layout, r.view) for r in reads)
     at = None if write is None else call.places[id(write)]
-    whole = (key, held, at, None if pinned is None else tuple(pinned.items()), mesh)
+    pins = None if pinned is None else tuple(pinned.items())
+    whole = (key, held, at, pins, mesh, current())
     entry = _entries.get(whole)
     if entry is None and call.numbers:
         entry = _entries.get((whole, tuple(map(repr, call.numbers))))
@@ -353,8 +355,8 @@ def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
 
 
 def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
-    """A view of a pending value is pending: every view is linear."""
-    return {axis: p for axis, p in spec.sharding.items() if isinstance(p, Partial)}
+    """A view of a pending sum is pending: every view is linear. Others are reduced for it."""
+    return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
 
 
 def fetch(value: Value) -> list[torch.Tensor]:

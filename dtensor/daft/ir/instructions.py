@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 
-from dtensor.numerics import DTYPE_NAMES, DTYPES, OPS, ReduceOp, can_fold
+from dtensor.numerics import DTYPE_NAMES, DTYPES, OPS, ReduceOp, are_triples
 
 Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Op: TypeAlias = ReduceOp
@@ -149,13 +149,8 @@ class Collective:
                 f"{self.kind} {'needs an op of ' + str(OPS) if reduces else 'takes no op'}, "
                 f"got {self.op!r}."
             )
-        if self.op is not None:
-            for buffer in (*self.in_buffers, *self.out_buffers):
-                if not can_fold(self.op, buffer.shape, buffer.dtype):
-                    raise ValueError(
-                        f"{self.kind}.{self.op} needs buffers with a last dim of size 3, of f32 or "
-                        f"f64, got {buffer}."
-                    )
+        if self.op == "softmax":
+            self._check_triples()
         if len(self.inputs) != len(self.in_buffers) or len(self.outputs) != len(self.out_buffers):
             raise ValueError(
                 f"{self.kind} needs one buffer per value, got {len(self.inputs)} inputs with "
@@ -167,6 +162,14 @@ class Collective:
                 f"The members of {self.kind} must know its sizes before it runs, got "
                 f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
             )
+
+    def _check_triples(self) -> None:
+        for buffer in (*self.in_buffers, *self.out_buffers):
+            if not are_triples(buffer.shape, buffer.dtype):
+                raise ValueError(
+                    f"{self.kind}.softmax needs buffers with a last dim of size 3, of f32 or f64, "
+                    f"got {buffer}."
+                )
 
 
 @dataclass(frozen=True, slots=True)

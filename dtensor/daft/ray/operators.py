@@ -43,6 +43,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
+from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
@@ -87,7 +88,7 @@ class Needed:
                 waiting.append(value.name())
             elif isinstance(value, FunctionType) and not _is_known_module(value.__module__):
                 functions = True
-                waiting += _pickled(value)[1]
+                waiting += _names_in(value)
         found: dict[str, OpOrigin] = {}
         while waiting:
             name = waiting.pop()
@@ -300,6 +301,18 @@ class _Pickler(_cloudpickle.Pickler):
                 if _C._get_operation_overload(f"{space}::{op}", "") is not None:
                     self.ops.append(f"{space}::{op}")
         return super().reducer_override(obj)
+
+
+def _names_in(function: FunctionType) -> list[str]:
+    """The ops that a function names, which the program calls as it is."""
+    try:
+        return _pickled(function)[1]
+    except Exception as error:  # whatever it refers to may raise as it pickles
+        raise ProgramError(
+            f"The program calls {function.__qualname__}, which does not pickle: "
+            f"{type(error).__name__}: {error}\n"
+            f"fix: define it in a module that the actors can import"
+        ) from error
 
 
 def _pickled(function: FunctionType) -> tuple[bytes, list[str]]:

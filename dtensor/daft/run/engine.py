@@ -27,7 +27,6 @@ that owns the table does both.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias, assert_never
@@ -49,8 +48,9 @@ from dtensor.daft.ir.instructions import (
     key_of,
     outputs_of,
 )
-from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
+from dtensor.daft.run.stamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
 from dtensor.daft.run.undone import (
     Fault,
@@ -62,19 +62,12 @@ from dtensor.daft.run.undone import (
 )
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
 
-TIMES = "daft.times"
-"""Output of a timed run: for each instruction of the rank (its index, begin, end), in seconds of
-the host's monotonic clock."""
-
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
 """Where a value is: the table that it is in, and its key there."""
 Inputs: TypeAlias = dict[int, dict[str, object]]
 """Values fed to each rank. A run takes them out, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
-Times: TypeAlias = dict[int, list[tuple[int, float, float]]]
-"""By rank, (index, begin, end) of its instructions."""
-
 
 CPU = torch.device("cpu")
 
@@ -114,6 +107,8 @@ class Engine:
         self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
         self._undoable = _undoable(program, ranks)
         self._leaks = _communicates(program) and not _commits(program)
+        self._stamps: Stamps | None = None  # of timed runs
+        self._stamped: list[Step] = []
         # of the run under way
         self._running = self._steps
         self._keeps = False
@@ -130,21 +125,30 @@ class Engine:
     ) -> dict[int, dict[str, object]] | Undone:
         """Run all steps; `counter[0]` (if given) is always the position of the current one.
 
-        ``timed``: the results have `TIMES` too. ``keeps``: some stay here for later runs.
+        ``timed``: the results have those of `Stamps` too. ``keeps``: some stay here for later runs.
         """
         ranks = tuple(inputs)
-        times: Times = {rank: [] for rank in ranks}
-        steps = [*map(timing(times), self.sites, self._steps)] if timed else self._steps
-        self.begin(inputs, steps, keeps=keeps)
+        self.begin(inputs, self._timed_steps() if timed else None, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
         counter[0] = 0
         self._go(self._order, counter)
         results = self.finish(ranks)
-        if timed and not isinstance(results, Undone):
+        if timed and self._stamps is not None and not isinstance(results, Undone):
             for rank in ranks:
-                results[rank][TIMES] = times[rank]
+                results[rank] |= self._stamps.taken(rank)
         return results
+
+    def _timed_steps(self) -> list[Step]:
+        if self._stamps is None:
+            functions = {name: self._functions[name] for name in self._built}
+            stamps = self._stamps = Stamps(functions, self._device)
+            for site, step in zip(self.sites, self._steps, strict=True):
+                if isinstance(call := instruction_at(self.program, site), Call):
+                    step = self._prepare_call(site[0], call, stamps.built[call.fn])
+                self._stamped.append(stamps.timed(site, step))
+        self._stamps.begin()
+        return self._stamped
 
     def begin(
         self, inputs: Inputs, steps: list[Step] | None = None, *, keeps: bool = False
@@ -229,7 +233,7 @@ class Engine:
         instruction = instruction_at(self.program, site)
         match instruction:
             case Call():
-                return self._prepare_call(rank, instruction)
+                return self._prepare_call(rank, instruction, self._built[instruction.fn])
             case Send() | Recv() | Collective():
                 return self._prepare_start(site, instruction)
             case Wait():
@@ -304,8 +308,7 @@ class Engine:
                     pass
         return frozenset(found)
 
-    def _prepare_call(self, rank: int, call: Call) -> Step:
-        fn = self._built[call.fn]
+    def _prepare_call(self, rank: int, call: Call, fn: Built) -> Step:
         inputs = [self._place(rank, value) for value in call.inputs]
         outputs = [self._place(rank, value) for value in call.outputs]
 
@@ -405,22 +408,6 @@ def _undoable(program: Program, ranks: Sequence[int]) -> dict[int, int]:
             if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it
                 return dict.fromkeys(ranks, 0)
     return {rank: len(program.ranks[rank].instructions) for rank in ranks}
-
-
-def timing(times: Times) -> Callable[[Site, Step], Step]:
-    """Makes of a step one that notes when it began and ended."""
-
-    def timed(site: Site, step: Step) -> Step:
-        rank, index = site
-
-        def run() -> None:
-            begin = time.monotonic()
-            step()
-            times[rank].append((index, begin, time.monotonic()))
-
-        return run
-
-    return timed
 
 
 def describe(program: Program, site: Site, reason: str, line: str | None = None) -> Failure:

@@ -2,6 +2,7 @@
 
     x[mask] = value                        ->  x.copy_(where(mask, value, x))
     attention(q, k, v) with a view of it   ->  the same, laid out as torch's kernel lays it out
+    cross_entropy(x.float().view(n, v))    ->  cross_entropy(x.view(n, v)), x of 16 bits
 
 Invariants: values are unchanged. New nodes carry the line and module of the node that they replace.
 Not here: the rewrites that all programs need (canonical.py).
@@ -9,12 +10,14 @@ Not here: the rewrites that all programs need (canonical.py).
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from dtensor.frontend.graph import USERS_META, Writer, bound
+from dtensor.numerics import is_narrow
 
 aten = torch.ops.aten
 
@@ -54,6 +57,57 @@ def keep_layout(graph: fx.Graph, node: fx.Node) -> None:
     for new in (across, dense, back):
         new.meta.update({k: node.meta[k] for k in USERS_META if k in node.meta})
     node.replace_all_uses_with(back, delete_user_cb=users.__contains__)
+
+
+def read_narrow(graph: fx.Graph, found: Any) -> None:
+    """Where the logits of a cross entropy are (views of) a float32 copy that nothing else reads, it
+    reads the original: its statistics are float32 anyway.
+
+    Not where anything is written in place later: the original might be read after that.
+    """
+    views: list[fx.Node] = []
+    while isinstance(found, fx.Node) and found.target in _VIEWS and len(found.users) == 1:
+        views.append(found)
+        found = found.args[0]
+    if not isinstance(found, fx.Node) or found.target is not aten.to.dtype or len(found.users) > 1:
+        return
+    original = found.args[0]
+    assert isinstance(original, fx.Node)
+    dtype = original.meta["val"].dtype
+    if not is_narrow(dtype) or found.meta["val"].dtype != torch.float32 or _writes_after(found):
+        return
+    found.replace_all_uses_with(original)
+    graph.erase_node(found)
+    for view in views:
+        view.meta["val"] = view.meta["val"].to(dtype)
+
+
+_VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.permute.default,
+    aten.transpose.int,
+}
+
+
+def _writes_after(node: fx.Node) -> bool:
+    """Whether an op after it may change what it read."""
+    later = node.next
+    while later.op != "output":
+        if isinstance(later.target, torch._ops.OpOverload):
+            if later.target._schema.is_mutable:
+                return True
+        elif later.op == "call_function" and later.target is not operator.getitem:
+            return True  # a region with a graph of its own
+        later = later.next
+    return False
 
 
 def _is_viewed(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@
     add.Scalar, sub.Scalar, mul.Scalar, div.Scalar ->  add.Tensor(x, number), ...
     slice(x, -1, 2, None)                          ->  slice(x, dim, start, stop, step), resolved
     cat([x, empty])                                ->  x
-    cross_entropy_rows(logits, target)             ->  ce_max, ce_sumexp, ce_target, ce_loss
+    cross_entropy_rows(logits, target)             ->  ce_stats, ce_loss
 
 and orders the sums in which gradients are accumulated (`order_sums`): products of matrices first.
 
@@ -198,16 +198,12 @@ def _rewrite_rows(node: fx.Node, call: Callable[..., fx.Node]) -> None:
     logits, target, ignore_index = node.args
     assert isinstance(logits, fx.Node)
     num_classes = int(logits.meta["val"].shape[1])
-    maximum = call(dt.ce_max.default, logits)
-    sumexp = call(dt.ce_sumexp.default, logits, maximum)
-    picked = call(dt.ce_target.default, logits, target, ignore_index)
-    loss = call(dt.ce_loss.default, maximum, sumexp, picked, target, ignore_index, num_classes)
-    val = node.meta["val"][0]
-    for new in (maximum, sumexp, picked, loss):
-        new.meta["val"] = val
+    stats = call(dt.ce_stats.default, logits, target, ignore_index)
+    loss = call(dt.ce_loss.default, stats, target, ignore_index, num_classes)
+    loss.meta["val"], stats.meta["val"] = node.meta["val"]
     for user in list(node.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with((loss, maximum, sumexp)[int(user.args[1])])  # type: ignore[arg-type]
+        user.replace_all_uses_with((loss, stats)[int(user.args[1])])  # type: ignore[arg-type]
 
 
 def _input(node: fx.Node) -> fx.Node:

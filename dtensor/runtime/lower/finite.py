@@ -10,8 +10,8 @@ A NaN is always reported, with the operands that hold one already: the first op 
 the batch or of a weight names it. An Inf is reported where the op made it: where no operand holds
 one, and none is written in the call, as in masks that are filled with -inf. An operand's number
 that is the largest of its dtype counts as one (`torch.finfo(dtype).min`): sums of such masks
-overflow on purpose. A pending max or min has Inf for what a rank has not. A log of 0 that is wanted
-needs ``detect_nan="nan"``, which looks for NaN alone.
+overflow on purpose. A pending max, min or softmax has Inf for what a rank has not. A log of 0 that
+is wanted needs ``detect_nan="nan"``, which looks for NaN alone.
 
 Not here: what a collective makes of finite parts, or an optimizer: the next op that reads it tells.
 """
@@ -78,7 +78,7 @@ def _floats(value: object) -> Iterator[float]:
 
 def _pending_extremes(step: Compute) -> bool:
     placements = (p for spec in step.result_specs if spec for p in spec.sharding.values())
-    return any(isinstance(p, Partial) and p.op in ("max", "min") for p in placements)
+    return any(isinstance(p, Partial) and p.op != "sum" for p in placements)
 
 
 # -- on a rank -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ the program cannot hang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
 from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
+from dtensor.kernels.registry import check_made
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
@@ -148,7 +149,7 @@ def lower_rank(b: RankBuilder) -> RankProgram:
 class _Walk:
     b: RankBuilder
     sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
-    gathers: dict[str, moves.Gather] = field(default_factory=dict)  # started; by value
+    started: dict[str, moves.Started] = field(default_factory=dict)  # not finished; by value
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
 
     def action(self, action: Action) -> None:
@@ -157,34 +158,38 @@ class _Walk:
         b.microbatch = action.microbatch
         b.close()
         b.posted, b.began = b.began, len(b.instructions)
-        steps = b.shared.actions.steps(action.kind, action.stage)
-        self.steps(steps, action.stage)
+        steps, late = b.shared.overlapped(action.kind, action.stage)
+        self.steps(steps, action.stage, late)
+        self._finish(tuple(name for step in steps for name, _ in results_of(step)))
         step_end.accumulate(b, action, self.owned)
         b.close()
 
-    def steps(self, steps: Sequence[Step], stage: int | None = None) -> None:
+    def steps(
+        self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
+    ) -> None:
+        """``late``: the ids of those that are waited for before their results are read."""
         b = self.b
         for step in steps:
-            self._finish_gathers(operands_of(step))
+            self._finish(operands_of(step))
+            started = None
             match step:
                 case Compute():
                     self._compute(step)
                 case Convert():
-                    moves.convert(b, step)
+                    started = moves.convert(b, step, wait=id(step) not in late)
                 case Transfer():
                     sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
                 case Bucket() if not step.in_place:
-                    started = moves.bucket(b, step)
-                    if started is not None:
-                        for name in step.results:
-                            self.gathers[b.value(name)] = started
+                    started = moves.bucket(b, step, wait=id(step) not in late)
                 case TieSum():
                     step_end.tie_sum(b, step)
                 case Norm():
                     step_end.norm(b, step)
                 case Accumulate() | Update() | Bucket():
                     continue  # accumulation follows its action; updates are one call, at the end
+            if started is not None:
+                self.started |= {b.value(name): started for name, _ in results_of(step)}
             b.price(step)
 
     def finish(self) -> dict[str, str]:
@@ -219,19 +224,23 @@ class _Walk:
         code = b.short_segment().code
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
-        code.call(call, step.operands, step.results, source)
+        kernel = code.call(call, step.operands, step.results, source)
+        if kernel is not None and not kernel.ours:
+            names = [name for name, _ in results_of(step)]
+            wanted = [(spec.local_shape(b.here), spec.dtype) for _, spec in results_of(step)]
+            code.apply(check_made, [names], (), kernel.name, wanted, source=source)
         if b.roles.detect_nan:
             finite.watch(code, step, call, source, b.roles.detect_nan)
         for name, spec in results_of(step):
             b.record(name, spec)
 
-    def _finish_gathers(self, values: Sequence[str]) -> None:
-        """Complete the gathers that make these plan values."""
-        for value in values if self.gathers else ():
-            started = self.gathers.get(self.b.value(value))
+    def _finish(self, values: Sequence[str]) -> None:
+        """Complete what has been started and makes these plan values."""
+        for value in values if self.started else ():
+            started = self.started.get(self.b.value(value))
             if started is not None:
                 moves.finish(self.b, started)
-                self.gathers = {v: g for v, g in self.gathers.items() if g is not started}
+                self.started = {v: s for v, s in self.started.items() if s is not started}
 
     def wait_sends(self, step: int | None) -> None:
         """Complete the sends whose receives start at earlier steps; all of them for None.
@@ -266,7 +275,9 @@ def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, .
             name = b.functions.add(item.code, _function_name(b, item), tuple(made))
             writes = tuple(b.place(item, n) for n in item.writes)
             source, outputs = item.code.user_lines(), tuple(made.values())
-            call = Call(name, reads[number], outputs, writes, label=item.label, source=source)
+            kernels = item.code.kernel_names()
+            label = f"{item.label}: {kernels}" if kernels else item.label
+            call = Call(name, reads[number], outputs, writes, label=label, source=source)
             final.append(call)
         else:
             final.append(item)

@@ -1,17 +1,21 @@
 """Cross entropy as a short chain of ops, each with a rule of one line.
 
-    m = ce_max(logits[n v])                  [n]    contracted with max over v
-    z = ce_sumexp(logits, m)                 [n]    contracted with sum
-    y = ce_target(logits, target[n])         [n]    contracted with sum: the target's logit
-    loss = ce_loss(m, z, y, target)          [n]    elementwise: log(z) + m - y, 0 where ignored
-    count = ce_count(target)                 []     contracted with sum: the divisor of a mean
-    d = ce_backward(grad[n], logits, m, z, target)  [n v]   nothing contracted
+    stats = ce_stats(logits[n v], target[n])                     [n 3]    contracted with softmax
+    loss = ce_loss(stats, target)                                [n]      0 where ignored
+    count = ce_count(target)                                     []       the divisor of a mean
+    d = ce_backward(grad[n], logits, stats, target)              [n v]    nothing contracted
 
-A split vocabulary so costs three reductions of one number per row forward and none backward.
-`cross_entropy_rows` is the whole chain as one autograd unit; capture takes it apart.
+A row's statistics are the maximum m, the sum s of exp(logit - m) and the target's logit t; its loss
+is log(s) + m - t. Those of parts of a vocabulary fold to those of the whole (`numerics.fold`), so a
+split vocabulary costs one reduction of three numbers per row forward and none backward, and each
+direction reads the logits once (the maximum trick of Milakov and Gimelshein 2018,
+arXiv:1805.02867). `cross_entropy_rows` is the whole chain as one autograd unit; capture takes it
+apart.
 
-Invariants: `m`, `z`, `y` and the loss are float32 for half dtypes; an ignored target has zero loss
-and zero gradient; a target outside `[0, num_classes)` raises, for which a GPU is waited for.
+Invariants: statistics and loss are float32 for half dtypes, and no float32 copy of the logits is
+kept; an ignored target has zero loss and zero gradient; a target outside `[0, num_classes)` raises,
+for which a GPU is waited for. On a CPU rows go through a few at a time, so that what is made of
+them stays in the cache: each has the bits that it has alone.
 Not here: class weights, label smoothing, targets that are probabilities.
 """
 
@@ -21,51 +25,54 @@ Not here: class weights, label smoothing, targets that are probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtensor.numerics import accumulation_dtype
+from dtensor.numerics import accumulation_dtype, rest_of
 from dtensor.sharding.ops.library import LIBRARY, define, local_index
 
-
-def _rows(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=accumulation_dtype(logits.dtype))
+PIECE_ELEMENTS = 1 << 17  # of the logits: half a megabyte in float32
 
 
-def _ce_max(logits: Tensor) -> Tensor:
-    if logits.shape[1] == 0:
-        return torch.full_like(_rows(logits), float("-inf"))
-    return logits.amax(1).to(accumulation_dtype(logits.dtype))
+def _row_pieces(logits: Tensor) -> Iterator[slice]:
+    n, v = logits.shape
+    rows = max(1, PIECE_ELEMENTS // max(1, v)) if logits.device.type == "cpu" else max(1, n)
+    return (slice(i, i + rows) for i in range(0, n, rows))
 
 
-def _ce_sumexp(logits: Tensor, maximum: Tensor) -> Tensor:
-    return (logits - maximum[:, None]).exp_().sum(1)
+def _empty_rows(logits: Tensor, *more: int) -> Tensor:
+    shape = (logits.shape[0], *more)
+    return logits.new_empty(shape, dtype=accumulation_dtype(logits.dtype))
 
 
-def _ce_target(
+def _ce_stats(
     logits: Tensor, target: Tensor, ignore_index: int, vocab: Sequence[int] = ()
 ) -> Tensor:
     here, local = local_index(target, vocab, logits.shape[1])
     here &= target != ignore_index
+    stats = _empty_rows(logits, 3)
     if logits.shape[1] == 0:
-        return torch.zeros_like(_rows(logits))
-    picked = logits.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
-    return torch.where(here, picked, 0).to(accumulation_dtype(logits.dtype))
+        return rest_of(stats, "softmax")
+    for rows in _row_pieces(logits):
+        piece = logits[rows]
+        maximum = piece.amax(1, keepdim=True).to(stats.dtype)
+        total = (piece - maximum).exp_().sum(1, keepdim=True)
+        # a piece of a vocabulary may be masked as a whole, and -inf - -inf is no number
+        total.masked_fill_(maximum == -math.inf, 0)
+        picked = piece.gather(1, torch.where(here[rows], local[rows], 0)[:, None])
+        picked = torch.where(here[rows, None], picked, 0).to(stats.dtype)
+        torch.cat((maximum, total, picked), 1, out=stats[rows])
+    return stats
 
 
-def _ce_loss(
-    maximum: Tensor,
-    sumexp: Tensor,
-    target_logit: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    num_classes: int = -1,
-) -> Tensor:
+def _ce_loss(stats: Tensor, target: Tensor, ignore_index: int, num_classes: int = -1) -> Tensor:
+    maximum, total, target_logit = stats.unbind(1)
     used = target != ignore_index
-    loss = torch.where(used, sumexp.log() + maximum - target_logit, 0)
+    loss = torch.where(used, total.log() + maximum - target_logit, 0)
     if num_classes < 0:
         return loss
     wrong = used & ((target < 0) | (target >= num_classes))
@@ -84,42 +91,37 @@ def _ce_count(target: Tensor, ignore_index: int) -> Tensor:
 def _ce_backward(
     grad: Tensor,
     logits: Tensor,
-    maximum: Tensor,
-    sumexp: Tensor,
+    stats: Tensor,
     target: Tensor,
     ignore_index: int,
     vocab: Sequence[int] = (),
 ) -> Tensor:
-    used = target != ignore_index
+    unused = (target == ignore_index)[:, None]
     here, local = local_index(target, vocab, logits.shape[1])
-    here &= used
-    probability = (logits - maximum[:, None]).exp_().div_(sumexp[:, None])
-    if logits.shape[1] > 0:
-        hot = here.to(probability.dtype)[:, None]
-        probability.scatter_add_(1, torch.where(here, local, 0)[:, None], -hot)
-    # `where`, not a product: an ignored row has zero gradient even where grad is infinite (a mean
-    # over no rows).
-    out = torch.where(used[:, None], probability.mul_(grad[:, None]), 0)
-    return out.to(logits.dtype)
+    wide = torch.promote_types(logits.dtype, stats.dtype)
+    hot = torch.where(here, -1.0, 0.0).to(wide)[:, None]
+    local = torch.where(here, local, 0)[:, None]
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    maximum, total, _ = stats.unbind(1)
+    for rows in _row_pieces(logits) if logits.shape[1] else ():
+        piece = logits[rows] - maximum[rows, None]
+        piece.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], hot[rows])
+        # filled in, not multiplied with 0: an ignored row has zero gradient even where grad is
+        # infinite (a mean over no rows)
+        out[rows] = piece.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
+    return out
 
 
 _CE_SCHEMAS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    ("ce_max(Tensor logits) -> Tensor", _ce_max, _rows),
     (
-        "ce_sumexp(Tensor logits, Tensor maximum) -> Tensor",
-        _ce_sumexp,
-        lambda logits, maximum: _rows(logits),
+        "ce_stats(Tensor logits, Tensor target, int ignore_index, int[] vocab=[]) -> Tensor",
+        _ce_stats,
+        lambda logits, *_: _empty_rows(logits, 3),
     ),
     (
-        "ce_target(Tensor logits, Tensor target, int ignore_index, int[] vocab=[]) -> Tensor",
-        _ce_target,
-        lambda logits, target, ignore_index, vocab=(): _rows(logits),
-    ),
-    (
-        "ce_loss(Tensor maximum, Tensor sumexp, Tensor target_logit, Tensor target, "
-        "int ignore_index, int num_classes=-1) -> Tensor",
+        "ce_loss(Tensor stats, Tensor target, int ignore_index, int num_classes=-1) -> Tensor",
         _ce_loss,
-        lambda maximum, *rest: torch.empty_like(maximum),
+        lambda stats, *_: stats.new_empty(stats.shape[:1]),
     ),
     (
         "ce_count(Tensor target, int ignore_index) -> Tensor",
@@ -127,49 +129,42 @@ _CE_SCHEMAS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         lambda target, ignore_index: target.new_empty((), dtype=torch.float32),
     ),
     (
-        "ce_backward(Tensor grad, Tensor logits, Tensor maximum, Tensor sumexp, Tensor target, "
-        "int ignore_index, int[] vocab=[]) -> Tensor",
+        "ce_backward(Tensor grad, Tensor logits, Tensor stats, Tensor target, int ignore_index, "
+        "int[] vocab=[]) -> Tensor",
         _ce_backward,
-        lambda grad, logits, *rest: logits.new_empty(logits.shape),
+        lambda grad, logits, *_: logits.new_empty(logits.shape),
     ),
 )
 for _schema, _run, _fake in _CE_SCHEMAS:
     define(_schema, _run, _fake)
 
 
-def _cross_entropy_rows(
-    logits: Tensor, target: Tensor, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    maximum = _ce_max(logits)
-    sumexp = _ce_sumexp(logits, maximum)
-    picked = _ce_target(logits, target, ignore_index, ())
-    loss = _ce_loss(maximum, sumexp, picked, target, ignore_index, logits.shape[1])
-    return loss, maximum, sumexp
+def _cross_entropy_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    stats = _ce_stats(logits, target, ignore_index)
+    return _ce_loss(stats, target, ignore_index, logits.shape[1]), stats
 
 
 # The whole of the chain as one autograd unit; capture takes it apart again in the joint graph.
 define(
-    "cross_entropy_rows(Tensor logits, Tensor target, int ignore_index) "
-    "-> (Tensor, Tensor, Tensor)",
+    "cross_entropy_rows(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
     _cross_entropy_rows,
-    lambda logits, *_: (_rows(logits), _rows(logits), _rows(logits)),
+    lambda logits, *_: (_empty_rows(logits), _empty_rows(logits, 3)),
 )
 
 
 def _rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, ctx.ignore_index = inputs
-    _, maximum, sumexp = output
-    ctx.mark_non_differentiable(maximum, sumexp)
+    _, stats = output
+    ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, maximum, sumexp, target)
+    ctx.save_for_backward(logits, stats, target)
 
 
-def _rows_grad(ctx: Any, grad: Tensor | None, _max: None, _sum: None) -> tuple[Any, ...]:
+def _rows_grad(ctx: Any, grad: Tensor | None, _stats: None) -> tuple[Any, ...]:
     if grad is None:
         return None, None, None
-    logits, maximum, sumexp, target = ctx.saved_tensors
-    args = (grad, logits, maximum, sumexp, target, ctx.ignore_index)
-    return torch.ops.dt.ce_backward(*args), None, None
+    logits, stats, target = ctx.saved_tensors
+    return torch.ops.dt.ce_backward(grad, logits, stats, target, ctx.ignore_index), None, None
 
 
 torch.library.register_autograd(

@@ -1,6 +1,6 @@
-"""What every file of the project's own operators needs: the library, `define`, index intervals.
+"""What files of the project's own operators share: the library, `define`, strides, intervals.
 
-    define("ce_max(Tensor logits) -> Tensor", run, fake)      # torch.ops.dt.ce_max
+    define("ce_count(Tensor target) -> Tensor", run, fake)     # torch.ops.dt.ce_count
 
 Invariants: one `torch.library.Library("dt")` in the process; an op has one implementation for CPU
 and CUDA and one for shapes. Not here: any op.
@@ -22,6 +22,9 @@ from dtensor.sharding.local.indexing import local_positions
 
 LIBRARY = torch.library.Library("dt", "DEF")  # kept alive for the process
 
+PLAIN: dict[object, Callable[..., Any]] = {}
+"""Overload to its implementation, for callers without autograd: it takes the same arguments."""
+
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Registers one op: `run` for every real device, `fake` for shapes."""
@@ -30,6 +33,24 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     LIBRARY.impl(name, run, "CPU")
     LIBRARY.impl(name, run, "CUDA")
     torch.library.register_fake(f"dt::{name}", fake, lib=LIBRARY)
+    note_plain(name, run)
+
+
+def note_plain(name: str, run: Callable[..., Any]) -> None:
+    """Let local code call an op's implementation, where actors can import it by its name."""
+    if "<" not in run.__qualname__:
+        PLAIN[getattr(torch.ops.dt, name).default] = run
+
+
+def laid_as(like: Tensor, made: Tensor) -> Tensor:
+    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
+    wanted = torch.empty_like(like, dtype=made.dtype)
+    return made if made.stride() == wanted.stride() else wanted.copy_(made)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Over all dims but the last."""
+    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dtensor.sharding.ops.distributions import integers, keep, normal, uniform
-from dtensor.sharding.ops.library import LIBRARY, define
+from dtensor.sharding.ops.library import LIBRARY, define, note_plain
 from dtensor.sharding.ops.philox import Key, Place
 from dtensor.sharding.spec.placements import Intervals
 
@@ -115,6 +115,7 @@ def _define_factory(name: str, arguments: str, run: Any) -> None:
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dt::{name}", _sized, lib=LIBRARY)
+    note_plain(name, run)
 
 
 _define_factory("random_uniform", "", _uniform)
@@ -130,10 +131,10 @@ def _dropout(x: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
     return _masked(x, kept, p), kept
 
 
-def _masked(x: Tensor, kept: Tensor, p: float) -> Tensor:
+def _masked(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     """A dropped infinity is 0, not NaN, as torch's fused kernels have it."""
-    scaled = x * (1 / (1 - p) if p < 1 else 0.0)
-    return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
+    scaled = grad * (1 / (1 - p) if p < 1 else 0.0)
+    return torch.where(kept, scaled, torch.zeros((), dtype=grad.dtype, device=grad.device))
 
 
 def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ its intersections with them. What a rank already holds, where both meshes live o
 it keeps. Of several ranks that hold a piece, the target's own number picks one (target rank modulo
 the number of holders), so that replicas share the work; the same specs give the same pieces.
 
-A pending source must be reduced first. A pending target takes the value at coordinate 0 and zeros
-elsewhere ("sum"), or the value everywhere (max, min). Nothing runs here: runtime/between_meshes.py
-makes a program of it.
+A pending source must be reduced first. A pending target takes the value at coordinate 0 and what
+adds nothing elsewhere (sum, softmax), or the value everywhere (max, min). Nothing runs here:
+runtime/between_meshes.py makes a program of it.
 """
 
 from __future__ import annotations
@@ -176,11 +176,11 @@ def box_of(spec: TensorSpec, rank: int) -> Where:
     return held(spec, spec.mesh.coordinates(rank))
 
 
-def is_zero(spec: TensorSpec, rank: int) -> bool:
-    """Whether the rank's summand of a pending sum is zero: away from coordinate 0."""
+def is_neutral(spec: TensorSpec, rank: int) -> bool:
+    """Whether the rank holds what adds nothing to a pending value: away from coordinate 0."""
     here = spec.mesh.coordinates(rank)
     return any(
-        isinstance(p, Partial) and p.op == "sum" and here[axis] > 0
+        isinstance(p, Partial) and p.op in ("sum", "softmax") and here[axis] > 0
         for axis, p in spec.sharding.items()
     )
 
@@ -200,7 +200,7 @@ def _pieces(
         holders.setdefault(box_of(source, rank), []).append(here[rank])
     found: list[Piece] = []
     for rank in holders_of(target):
-        if is_zero(target, rank):
+        if is_neutral(target, rank):
             continue
         wanted, own = box_of(target, rank), there[rank]
         pieces: list[Piece] = []

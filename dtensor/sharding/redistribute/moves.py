@@ -8,7 +8,10 @@ global dim whatever the other axes do, any axis can be changed alone:
 
     Shard -> Replicate   all_gather         Partial -> Replicate   all_reduce
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
-    Replicate -> Shard   slice (free)       Replicate -> Partial   zero_fill (rank 0 keeps; free)
+    Replicate -> Shard   slice (free)       Replicate -> Partial   fill (rank 0 keeps; free)
+
+A pending sum is filled with zeros, a softmax with (-inf, 0, 0); maxima and minima are not made of
+whole values. The last dim of what is pending under softmax is never split.
 
 `bytes_sent` is what the rank that sends most sends: (n-1)/n of the value for all_gather and
 reduce_scatter, twice that for all_reduce, and what changes hands for all_to_all. The path is found
@@ -45,11 +48,12 @@ from dtensor.sharding.spec.placements import (
     length,
     pieces,
     same,
+    splits_rows_of_softmax,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
 MoveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "zero_fill", "relabel"
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "fill", "relabel"
 ]
 _SUFFIXES: dict[MoveKind, str] = {
     "all_reduce": "reduced",
@@ -57,10 +61,10 @@ _SUFFIXES: dict[MoveKind, str] = {
     "reduce_scatter": "scattered",
     "all_to_all": "exchanged",
     "slice": "sliced",
-    "zero_fill": "pending",
+    "fill": "pending",
     "relabel": "same",
 }
-FREE_KINDS: tuple[MoveKind, ...] = ("slice", "zero_fill", "relabel")
+FREE_KINDS: tuple[MoveKind, ...] = ("slice", "fill", "relabel")
 WORTH = 0.01
 """What part of the price a path through further shardings must save."""
 MAX_EXPANDED = 100
@@ -117,8 +121,8 @@ def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
             return "reduce_scatter"
         case Replicate(), Shard():
             return "slice"
-        case Replicate(), Partial("sum"):
-            return "zero_fill"
+        case Replicate(), Partial("sum" | "softmax"):
+            return "fill"
         case _:
             return None
 
@@ -249,6 +253,8 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
         isinstance(p, Partial) and p.op != option.op for p in here.placements
     ):
         return None  # a value is not pending in two ways at once
+    if splits_rows_of_softmax(len(here.shape), (option, *here.placements)):
+        return None
     return Move(kind, axis, here, here.with_placements(**{axis: option}))
 
 

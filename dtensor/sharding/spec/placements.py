@@ -6,6 +6,7 @@
     Shard(0, blocks=(64,32,32))  blocks of these sizes, each cut on its own
     Shard(0, unit=16)            cuts only at multiples of 16 (whole heads)
     Partial("sum")               the value is the sum (max, min) over the ranks of the axis
+    Partial("softmax")           [..., 3]: maxima, sums of exp(x - maximum) and sums, of parts of x
 
 A Shard maps a coordinate on the axis to an *index set* on the global dim: a tuple of half-open
 intervals (`index_sets`). A tensor's shard on a rank is the intersection over the axes, so each
@@ -24,7 +25,7 @@ from functools import lru_cache
 from typing import cast
 
 from dtensor.errors import PlanningError
-from dtensor.numerics import ReduceOp
+from dtensor.numerics import OPS, ReduceOp
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -62,13 +63,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction of what the ranks of the axis hold; a mean is a sum / count."""
+    """The value is the reduction of what the ranks of the axis hold; a mean is a sum / count.
+
+    "softmax" is of float32 or float64 values ``[..., 3]``, whose last dim stays whole: for rows of
+    some x that is split over the axis, the maximum, the sum of exp(x - maximum), and a plain sum.
+    """
 
     op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in ("sum", "max", "min"):
-            raise PlanningError(f'Partial({self.op!r}): the op is "sum", "max" or "min"')
+        if self.op not in OPS:
+            raise PlanningError(f'Partial({self.op!r}): the op is "sum", "max", "min" or "softmax"')
 
     def __repr__(self) -> str:
         return f'Partial("{self.op}")'
@@ -173,6 +178,13 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
         size = shape[a.dim]
         return index_sets(a, size, num) == index_sets(b, size, num)
     return False
+
+
+def splits_rows_of_softmax(num_dims: int, placements: Sequence[Placement]) -> bool:
+    """Whether the last dim is split of what is pending under softmax, which needs it whole."""
+    if not any(isinstance(p, Partial) and p.op == "softmax" for p in placements):
+        return False
+    return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)
 
 
 def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:

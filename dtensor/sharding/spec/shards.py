@@ -7,7 +7,8 @@
 
 A block is named by one tuple of half-open intervals per dim: `Where`, of a local tensor's positions
 or of global indices. Pending values: a rank's shard of Partial("sum") is the value itself at
-coordinate 0 of the axis and zero elsewhere; of max and min it is the value everywhere.
+coordinate 0 of the axis and zero elsewhere, of softmax (-inf, 0, 0) elsewhere; of max and min it is
+the value everywhere.
 
 These are functions on tensors of one process; nothing is communicated here. Generated code on
 actors calls `block`, `join` and `write`.
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtensor.numerics import fold
+from dtensor.numerics import fold, rest_of
 from dtensor.sharding.spec.placements import (
     REPLICATE,
     Intervals,
@@ -37,8 +38,8 @@ def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) 
     """The shard of global ``x`` that the rank at ``coordinates`` holds; contiguous, its own."""
     local = block(x, held(spec, coordinates))
     for axis, placement in spec.sharding.items():
-        if isinstance(placement, Partial) and placement.op == "sum" and coordinates[axis] > 0:
-            local = torch.zeros_like(local)
+        if isinstance(placement, Partial) and coordinates[axis] > 0:
+            local = rest_of(local, placement.op)
     return local.contiguous().clone() if local.data_ptr() == x.data_ptr() else local.contiguous()
 
 

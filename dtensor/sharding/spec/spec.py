@@ -2,6 +2,7 @@
 
     f32[8@tp,16]             dim 0 is split over axis tp
     f32[8,16]{sum@tp}        a pending sum over tp
+    f32[8,3]{softmax@tp}     pending over tp as the statistics of softmax are
     f32[8@(tp,dp),16]        dim 0 split over tp, each piece split again over dp
     f32[3*1024@tp,16]        3 blocks of 1024, each split over tp
     f32[(64+32+32)@tp,16]    blocks of these sizes
@@ -33,7 +34,7 @@ from typing import cast
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.numerics import DTYPES, ReduceOp, dtype_name
+from dtensor.numerics import DTYPES, ReduceOp, are_triples, dtype_name
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -75,10 +76,30 @@ class TensorSpec:
             normalize(p, self.shape, self.mesh.axis_size(axis))
             for p, axis in zip(self.placements, self.mesh.axes, strict=True)
         )
+        stated = self.placements
         object.__setattr__(self, "placements", normal)
         kinds = {p.op for p in normal if isinstance(p, Partial)}
         if len(kinds) > 1:
             raise PlanningError(f"a value cannot be pending under {sorted(kinds)} at once")
+        if Partial("softmax") in stated:
+            self._check_triples()
+
+    def _check_triples(self) -> None:
+        text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+        if not are_triples(self.shape, self.dtype):
+            raise PlanningError(
+                f'Partial("softmax") is of values f32[...,3] or f64[...,3], each row a maximum, a '
+                f"sum of exponentials and a sum; this one is {text}.\n"
+                f'fix: use Partial("sum") for a sum, Partial("max") for a maximum'
+            )
+        last = len(self.shape) - 1
+        for axis, placement in self.sharding.items():
+            if isinstance(placement, Shard) and placement.dim == last:
+                raise PlanningError(
+                    f"the three numbers of a row that is pending under softmax stay together, but "
+                    f"{axis}={placement!r} splits the last dim of {text}.\n"
+                    f"fix: {axis}=Replicate()" + (f", or {axis}=Shard(0)" if last else "")
+                )
 
     @property
     def sharding(self) -> dict[str, Placement]:

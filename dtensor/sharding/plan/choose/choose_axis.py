@@ -42,6 +42,7 @@ from dtensor.sharding.spec.placements import (
     index_sets,
     same,
     simplest,
+    splits_rows_of_softmax,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -332,6 +333,8 @@ class Prices:
         dst: Placement,
     ) -> float:
         mesh = self.question.mesh
+        if splits_rows_of_softmax(len(shape), (src, dst, *others.values())):
+            others = {}  # the other axes are changed first
 
         def spec(placement: Placement) -> TensorSpec:
             placed = {**others, self.axis: placement}

@@ -163,7 +163,7 @@ class Outputs:
         if MICROBATCH_AXIS in e.mesh.axes:
             if spec.placement(MICROBATCH_AXIS) == REPLICATE:
                 pending = spec.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
-                move = Move("zero_fill", MICROBATCH_AXIS, spec, pending)
+                move = Move("fill", MICROBATCH_AXIS, spec, pending)
                 copy = e.move(copy, output.value, move, by)
                 name, spec = copy.name, copy.spec
             dst = accumulated(spec.with_placements(**{MICROBATCH_AXIS: REPLICATE}))

@@ -15,7 +15,7 @@
     memory per rank                       communication per rank and step
       parameters           2.0 MiB          tp  forward    4 all_reduce    2.0 MiB sent
 
-A line that communicates has ``*`` in its first column; a free conversion (slice, zero_fill,
+A line that communicates has ``*`` in its first column; a free conversion (slice, fill,
 relabel) has none. A transfer is marked on the stage that sends it; the other stage says receive.
 Bytes are binary (KiB), FLOP are decimal (GFLOP). ``x8``: once for each of 8 microbatches.
 A plan of several stages has its sections, a column of memory and lines of communication for each.

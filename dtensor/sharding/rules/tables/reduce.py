@@ -11,18 +11,18 @@ Invariants: a rank that holds nothing of a reduced dim gives the reduction's ide
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
-from dtensor.numerics import ReduceOp
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
+from dtensor.sharding.rules.build import Groups, make, names, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.pointwise import nowhere
 
 _SUM: Groups = ((0,),)
+ByElement = Literal["sum", "max", "min"]
 
 
 def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
@@ -36,7 +36,7 @@ def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> s
 
 
 def reduction(
-    reduce: ReduceOp | None,
+    reduce: ByElement | None,
     *,
     dim_at: int = 1,
     keepdim_at: int = 2,
@@ -65,7 +65,7 @@ def reduction(
     return build
 
 
-def _identity(reduce: ReduceOp) -> Localizer:
+def _identity(reduce: ByElement) -> Localizer:
     def localize(call: OpCall, local: Local) -> OpCall:
         shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
         if not any(here == 0 < size for here, size in shapes):
@@ -77,7 +77,7 @@ def _identity(reduce: ReduceOp) -> Localizer:
     return localize
 
 
-def _identity_of(reduce: ReduceOp, dtype: torch.dtype) -> float | bool:
+def _identity_of(reduce: ByElement, dtype: torch.dtype) -> float | bool:
     """What changes no maximum, or no minimum."""
     if dtype == torch.bool:
         return reduce == "min"
@@ -90,7 +90,7 @@ def _vector_norm(call: OpCall) -> Rule:
     """Of order 0 and 1 a sum over the elements, infinite a maximum; others need their dims whole
     (or are written with pow and sum)."""
     order: float = call.arg(1, "ord", 2)
-    parts: dict[float, ReduceOp] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
+    parts: dict[float, ByElement] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
     return reduction(parts.get(order), dim_at=2, keepdim_at=3, linear=())(call)
 
 
@@ -174,29 +174,6 @@ def _sums(call: OpCall, position: int) -> bool:
     return call.args[position] == "sum" and not dict(call.kwargs).get("initial")
 
 
-def _mse_loss(call: OpCall) -> Rule:
-    reduction = call.arg(2, "reduction", 1)
-    if reduction == 0:
-        return make(call, "..., ... -> ...", linear=nowhere(call))
-    return make(call, "..., ... -> ", localize=_mse_localizer if reduction == 1 else None)
-
-
-def _mse_localizer(call: OpCall, local: Local) -> OpCall:
-    return retarget(call, values.mse_loss_over, *call.args[:2], num_pairs(call, 0))
-
-
-def _mse_loss_backward(call: OpCall) -> Rule:
-    reduction = call.arg(3, "reduction", 1)
-    if reduction == 0:
-        return make(call, "..., ..., ... -> ...", linear=((0,), (1, 2)))
-    localize = _mse_backward_localizer if reduction == 1 else None
-    return make(call, ", ..., ... -> ...", linear=((0,), (1, 2)), localize=localize)
-
-
-def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
-    return retarget(call, values.mse_loss_backward_over, *call.args[:3], num_pairs(call, 1))
-
-
 _BACKWARD: Groups = ((0,),)
 
 RULES: dict[str, Builder] = {
@@ -241,6 +218,4 @@ RULES: dict[str, Builder] = {
     "aten.flip.default": along(1, linear=_SUM),
     "aten.segment_reduce.default": _segments,
     "aten._segment_reduce_backward.default": _segments_backward,
-    "aten.mse_loss.default": _mse_loss,
-    "aten.mse_loss_backward.default": _mse_loss_backward,
 }

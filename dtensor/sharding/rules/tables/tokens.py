@@ -2,9 +2,9 @@
 
     embedding     "v d, ... -> ... d"            v split: rows that are elsewhere give zeros, summed
     embedding_bag "v! d, i!, o! -> b! d, ..."    columns split alone
-    ce_max        "n v -> n"                     contracted with max
-    ce_sumexp     "n v, n -> n"                  contracted with sum
-    ce_backward   "n, n v, n, n, n -> n v"       nothing contracted
+    ce_stats      "n v, n -> n k!"               contracted with softmax
+    ce_loss       "n k!, n -> n"                 its rows
+    ce_backward   "n, n v, n k!, n -> n v"       nothing contracted
 
 Invariants: where the vocabulary is split, localizers tell the op which global rows or columns the
 rank holds. The ops themselves: ops/attention.py, ops/cross_entropy.py.
@@ -86,24 +86,23 @@ def _vocab(operand: int, position: int) -> Localizer:
     return localize
 
 
-def _of_loss(build: Builder) -> Builder:
+def _stats(call: OpCall) -> Rule:
     """What a split vocabulary leaves pending is a part of the loss."""
-    return lambda call: replace(build(call), of_loss=True)
+    rule = make(call, "n v, n -> n k!", reduce="softmax", localize=_vocab(0, 3))
+    return replace(rule, of_loss=True)
 
 
 RULES: dict[str, Builder] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "dt.ce_max.default": _of_loss(pattern("n v -> n", reduce="max")),
-    "dt.ce_sumexp.default": _of_loss(pattern("n v, n -> n")),
-    "dt.ce_target.default": _of_loss(pattern("n v, n -> n", linear=((0,),), localize=_vocab(0, 3))),
+    "dt.ce_stats.default": _stats,
     # the bound on targets is checked against the global number of classes: no localizer
-    "dt.ce_loss.default": pattern("n, n, n, n -> n"),
+    "dt.ce_loss.default": pattern("n k!, n -> n"),
     "dt.ce_count.default": pattern("n -> "),
     "dt.ce_backward.default": pattern(
-        "n, n v, n, n, n -> n v", linear=((0,),), localize=_vocab(1, 6)
+        "n, n v, n k!, n -> n v", linear=((0,),), localize=_vocab(1, 5)
     ),
-    "dt.cross_entropy_rows.default": pattern("n v!, n -> n, n, n"),
+    "dt.cross_entropy_rows.default": pattern("n v!, n -> n, n k!"),
     "aten._embedding_bag.default": _bag,
     "aten._embedding_bag_forward_only.default": _bag,
     "aten._embedding_bag_backward.default": _bag_backward,

@@ -1,0 +1,26 @@
+"""The ops that have a kernel in Triton, which runs on CUDA unless another is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
+
+BUILT_IN: Mapping[str, Callable[..., Any]] = {
+    "dt::add_layer_norm": norms.add_layer_norm,
+    "dt::add_rms_norm": norms.add_rms_norm,
+    "dt::bias_gelu": gates.bias_gelu,
+    "dt::bias_gelu_backward": gates.bias_gelu_backward,
+    "dt::ce_backward": cross_entropy.ce_backward,
+    "dt::ce_stats": cross_entropy.ce_stats,
+    "dt::dropout": dropout.dropout,
+    "dt::dropout_add": dropout.dropout_add,
+    "dt::dropout_backward": dropout.dropout_backward,
+    "dt::gated": gates.gated,
+    "dt::gated_backward": gates.gated_backward,
+    "dt::rms_norm": norms.rms_norm,
+    "dt::rms_norm_backward": norms.rms_norm_backward,
+    "dt::rope": rope.rope,
+    "dt::rope_backward": rope.rope_backward,
+}

@@ -1,0 +1,217 @@
+"""Dropout, with a residual sum or without, by the project's own random numbers; in Triton.
+
+    y, kept = dropout(x, p, at_seed=7, at_step=3, op=0, shape=[8, 512, 1024], pieces=[...])
+    y, kept = dropout_add(x, residual, p, ...)
+    dx = dropout_backward(grad, kept, p)
+
+The arguments and results are those of the ops of these names, local tensors, on a GPU. The words
+are those of Philox-4x32-10 with the counter (column // 4, row, step, op) and the seed as key, row
+and column of the *whole* tensor: so the mask has the same bits as on a CPU and under any placement.
+A program has a part of one row, in groups of eight columns: two counters, each for four.
+
+Invariants: masks and values have the op's bits: the product is rounded before the sum, and no two
+roundings are fused into one. What the kernels do not take (float64, nothing at all) the op
+computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor.kernels import blocks
+from dtensor.kernels.blocks import GROUP, rows_of, takes
+
+_WARPS = 4
+_MASK = 0xFFFFFFFF
+
+Dims = list[list[tuple[int, int]]]
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x[...] -> y[...], kept: bool[...]."""
+    at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
+    if not takes(x) or x.numel() == 0:
+        return torch.ops.dt.dropout(x, p, **at)
+    return _dropped(x, None, p, **at)
+
+
+def dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    p: float,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None = None,
+    pieces: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x[...], residual[...] -> y[...], kept: bool[...]."""
+    at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
+    if not takes(x, residual) or x.numel() == 0:
+        return torch.ops.dt.dropout_add(x, residual, p, **at)
+    return _dropped(x, residual, p, **at)
+
+
+def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
+    """grad[...], kept: bool[...] -> dx[...]."""
+    if not takes(grad) or grad.numel() == 0:
+        return torch.ops.dt.dropout_backward(grad, kept, p)
+    dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    count, block = grad.numel(), GROUP * _WARPS * blocks.WARP
+    _dropout_backward[(triton.cdiv(count, block),)](
+        grad.contiguous(), kept.contiguous(), dx, count, 1 / (1 - p) if p < 1 else 0.0,
+        GROUP=GROUP, BLOCK=block, EDGES=count % GROUP != 0, num_warps=_WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return dx
+
+
+def _dropped(
+    x: Tensor,
+    residual: Tensor | None,
+    p: float,
+    *,
+    at_seed: int,
+    at_step: int,
+    op: int,
+    shape: Sequence[int] | None,
+    pieces: Sequence[int] | None,
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    rows, stride = rows_of(x if x.dim() else x[None])
+    others, other_stride = (rows, 0)
+    if residual is not None:
+        others, other_stride = rows_of(residual if residual.dim() else residual[None])
+    sizes, dims = _place(tuple(x.shape), shape, pieces)
+    first, row_table = _global_rows(sizes, dims, x.device)
+    block = GROUP * _WARPS * blocks.WARP
+    at = 0  # the local column
+    for start, stop in dims[-1] if dims else [(0, 1)]:
+        count = triton.cdiv(stop - start // GROUP * GROUP, block)
+        _dropout[(rows.shape[0] * count,)](
+            rows, others, y, kept, kept if row_table is None else row_table, stride, other_stride,
+            rows.shape[1], at, start, stop, count, first, at_seed & _MASK, at_seed >> 32 & _MASK,
+            at_step & _MASK, op & _MASK, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0,
+            HAS_RESIDUAL=residual is not None, HAS_TABLE=row_table is not None, GROUP=GROUP,
+            BLOCK=block, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+        at += stop - start
+    return y, kept
+
+
+def _place(
+    local: tuple[int, ...], shape: Sequence[int] | None, pieces: Sequence[int] | None
+) -> tuple[Sequence[int], Dims]:
+    """The global shape, and per dim the intervals that are here."""
+    if shape is None or pieces is None:
+        return local, [[(0, n)] for n in local]
+    dims: Dims = []
+    at = 0
+    for _ in shape:
+        numbers = pieces[at + 1 : at + 1 + 2 * pieces[at]]
+        dims.append(list(zip(numbers[::2], numbers[1::2], strict=True)))
+        at += 1 + len(numbers)
+    held = tuple(sum(stop - start for start, stop in dim) for dim in dims)
+    if held != local:
+        raise ValueError(f"the pieces hold {held}, the local tensor is {local}")
+    return shape, dims
+
+
+def _global_rows(
+    shape: Sequence[int], dims: Dims, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """The global row of the first local one, and where the others do not follow it, all of them."""
+    if math.prod(shape[:-1]) > 1 << 32:
+        raise ValueError(f"a tensor of shape {tuple(shape)} has more than 2**32 rows")
+    first, count, adjacent = 0, 1, True
+    for size, dim in zip(shape[:-1], dims[:-1], strict=True):
+        whole = dim == [(0, size)]
+        adjacent = len(dim) == 1 and (whole or count == 1) if adjacent else False
+        first = first * size + dim[0][0]
+        count *= sum(stop - start for start, stop in dim)
+    if adjacent:
+        return first, None
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, dim in zip(shape[:-1], dims[:-1], strict=True):
+        index = torch.cat([torch.arange(a, b, device=device) for a, b in dim])
+        rows = (rows[:, None] * size + index[None, :]).reshape(-1)
+    return 0, rows
+
+
+# -- in Triton -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["first_row", "key0", "key1", "step", "op", "drop"])
+def _dropout(
+    X, RESIDUAL, Y, KEPT, ROWS, stride, residual_stride, length, column, start, stop, blocks,
+    first_row, key0, key1, step, op, drop, scale,
+    HAS_RESIDUAL: tl.constexpr, HAS_TABLE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Global columns start:stop of the rows, which are local columns from ``column`` on."""
+    row = tl.program_id(0).to(tl.int64) // blocks
+    block = (tl.program_id(0) % blocks).to(tl.int64)
+    first = start // GROUP * GROUP + block * BLOCK
+    counter = first // 4 + tl.arange(0, BLOCK // 4)
+    c0 = counter.to(tl.uint32)
+    zero = c0 * 0
+    if HAS_TABLE:
+        c1 = zero + tl.load(ROWS + row).to(tl.uint32)
+    else:
+        c1 = zero + (first_row + row).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(
+        c0, c1, zero + tl.cast(step, tl.uint32), zero + tl.cast(op, tl.uint32),
+        zero + tl.cast(key0, tl.uint32), zero + tl.cast(key1, tl.uint32),
+    )  # fmt: skip
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // GROUP, GROUP)
+    keep = words.to(tl.int64) >= drop
+    group = first + tl.arange(0, BLOCK // GROUP) * GROUP
+    at = group[:, None] + tl.arange(0, GROUP)[None, :]
+    inside = (at >= start) & (at < stop)
+    at += column - start
+    x = tl.load(X + row * stride + at, mask=inside, other=0.0)
+    y = (tl.where(keep, x.to(tl.float32) * scale, 0.0)).to(x.dtype)
+    if HAS_RESIDUAL:
+        other = tl.load(RESIDUAL + row * residual_stride + at, mask=inside, other=0.0)
+        y = y.to(tl.float32) + other.to(tl.float32)
+    tl.store(Y + row * length + at, y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(KEPT + row * length + at, keep, mask=inside)
+
+
+@triton.jit
+def _dropout_backward_some(GRAD, KEPT, DX, c, inside, scale):
+    grad = tl.load(GRAD + c, mask=inside, other=0.0).to(tl.float32)
+    kept = tl.load(KEPT + c, mask=inside, other=0)
+    tl.store(DX + c, tl.where(kept, grad * scale, 0.0).to(DX.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dropout_backward(
+    GRAD, KEPT, DX, count, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    e = tl.arange(0, GROUP)[None, :]
+    inside = ((group + 1) * GROUP <= count)[:, None] & (e >= 0)
+    _dropout_backward_some(GRAD, KEPT, DX, group[:, None] * GROUP + e, inside, scale)
+    if EDGES:
+        last = count // GROUP * GROUP + tl.arange(0, GROUP)
+        inside = (last < count) & (last // BLOCK == block)
+        _dropout_backward_some(GRAD, KEPT, DX, last, inside, scale)

@@ -1,0 +1,222 @@
+"""Gates and activations, forward and backward, each one pass over its operands; in Triton.
+
+    y = gated(a[... k], b[... k], kind)                    act(a) * b
+    da, db = gated_backward(grad, a, b, kind)
+    y = bias_gelu(x[... k], bias[k], kind)                 act(x + bias)
+    dx, dbias = bias_gelu_backward(grad, x, bias, kind)
+
+The arguments and results are those of the ops of these names, local tensors, on a GPU. ``kind`` is
+"silu", "gelu", "gelu_tanh" or "gelu_new", which is "gelu_tanh" in other steps. Operands that are
+contiguous are one row; halves of one tensor, as a fused projection gives them, are rows.
+
+Invariants: computed in float32, rounded where the op rounds; dbias is summed as dweight of a norm.
+What the kernels do not take (float64, nothing at all) the op computes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor.kernels.blocks import GROUP, parts_of, rows_of, sum_rows, takes
+
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gelu_new": 2}
+_BLOCK = 2048
+_WARPS = 4
+_COLUMNS = 1024
+"""Columns of a program of the backward of a bias."""
+
+
+def _as_rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
+    """(matrices, elements from row to row of each and of a result, rows, columns).
+
+    One row, whose distance from the next is nothing, if all are contiguous.
+    """
+    x = tensors[0]
+    if all(t.is_contiguous() for t in tensors):
+        return [t.reshape(-1) for t in tensors], [0] * (len(tensors) + 1), 1, x.numel()
+    rows = [rows_of(t) for t in tensors]
+    count = x.shape[-1]
+    return [m for m, _ in rows], [*(s for _, s in rows), count], x.numel() // count, count
+
+
+def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
+    """a[...], b[...] of one shape and dtype -> act(a) * b."""
+    if not takes(a, b) or a.numel() == 0:
+        return torch.ops.dt.gated(a, b, kind)
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    matrices, strides, num_rows, columns = _as_rows(a, b)
+    blocks = triton.cdiv(columns, _BLOCK)
+    _gated[(num_rows * blocks,)](
+        *matrices, y, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP, BLOCK=_BLOCK,
+        EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """grad[...], a[...], b[...] of one shape -> da, db."""
+    if not takes(grad, a, b) or a.numel() == 0:
+        return torch.ops.dt.gated_backward(grad, a, b, kind)
+    da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
+    matrices, strides, num_rows, columns = _as_rows(grad, a, b)
+    blocks = triton.cdiv(columns, _BLOCK)
+    _gated_backward[(num_rows * blocks,)](
+        *matrices, da, db, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP,
+        BLOCK=_BLOCK, EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return da, db
+
+
+def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """x[... k], bias[k] -> act(x + bias)."""
+    if not takes(x, bias) or x.numel() == 0:
+        return torch.ops.dt.bias_gelu(x, bias, kind)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, stride = rows_of(x)
+    blocks = triton.cdiv(x.shape[-1], _COLUMNS)
+    _bias_gelu[(rows.shape[0] * blocks,)](
+        rows, bias.contiguous(), y, stride, x.shape[-1], blocks, KIND=_KINDS[kind],
+        BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """grad[... k], x[... k], bias[k] -> dx[... k], dbias[k]."""
+    if not takes(grad, x, bias) or x.numel() == 0:
+        return torch.ops.dt.bias_gelu_backward(grad, x, bias, kind)
+    (grads, grad_stride), (rows, stride) = rows_of(grad), rows_of(x)
+    programs, each = parts_of(rows.shape[0])
+    columns = x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
+    _bias_gelu_backward[(programs, triton.cdiv(columns, _COLUMNS))](
+        grads, rows, bias.contiguous(), dx, parts, grad_stride, stride, rows.shape[0], columns,
+        each, KIND=_KINDS[kind], BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return dx, sum_rows(parts, bias.dtype)
+
+
+# -- in Triton -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _act(x, KIND: tl.constexpr):
+    """silu, gelu, or gelu by tanh, which is 2 * sigmoid(2 z) - 1."""
+    if KIND == 0:
+        return x * tl.sigmoid(x)
+    elif KIND == 1:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def _act_and_slope(x, KIND: tl.constexpr):
+    if KIND == 0:
+        s = tl.sigmoid(x)
+        return x * s, s * (1.0 + x * (1.0 - s))
+    elif KIND == 1:
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * below, below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    else:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        inner = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        return x * s, s + x * s * (1.0 - s) * inner
+
+
+@triton.jit
+def _gated_some(A, B, Y, c, inside, KIND: tl.constexpr):
+    a = tl.load(A + c, mask=inside, other=0.0)
+    b = tl.load(B + c, mask=inside, other=0.0).to(tl.float32)
+    act = _act(a.to(tl.float32), KIND).to(a.dtype).to(tl.float32)
+    tl.store(Y + c, (act * b).to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(
+    A, B, Y, a_stride, b_stride, y_stride, columns, blocks,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // blocks
+    block = tl.program_id(0).to(tl.int64) % blocks
+    A += row * a_stride
+    B += row * b_stride
+    Y += row * y_stride
+    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    e = tl.arange(0, GROUP)[None, :]
+    c = group[:, None] * GROUP + e
+    _gated_some(A, B, Y, c, ((group + 1) * GROUP <= columns)[:, None] & (e >= 0), KIND)
+    if EDGES:
+        last = columns // GROUP * GROUP + tl.arange(0, GROUP)
+        _gated_some(A, B, Y, last, (last < columns) & (last // BLOCK == block), KIND)
+
+
+@triton.jit
+def _gated_backward_some(G, A, B, DA, DB, c, inside, KIND: tl.constexpr):
+    g = tl.load(G + c, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(A + c, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(B + c, mask=inside, other=0.0).to(tl.float32)
+    act, slope = _act_and_slope(a, KIND)
+    tl.store(DA + c, (g * b * slope).to(DA.dtype.element_ty), mask=inside)
+    tl.store(DB + c, (g * act).to(DB.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(
+    G, A, B, DA, DB, g_stride, a_stride, b_stride, d_stride, columns, blocks,
+    KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // blocks
+    block = tl.program_id(0).to(tl.int64) % blocks
+    G += row * g_stride
+    A += row * a_stride
+    B += row * b_stride
+    DA += row * d_stride
+    DB += row * d_stride
+    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    e = tl.arange(0, GROUP)[None, :]
+    c = group[:, None] * GROUP + e
+    inside = ((group + 1) * GROUP <= columns)[:, None] & (e >= 0)
+    _gated_backward_some(G, A, B, DA, DB, c, inside, KIND)
+    if EDGES:
+        last = columns // GROUP * GROUP + tl.arange(0, GROUP)
+        inside = (last < columns) & (last // BLOCK == block)
+        _gated_backward_some(G, A, B, DA, DB, last, inside, KIND)
+
+
+@triton.jit
+def _bias_gelu(
+    X, BIAS, Y, stride, columns, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // blocks
+    c = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    x = tl.load(X + row * stride + c, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(BIAS + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Y + row * columns + c, _act(x, KIND).to(Y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias_gelu_backward(
+    G, X, BIAS, DX, PARTS, grad_stride, stride, num_rows, columns, rows_each,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    bias = tl.load(BIAS + c, mask=inside, other=0.0).to(tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    first = part * rows_each
+    for row in range(first, tl.minimum(first + rows_each, num_rows)):
+        x = tl.load(X + row * stride + c, mask=inside, other=0.0).to(tl.float32) + bias
+        grad = tl.load(G + row * grad_stride + c, mask=inside, other=0.0).to(tl.float32)
+        _, slope = _act_and_slope(x, KIND)
+        dx = grad * slope
+        dbias += dx
+        tl.store(DX + row * columns + c, dx.to(DX.dtype.element_ty), mask=inside)
+    tl.store(PARTS + part * columns + c, dbias, mask=inside)

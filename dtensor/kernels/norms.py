@@ -1,0 +1,205 @@
+"""RMSNorm, forward and backward, and both norms behind a residual sum; in Triton.
+
+    y, rstd = rms_norm(x[... k], weight[k], eps, offset, inner, out)
+    dx, dweight = rms_norm_backward(grad, x, rstd, weight, offset)
+    total, y, rstd = add_rms_norm(x, residual, weight, eps, offset, inner, out)
+    total, y, mean, rstd = add_layer_norm(x, residual, weight, bias, eps)
+
+The arguments and results are those of the ops of these names, local tensors, on a GPU. A program
+has a row, whose bytes it reads once. The backward has a few rows a program: its part of dweight is
+a row of a float32 matrix, summed afterwards.
+
+Invariants: computed in float32, rounded where the op rounds. What the kernels do not take (float64,
+rows of more than 16,384 elements, or 8,192 where 8 does not divide them, none at all) the op
+computes. Not here: LayerNorm by itself and
+torch.nn.RMSNorm, for which torch has kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor.kernels.blocks import (
+    in_groups,
+    max_row,
+    parts_of,
+    row_block,
+    rows_of,
+    sum_rows,
+    takes,
+    triton_type,
+)
+
+
+def _fits(x: Tensor, *others: Tensor) -> bool:
+    small = x.dim() > 0 and x.shape[-1] <= max_row(in_groups(x.shape[-1]))
+    return takes(x, *others) and x.numel() > 0 and small
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, offset: float, inner: torch.dtype, out: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x[... k], weight[k] -> y[... k] of dtype ``out``, rstd[... 1] in float32."""
+    if not _fits(x, weight):
+        return torch.ops.dt.rms_norm(x, weight, eps, offset, inner, out)
+    _, y, rstd = _rms_norm(x, None, weight, eps, offset, inner, out)
+    return y, rstd
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    inner: torch.dtype,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x[... k], residual[... k] -> total[... k], y[... k] of dtype ``out``, rstd[... 1]."""
+    if not _fits(x, residual, weight):
+        return torch.ops.dt.add_rms_norm(x, residual, weight, eps, offset, inner, out)
+    return _rms_norm(x, residual, weight, eps, offset, inner, out)
+
+
+def _rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    inner: torch.dtype,
+    out: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, stride = rows_of(x)
+    others, other_stride = (rows, 0) if residual is None else rows_of(residual)
+    total = rows if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=out, device=x.device)
+    rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    product = inner if offset == 0 else torch.float32
+    product = torch.promote_types(product, weight.dtype)
+    length = x.shape[-1]
+    block, warps = row_block(length, in_groups(length, stride, other_stride))
+    _rms_norm_row[(rows.shape[0],)](
+        rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, length, eps,
+        offset, HAS_RESIDUAL=residual is not None, INNER=triton_type(inner),
+        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return total, y, rstd
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
+    """grad[... k], x[... k], rstd[... 1], weight[k] -> dx[... k] like x, dweight[k]."""
+    if not _fits(x, grad, weight, rstd):
+        return torch.ops.dt.rms_norm_backward(grad, x, rstd, weight, offset)
+    (grads, grad_stride), (rows, stride) = rows_of(grad), rows_of(x)
+    programs, each = parts_of(rows.shape[0])
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
+    length = x.shape[-1]
+    block, warps = row_block(length, in_groups(length, stride, grad_stride))
+    _rms_norm_backward_rows[(programs,)](
+        grads, rows, rstd.contiguous(), weight.contiguous(), dx, parts, grad_stride, stride,
+        rows.shape[0], length, each, offset, KEPT=block <= 8192, BLOCK=block, num_warps=warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return dx, sum_rows(parts, weight.dtype)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x[... k], residual[... k] -> total, y like them, mean[... 1], rstd[... 1] in float32."""
+    if not _fits(x, residual, weight, bias):
+        return torch.ops.dt.add_layer_norm(x, residual, weight, bias, eps)
+    (rows, stride), (others, other_stride) = rows_of(x), rows_of(residual)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(total)
+    mean = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    length = x.shape[-1]
+    block, warps = row_block(length, in_groups(length, stride, other_stride))
+    _layer_norm_row[(rows.shape[0],)](
+        rows, others, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, stride,
+        other_stride, length, eps, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return total, y, mean, rstd
+
+
+# -- in Triton -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row(X, at, inside):
+    return tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rms_norm_row(
+    X, RESIDUAL, WEIGHT, TOTAL, Y, RSTD, stride, residual_stride, length, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, INNER: tl.constexpr, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < length
+    x = _row(X, row * stride + c, inside)
+    if HAS_RESIDUAL:
+        total = (x + _row(RESIDUAL, row * residual_stride + c, inside)).to(TOTAL.dtype.element_ty)
+        tl.store(TOTAL + row * length + c, total, mask=inside)
+        x = total.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / length + eps)
+    n = (x * rstd).to(INNER).to(tl.float32)
+    y = (n * (_row(WEIGHT, c, inside) + offset)).to(PRODUCT)
+    tl.store(Y + row * length + c, y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(RSTD + row, rstd)
+
+
+@triton.jit
+def _rms_norm_backward_rows(
+    GRAD, X, RSTD, WEIGHT, DX, PARTS, grad_stride, stride, num_rows, length, rows_each, offset,
+    KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``KEPT``: the weight stays in registers, of which a long row has too few."""
+    part = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < length
+    if KEPT:
+        weight = _row(WEIGHT, c, inside) + offset
+    dweight = tl.zeros([BLOCK], tl.float32)
+    first = part * rows_each
+    for row in range(first, tl.minimum(first + rows_each, num_rows)):
+        rstd = tl.load(RSTD + row)
+        n = _row(X, row * stride + c, inside) * rstd
+        grad = _row(GRAD, row * grad_stride + c, inside)
+        dweight += grad * n
+        if not KEPT:
+            weight = _row(WEIGHT, c, inside) + offset
+        grad *= weight
+        dx = rstd * (grad - n * (tl.sum(grad * n, 0) / length))
+        tl.store(DX + row * length + c, dx.to(DX.dtype.element_ty), mask=inside)
+    tl.store(PARTS + part * length + c, dweight, mask=inside)
+
+
+@triton.jit
+def _layer_norm_row(
+    X, RESIDUAL, WEIGHT, BIAS, TOTAL, Y, MEAN, RSTD, stride, residual_stride, length, eps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    inside = c < length
+    x = _row(X, row * stride + c, inside) + _row(RESIDUAL, row * residual_stride + c, inside)
+    total = x.to(TOTAL.dtype.element_ty)
+    tl.store(TOTAL + row * length + c, total, mask=inside)
+    x = total.to(tl.float32)
+    mean = tl.sum(x, 0) / length
+    x = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / length + eps)
+    y = x * rstd * _row(WEIGHT, c, inside) + _row(BIAS, c, inside)
+    tl.store(Y + row * length + c, y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(MEAN + row, mean)
+    tl.store(RSTD + row, rstd)

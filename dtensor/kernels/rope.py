@@ -1,0 +1,96 @@
+"""Rotary positions, forward and backward, in one pass; in Triton.
+
+    y = rope(x[b h t d], cos[t d], sin[t d])               x * cos + cat(-x2, x1) * sin
+    dx = rope_backward(grad, cos, sin, dtype)
+
+The arguments and results are those of the ops of these names, local tensors, on a GPU; halves are
+rotated, as Hugging Face's models do. cos and sin broadcast against x from the right; a program has
+a few rows of x, each of d elements, and reads theirs by their strides, 0 where they repeat.
+
+Invariants: forward each product and the sum are rounded to the result's dtype, as the op rounds;
+backward is computed in float32 and rounded once. What the kernel does not take (float64, more than
+four dims, a last dim that is not adjacent) the op computes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dtensor.kernels import blocks
+from dtensor.kernels.blocks import GROUP, in_groups, takes
+
+_WARPS = 4
+
+
+def _rows_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    adjacent = all(t.stride(-1) == 1 for t in (x, cos, sin))
+    return takes(x, cos, sin) and x.numel() > 0 and x.dim() <= 4 and adjacent
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x[... d], cos[... d] and sin[... d] that broadcast against it -> y[... d]."""
+    if not _rows_fit(x, cos, sin):
+        return torch.ops.dt.rope(x, cos, sin)
+    dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
+    return _rotated(x, cos, sin, dtype, backward=False)
+
+
+def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad[... d] -> dx[... d] of ``dtype``."""
+    if not _rows_fit(grad, cos, sin) or dtype == torch.float64:
+        return torch.ops.dt.rope_backward(grad, cos, sin, dtype)
+    return _rotated(grad, cos, sin, dtype, backward=True)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool) -> Tensor:
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    shape = (1,) * (4 - x.dim()) + tuple(x.shape)
+    x, cos, sin = (t.expand(shape) for t in (x, cos, sin))
+    half = shape[3] // 2
+    strides = (*x.stride()[:3], *cos.stride()[:3], *sin.stride()[:3])
+    lanes = triton.next_power_of_2(half)
+    each = GROUP if in_groups(half, *strides) else GROUP // 2  # of each half row, for a thread
+    rows = max(1, each * _WARPS * blocks.WARP // lanes)
+    num_rows = shape[0] * shape[1] * shape[2]
+    _rope[(triton.cdiv(num_rows, rows),)](
+        x, cos, sin, y, num_rows, shape[1], shape[2], half, *strides, BACKWARD=backward,
+        ROWS=rows, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _rope(
+    X, COS, SIN, Y, num_rows, size1, size2, half, x0, x1, x2, c0, c1, c2, s0, s1, s2,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i2 = row % size2
+    i1 = row // size2 % size1
+    i0 = row // size2 // size1
+    c = tl.arange(0, LANES)[None, :]
+    inside = (row < num_rows)[:, None] & (c < half)
+    x_at = (i0 * x0 + i1 * x1 + i2 * x2)[:, None] + c
+    c_at = (i0 * c0 + i1 * c1 + i2 * c2)[:, None] + c
+    s_at = (i0 * s0 + i1 * s1 + i2 * s2)[:, None] + c
+    y_at = (row * (2 * half))[:, None] + c
+    left = tl.load(X + x_at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(X + x_at + half, mask=inside, other=0.0).to(tl.float32)
+    cos_left = tl.load(COS + c_at, mask=inside, other=0.0).to(tl.float32)
+    cos_right = tl.load(COS + c_at + half, mask=inside, other=0.0).to(tl.float32)
+    sin_left = tl.load(SIN + s_at, mask=inside, other=0.0).to(tl.float32)
+    sin_right = tl.load(SIN + s_at + half, mask=inside, other=0.0).to(tl.float32)
+    if BACKWARD:
+        y_left = left * cos_left + right * sin_right
+        y_right = right * cos_right - left * sin_left
+    else:
+        kind = Y.dtype.element_ty
+        y_left = (left * cos_left).to(kind).to(tl.float32)
+        y_left -= (right * sin_left).to(kind).to(tl.float32)
+        y_right = (right * cos_right).to(kind).to(tl.float32)
+        y_right += (left * sin_right).to(kind).to(tl.float32)
+    tl.store(Y + y_at, y_left.to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + y_at + half, y_right.to(Y.dtype.element_ty), mask=inside)

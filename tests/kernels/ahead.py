@@ -1,0 +1,327 @@
+"""What the kernels become for a GPU that is not here: compiled ahead of time, looked at as machine
+code.
+
+    for launch in launches(lambda: norms.rms_norm(x, weight, ...)):     # x on the meta device
+        compiled = compile_for(launch, "sm_90")
+        compiled.registers, compiled.spilled_bytes, compiled.vector_loads
+
+A launcher is called with tensors that hold nothing, and its launches are caught instead of made: so
+what is compiled is what a GPU would be asked for, arguments specialised as Triton does (divisible
+by 16, equal to 1). `CALLS` are large, aligned and odd; `LEAST` is how many loads of 16 bytes each
+kernel has at least, where it reads 16-bit tensors.
+
+Not here: whether the numbers are right (cases.py), or how fast they are (benchmarks/kernels.py).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from dtensor.kernels import adamw, blocks, cross_entropy, dropout, gates, norms, rope
+
+TARGETS: Mapping[str, Any] = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+MOST_REGISTERS = 128
+
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A kernel and what it was launched with."""
+
+    function: Any
+    arguments: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__.lstrip("_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """``vector_loads``: loads of 16 bytes; ``loads``: all loads of global memory."""
+
+    registers: int
+    spilled_bytes: int
+    vector_loads: int
+    loads: int
+
+
+@contextmanager
+def _caught() -> Iterator[list[Launch]]:
+    found: list[Launch] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = self.arg_names
+        arguments = dict(zip(names, args))
+        arguments |= {k: v for k, v in kwargs.items() if k in names}
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        found.append(Launch(function=self, arguments=arguments, options=options))
+
+    original = JITFunction.run
+    JITFunction.run = run  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        JITFunction.run = original  # type: ignore[method-assign]
+
+
+def launches(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
+    """What a call would launch."""
+    before, blocks.WARP = blocks.WARP, TARGETS[target].warp_size
+    try:
+        with _caught() as found:
+            call()
+    finally:
+        blocks.WARP = before
+    return found
+
+
+def compile_for(launch: Launch, target: str) -> Compiled:
+    function = launch.function
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, parameter in enumerate(function.params):
+        value = launch.arguments[parameter.name]
+        specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or (specialised and type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = _type(value)
+        aligned = isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+        if specialised and aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
+    return _amd(made) if target.startswith("gfx") else _nvidia(made)
+
+
+def check(kind: str, name: str, launch: Launch, target: str) -> Compiled:
+    """Compiled; AssertionError where it spills, wants too many registers, or reads piecemeal."""
+    made = compile_for(launch, target)
+    where = f"{name} ({kind}) on {target}: {made}"
+    assert made.spilled_bytes == 0, where
+    assert made.registers <= MOST_REGISTERS, where
+    least = LEAST[name] if kind != "odd" or name in ODD_BY_VECTORS else 0
+    assert made.vector_loads >= least, f"{where}; at least {least} vector loads"
+    return made
+
+
+def _type(value: Any) -> str:
+    match value:
+        case Tensor():
+            return "*" + _TYPES[value.dtype]
+        case bool():
+            return "i1"
+        case int():
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        case float():
+            return "fp32"
+        case _:
+            raise TypeError(f"an argument of {value!r}")
+
+
+def _nvidia(made: Any) -> Compiled:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert usage is not None, told
+    loads = re.findall(r"\bld\.global[\w.:]*", made.asm["ptx"])
+    wide = [load for load in loads if re.search(r"v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64", load)]
+    return Compiled(
+        registers=int(usage[1]),
+        spilled_bytes=int(usage[2]),
+        vector_loads=len(wide),
+        loads=len(loads),
+    )
+
+
+def _amd(made: Any) -> Compiled:
+    text = made.asm["amdgcn"]
+
+    def number(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", text)
+        assert found is not None, key
+        return int(found[1])
+
+    loads = re.findall(r"\b(?:global|buffer)_load_\w+", text)
+    spilled = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+    return Compiled(
+        registers=number("vgpr_count"),
+        spilled_bytes=spilled + number("private_segment_fixed_size"),
+        vector_loads=sum("dwordx4" in load or "b128" in load for load in loads),
+        loads=len(loads),
+    )
+
+
+# -- what is compiled ------------------------------------------------------------------------------
+
+
+def _x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _norms(rows: int, k: int) -> dict[str, Callable[[], object]]:
+    x, weight, rstd = _x(rows, k), _x(k), _x(rows, 1, dtype=torch.float32)
+    args = (1e-6, 0.0, torch.bfloat16, torch.bfloat16)
+    return {
+        "rms_norm": lambda: norms.rms_norm(x, weight, *args),
+        "add_rms_norm": lambda: norms.add_rms_norm(x, x, weight, *args),
+        "rms_norm_backward": lambda: norms.rms_norm_backward(x, x, rstd, weight, 0.0),
+        "add_layer_norm": lambda: norms.add_layer_norm(x, x, weight, weight, 1e-5),
+    }
+
+
+def _gates(rows: int, k: int) -> dict[str, Callable[[], object]]:
+    x, halves = _x(rows, k), _x(rows, 2 * k).chunk(2, -1)
+    wide, bias = _x(rows, k, dtype=torch.float32), _x(k, dtype=torch.float32)
+    return {
+        "gated silu": lambda: gates.gated(x, x, "silu"),
+        "gated gelu, halves": lambda: gates.gated(*halves, "gelu"),
+        "gated_backward silu": lambda: gates.gated_backward(x, x, x, "silu"),
+        "gated_backward gelu_tanh": lambda: gates.gated_backward(x, x, x, "gelu_tanh"),
+        "bias_gelu": lambda: gates.bias_gelu(wide, bias, "gelu_tanh"),
+        "bias_gelu_backward": lambda: gates.bias_gelu_backward(wide, wide, bias, "gelu"),
+    }
+
+
+def _ropes(d: int) -> dict[str, Callable[[], object]]:
+    x, cos = _x(4, 2048, 32, d).transpose(1, 2), _x(2048, d)
+    grad = _x(4, 32, 2048, d)
+    return {
+        "rope": lambda: rope.rope(x, cos, cos),
+        "rope_backward": lambda: rope.rope_backward(grad, cos, cos, torch.bfloat16),
+    }
+
+
+def _cross_entropies(rows: int, v: int, stride: int) -> dict[str, Callable[[], object]]:
+    x, target = _x(rows, stride)[:, :v], _x(rows, dtype=torch.int64)
+    stats, grad = _x(rows, 3, dtype=torch.float32), _x(rows, dtype=torch.float32)
+    vocab = (v, 2 * v)
+    return {
+        "ce_stats": lambda: cross_entropy.ce_stats(x, target, -100, vocab),
+        "ce_backward": lambda: cross_entropy.ce_backward(grad, x, stats, target, -100, vocab),
+    }
+
+
+def _dropouts(rows: int, k: int) -> dict[str, Callable[[], object]]:
+    x, kept = _x(rows, k), _x(rows, k, dtype=torch.bool)
+    at = {"at_seed": 2**40 + 1, "at_step": 3, "op": 2}
+    return {
+        "dropout": lambda: dropout.dropout(x, 0.1, **at),
+        "dropout_add": lambda: dropout.dropout_add(x, x, 0.1, **at),
+        "dropout_backward": lambda: dropout.dropout_backward(x, kept, 0.1),
+    }
+
+
+def _adamw(n: int) -> dict[str, Callable[[], object]]:
+    p = _x(n, dtype=torch.float32)
+    numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "step": 3}
+    return {"adamw": lambda: adamw.adamw_(p, p, p, p, **numbers)}
+
+
+CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
+    "aligned": {
+        **_norms(8192, 4096),
+        **_gates(8192, 11008),
+        **_ropes(128),
+        **_cross_entropies(8192, 128256, 128256),
+        **_dropouts(8192, 4096),
+        **_adamw(2**24),
+    },
+    "wide": _norms(4096, 16384),
+    "odd": {
+        **_norms(8191, 4095),
+        **_gates(8191, 11007),
+        **_ropes(126),
+        **_cross_entropies(8191, 25129, 25129),  # GPT-2's vocabulary over two ranks
+        **_dropouts(8191, 4095),
+        **_adamw(2**24 - 1),
+    },
+}
+LEAST: Mapping[str, int] = {
+    "rms_norm": 2,
+    "add_rms_norm": 3,
+    "rms_norm_backward": 3,
+    "add_layer_norm": 4,
+    "gated silu": 2,
+    "gated gelu, halves": 2,
+    "gated_backward silu": 3,
+    "gated_backward gelu_tanh": 3,
+    "bias_gelu": 2,
+    "bias_gelu_backward": 3,
+    "rope": 6,
+    "rope_backward": 6,
+    "ce_stats": 1,
+    "ce_backward": 1,
+    "dropout": 1,
+    "dropout_add": 2,
+    "dropout_backward": 1,
+    "adamw": 4,
+}
+"""Loads of 16 bytes: one for each operand that is read whole, of rope for each half."""
+ODD_BY_VECTORS = {
+    *("gated silu", "gated_backward silu", "gated_backward gelu_tanh"),
+    *("ce_stats", "ce_backward", "dropout_backward", "adamw"),
+}
+"""Those that read odd lengths by vectors too, all but their edges."""
+
+
+def rows(targets: Sequence[str], kinds: Sequence[str] = tuple(CALLS)) -> Iterator[list[str]]:
+    """Of a table: the call, aligned or odd, and by target registers, vector loads of all loads.
+
+    Each is checked; sums of partial results (`sum_rows`) once.
+    """
+    known: set[str] = set()
+    for kind in kinds:
+        for name, call in CALLS[kind].items():
+            found: dict[str, list[str]] = {}
+            for target in targets:
+                for launch in launches(call, target):
+                    if launch.name != "sum_rows":
+                        made = check(kind, name, launch, target)
+                    elif f"{launch.name} {target}" in known:
+                        continue
+                    else:
+                        known.add(f"{launch.name} {target}")
+                        made = compile_for(launch, target)
+                        assert made.spilled_bytes == 0 and made.registers <= MOST_REGISTERS
+                    text = f"{made.registers}, {made.vector_loads} of {made.loads}"
+                    title = name if launch.name != "sum_rows" else "sum of partial results"
+                    found.setdefault(title, []).append(text)
+            for title, cells in found.items():
+                yield [title, kind, *cells]

@@ -1,0 +1,78 @@
+"""All cases in Triton's interpreter, which needs no GPU, in a process of its own.
+
+    python -m tests.kernels.sweep               # in every dtype, a minute; rc 1 where one fails
+    python -m tests.kernels.sweep --quick       # float32 alone: what the tests run
+
+The interpreter is chosen before Triton is imported; it has no speed and no alignment, and an access
+out of bounds ends the process. It cuts off what bfloat16 has not, where a GPU rounds: that is
+mended here, so that results may be compared bit by bit. It computes with numbers among the
+arguments in float64: kernels leave that to their callers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+
+def round_to_nearest() -> None:
+    """To bfloat16 to the nearest, ties to even, in the interpreter's casts."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    cut: Any = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16:
+            bits = data.view(np.uint32)
+            nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+            data = np.where(np.isnan(data), data, nearest.view(np.float32))
+        return cut(data, source, target, mode)
+
+    vars(interpreter)["_convert_float"] = convert
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="float32 alone, fewer shapes")
+    parser.add_argument("--kernel", help="one kernel alone")
+    options = parser.parse_args()
+
+    import torch
+
+    from tests.kernels.cases import cases
+
+    torch.set_num_threads(1)
+    round_to_nearest()
+    worst: dict[str, float] = {}
+    count: dict[str, int] = {}
+    spent: dict[str, float] = {}
+    failed = 0
+    for case in cases(torch.device("cpu"), full=not options.quick):
+        if options.kernel not in (None, case.kernel):
+            continue
+        began = time.process_time()
+        try:
+            found = case.check()
+        except AssertionError as error:
+            print(f"FAILED {error}")
+            failed += 1
+            continue
+        worst[case.kernel] = max(worst.get(case.kernel, 0.0), found)
+        count[case.kernel] = count.get(case.kernel, 0) + 1
+        spent[case.kernel] = spent.get(case.kernel, 0.0) + time.process_time() - began
+    for kernel, error in worst.items():
+        text = f"{kernel}: cases {count[kernel]}, largest error {error:.2f} of its bound"
+        print(f"{text}, {spent[kernel]:.1f} s")
+    print(f"failed: {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

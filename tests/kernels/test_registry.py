@@ -1,0 +1,268 @@
+"""Which kernel runs: the user's, under every backend, as long as it is registered; and what is said
+of one that does not fit."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.daft import Call, DaftError
+from dtensor.daft.errors import ProgramError
+from dtensor.kernels import register, registry
+from dtensor.runtime.lower.program import lower
+from dtensor.sharding.ops.library import PLAIN
+
+MESH = dt.Mesh(tp=2)
+
+
+def doubled(self: Tensor) -> Tensor:
+    """relu, and twice as much: what runs shows in the numbers."""
+    return torch.relu(self) * 2
+
+
+def wrong_shape(self: Tensor) -> Tensor:
+    return torch.relu(self)[:1]
+
+
+def wrong_dtype(self: Tensor) -> Tensor:
+    return torch.relu(self).double()
+
+
+def act(x: Tensor) -> Tensor:
+    return F.relu(x)
+
+
+X = torch.randn(6, 4)
+
+
+def relu_of(fn: Any = None) -> Tensor:
+    return (fn or dt.compile(act, MESH))(X).full_tensor()
+
+
+# -- which one runs --------------------------------------------------------------------------------
+
+
+def test_a_registered_kernel_runs_until_its_block_ends() -> None:
+    fn = dt.compile(act, MESH)
+    with dt.launch(MESH):
+        assert torch.equal(relu_of(fn), X.relu())
+        with dt.kernel("aten::relu", "cpu").using(doubled):
+            assert torch.equal(relu_of(fn), X.relu() * 2)
+            with dt.kernel("aten::relu", "cpu").using(None):
+                assert torch.equal(relu_of(fn), X.relu())
+            with dt.kernel("aten::relu", "cuda").using(None):
+                assert torch.equal(relu_of(fn), X.relu() * 2)
+        assert torch.equal(relu_of(fn), X.relu())
+
+
+def test_a_block_that_raises_ends_too() -> None:
+    with pytest.raises(ZeroDivisionError), dt.kernel("aten::relu", "cpu").using(doubled):
+        raise ZeroDivisionError
+    assert "the op itself" in repr(dt.kernel("aten::relu", "cpu"))
+
+
+def test_a_decorator_returns_what_it_registers() -> None:
+    before = registry.current()
+    with dt.kernel("aten::relu", "cpu").using(None):
+        assert dt.kernel(torch.ops.aten.relu.default, "cpu")(doubled) is doubled
+        assert "doubled" in repr(dt.kernel("aten.relu.default", "cpu"))
+        with dt.launch(MESH):
+            assert torch.equal(relu_of(), X.relu() * 2)
+    assert registry.current() is before
+
+
+def test_the_ops_of_a_dtensor_run_it_too() -> None:
+    with dt.launch(MESH):
+        x = dt.distribute(X, MESH, tp=dt.Shard(0))
+        assert torch.equal(x.relu().full_tensor(), X.relu())
+        with dt.kernel("aten::relu", "cpu").using(doubled):
+            assert torch.equal(x.relu().full_tensor(), X.relu() * 2)
+        assert torch.equal(x.relu().full_tensor(), X.relu())
+
+
+def test_training_runs_it_in_the_backward() -> None:
+    """threshold_backward is relu's: gradients are those of the kernel."""
+
+    def twice(grad_output: Tensor, self: Tensor, threshold: float) -> Tensor:
+        return torch.where(self > threshold, 2 * grad_output, 0)
+
+    model = dt.parallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), MESH, {})
+    step = dt.train_step(
+        model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with dt.launch(MESH):
+        before = step.gradients(X)
+        with dt.kernel("aten::threshold_backward", "cpu").using(twice):
+            after = step.gradients(X)
+    for name, grad in before.items():
+        assert torch.equal(after[name], 2 * grad) and grad.any(), name
+
+
+@pytest.mark.ray
+def test_kernels_get_to_the_actors() -> None:
+    """One that they import by its name, and one of a function, which goes by value."""
+    factor = 3.0
+
+    def tripled(self: Tensor) -> Tensor:
+        return torch.relu(self) * factor
+
+    fn = dt.compile(act, MESH)
+    with dt.launch(MESH, backend="ray"):
+        for kernel, times in ((doubled, 2), (tripled, 3)):
+            with dt.kernel("aten::relu", "cpu").using(kernel):
+                assert torch.equal(relu_of(fn), X.relu() * times)
+        assert torch.equal(relu_of(fn), X.relu())
+
+
+@pytest.mark.ray
+def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
+    import threading
+
+    lock = threading.Lock()
+
+    def locked(self: Tensor) -> Tensor:
+        with lock:
+            return torch.relu(self)
+
+    fn = dt.compile(act, MESH)
+    with dt.launch(MESH, backend="ray"):
+        with (
+            dt.kernel("aten::relu", "cpu").using(locked),
+            pytest.raises(ProgramError, match=r"locked, which does not pickle: (.|\n)*fix: "),
+        ):
+            relu_of(fn)
+        assert torch.equal(relu_of(fn), X.relu())
+
+
+# -- programs and traces name it -------------------------------------------------------------------
+
+
+def test_the_program_and_the_trace_name_it_and_the_plan_does_not_change() -> None:
+    fn = dt.compile(act, MESH)
+    plan = fn.plan(X)
+    text = str(plan)
+    plain = lower(plan, None)
+    with dt.kernel("aten::relu", "cpu").using(doubled), dt.launch(MESH):
+        program = lower(fn.plan(X), None)
+        assert str(fn.plan(X)) == text
+        spans = [span.name for span in dt.trace(fn, X).spans]
+    call = next(i for i in program.ranks[0].instructions if isinstance(i, Call))
+    name = f"{doubled.__module__}.doubled"
+    assert call.label.endswith(f": relu [{name}]") and call.label in spans
+    function = dict(program.functions)[call.fn]
+    assert any(line.endswith(f"  # {name}") for line in function.source.splitlines())
+    assert not any("doubled" in f.source for _, f in plain.functions)
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+def test_results_of_another_shape_or_dtype_are_an_error() -> None:
+    for kernel, found in ((wrong_shape, r"float32 \[1, 4\]"), (wrong_dtype, r"float64 \[6, 4\]")):
+        with (
+            dt.launch(MESH),
+            dt.kernel("aten::relu", "cpu").using(kernel),
+            pytest.raises(DaftError, match=rf"{kernel.__name__} returned torch.{found}"),
+        ):
+            relu_of()
+
+
+def ok(self: Tensor) -> Tensor:
+    return self
+
+
+@pytest.mark.parametrize(
+    ("make", "fact"),
+    [
+        (lambda: dt.kernel("aten::rely", "cpu"), "no op aten::rely.*aten::relu"),
+        (lambda: dt.kernel("aten::add", "cpu"), "no op aten::add.*overloads: aten::add.Scalar"),
+        (lambda: dt.kernel("relu", "cpu"), "no op relu"),
+        (lambda: dt.kernel("aten::relu", "gpu"), '"cpu" or "cuda"'),
+        (lambda: dt.kernel("aten::relu", torch.device("cpu")), '"cpu" or "cuda"'),  # type: ignore
+        (lambda: dt.kernel(torch.relu, "cpu"), "not an op or its name"),  # type: ignore
+        (lambda: dt.kernel("aten::relu_", "cpu"), "changes its arguments"),
+        (lambda: dt.kernel("aten::relu", "cpu")(3), "not a function"),  # type: ignore
+        (lambda: dt.kernel("aten::relu", "cpu")(torch.relu), "no function of Python's"),
+        (lambda: dt.kernel("aten::relu", "cpu")(lambda: None), "too many positional"),
+        (lambda: dt.kernel("aten::relu", "cpu")(lambda x: x), "'x'.*def relu\\(self\\)"),
+        (lambda: dt.kernel("aten::mm", "cpu")(lambda mat2, self: self), "their order is another"),
+        (lambda: dt.kernel("aten::gelu", "cpu")(ok), "approximate.*approximate='none'"),
+        (
+            lambda: dt.kernel("aten::gelu", "cpu")(lambda self, *, approximate: self),
+            "missing a required",
+        ),
+        (
+            lambda: dt.kernel("aten::gelu", "cpu")(lambda self, *, approximate="tanh": self),
+            "'tanh' by default, and 'none' in the op",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_at_once(make: Any, fact: str) -> None:
+    before = registry.current()
+    with pytest.raises(dt.PlanningError, match=f"(?s){fact}"):
+        make()
+    assert registry.current() is before
+
+
+# -- ops of the project's own ----------------------------------------------------------------------
+
+
+def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
+    assert len(PLAIN) > 15
+    for op, run in PLAIN.items():
+        register._check_signature(op, run)  # type: ignore
+        assert pickle.loads(pickle.dumps(run)) is run
+        assert inspect.isfunction(run)
+
+
+def test_built_in_kernels_take_their_ops_arguments() -> None:
+    from dtensor.kernels.built_in import BUILT_IN
+
+    known = set(torch._C._dispatch_get_all_op_names())
+    found = sorted(known & set(BUILT_IN))
+    assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout", "dt::dropout_backward"} <= {*found}
+    for name in found:
+        register._check_signature(register._op_named(name), BUILT_IN[name])
+
+
+def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
+    """Lowering alone needs no GPU."""
+    model = dt.parallelize(nn.Linear(8, 6, bias=False), MESH, {"weight": {"tp": dt.Row()}})
+    step = dt.train_step(
+        model,
+        lambda m, x, y: F.cross_entropy(F.dropout(m(x), 0.5), y),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    plan = step.plan(torch.randn(4, 8), torch.tensor([0, 1, 2, 3]))
+    for device, wanted in (("cpu", set()), ("cuda", {"ce_stats", "ce_backward", "dropout"})):
+        program = lower(plan, None, device=torch.device(device))
+        lines = [line for _, f in program.functions for line in f.source.splitlines()]
+        named = {line.rpartition("  # triton ")[2] for line in lines if "  # triton " in line}
+        assert named >= wanted and bool(named) == bool(wanted), (device, named)
+        labels = [i.label for i in program.ranks[0].instructions if isinstance(i, Call)]
+        found = [label for label in labels if "ce_stats [triton ce_stats]" in label]
+        assert bool(found) == (device == "cuda")
+
+
+@pytest.mark.slow
+def test_kernels_are_not_imported_for_cpu() -> None:
+    """Torch's capture imports Triton by itself, where it is there."""
+    code = """
+import sys, torch, dtensor as dt
+mesh = dt.Mesh(tp=2)
+dt.kernel("aten::relu", "cpu")(lambda self: torch.relu(self))
+with dt.launch(mesh):
+    dt.compile(lambda x: torch.relu(x), mesh)(torch.ones(4)).full_tensor()
+loaded = {name for name in sys.modules if name.startswith("dtensor.kernels.")}
+assert loaded == {"dtensor.kernels.registry", "dtensor.kernels.register"}, loaded
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
