@@ -99,7 +99,7 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
         if error == errno.ETIMEDOUT:
             try:
                 check()
-            except Exception:
+            except RuntimeError:
                 if not trywait(semaphore):  # it came before what is wrong
                     return
                 raise
