@@ -59,7 +59,8 @@ class CodeBuilder:
     lines: list[tuple[str, tuple[str, ...], str | None]] = field(default_factory=list)
     bindings: dict[str, object] = field(default_factory=dict)
     products: set[str] = field(default_factory=set)  # whose memory nobody else has yet
-    in_place: dict[int, tuple[str, str]] = field(default_factory=dict)  # line: (product, its text)
+    in_place: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    # line: the product, the line's text where it may be changed, and the comment beside that
     kernels: dict[int, tuple[str, Kernel]] = field(default_factory=dict)  # by line; of which op
 
     def __bool__(self) -> bool:
@@ -95,6 +96,7 @@ class CodeBuilder:
             self.in_place[len(self.lines)] = (
                 operands[0],
                 f"{targets} = {args[0]}.{method}({args[1]})",
+                f"{call.name.split('.')[1]} in place",
             )
         self.line(text, reads, [r for r in results if r is not None], source)
         return kernel
@@ -196,11 +198,12 @@ class CodeBuilder:
                 for n in dict.fromkeys(reads)
                 if last[n] == number and n not in kept and n in self.defined
             ]
-            product, text_in_place = self.in_place.get(number, ("", ""))
+            comment = self.kernels[number][1].name if number in self.kernels else ""
+            product, text_in_place, of = self.in_place.get(number, ("", "", ""))
             if product in dead and read[product] == 1:
-                text = text_in_place
+                text, comment = text_in_place, of
             tail = f"; del {', '.join(dead)}" if dead else ""
-            tail += f"  # {self.kernels[number][1].name}" if number in self.kernels else ""
+            tail += f"  # {comment}" if comment else ""
             source.append(f"    {text}{tail}")
             lines.append(user_line)
         source.append(f"    return {tuple_text(outputs)}")
