@@ -160,6 +160,37 @@ def test_ranks_that_share_an_actor(ray_session: None) -> None:
             cluster.load(mixed)
 
 
+def test_actors_of_one_host_share_memory(three: Cluster) -> None:
+    """What crosses goes through it: its pages are there."""
+    count = function("count", "def forward(x):\n    return (count(),)", count=_shared_pages)
+    large = Buffer((1 << 18,), torch.float32)
+    sums = Collective("all_reduce", (0, 1, 2), ("x",), ("y",), (large,), (large,), "sum", "large")
+    made = program(
+        *[[sums, Wait(("y",)), Call("count", ("x",), ("n",))]] * 3,
+        functions=[count],
+        inputs=[("x",)] * 3,
+        outputs=[("y", "n")] * 3,
+    )
+    fed = [{"x": torch.full((1 << 18,), 10.0**rank)} for rank in range(3)]
+    handle = three.load(made)
+    found = three.run(handle, fed).get()
+    assert all(torch.equal(each["y"], torch.full((1 << 18,), 111.0)) for each in found)
+    # at least its own slot, and where the sum was folded together
+    assert all(each["n"] >= 2 << 20 for each in found), [each["n"] for each in found]
+    three.unload(handle)
+
+
+def _shared_pages() -> int:
+    """Bytes of memory of other processes, or shared with them, that this one has touched."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counts = "memfd:dtensor" in line
+        elif counts and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
 def test_routes() -> None:
     keys = check_routes(pipeline(4), (0, 0, 1, 1))
     assert keys == [((1, 2), "fwd", "transfer")]
