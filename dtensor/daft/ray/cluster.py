@@ -29,10 +29,11 @@ from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Ranks
+from dtensor.daft.ray.ranks import Ranks, Sent
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
+from dtensor.daft.run.worker import Worker
 from dtensor.daft.verification.pairing import Site, instruction_at
 
 
@@ -56,6 +57,7 @@ class RayCluster(HostedCluster):
                 f"which GPU an actor gets."
             )
         self._tags: dict[Key, int] = {}
+        self._sent = Sent()
         self._home = Home(address, deadline_s)
         try:
             if device.type == "cuda":
@@ -100,6 +102,12 @@ class RayCluster(HostedCluster):
         kind = ASKED if read else TOLD
         if run is None:
             reply = self._channel.send(host, kind, (Ranks.ask, method), part)
+        elif method is Worker.run:
+            handle, inputs, *rest = part
+            inputs, plain = self._sent.split(handle, inputs)
+            given = (run, handle, inputs, plain, *rest)
+            reply = self._channel.send(host, kind, (Ranks.run_program,), given)
+            self._sent.note(run, handle, plain)
         else:
             reply = self._channel.send(host, kind, (Ranks.run, method), (run, *part))
         return Asked(self._home.processes[host], reply)
@@ -127,6 +135,10 @@ class RayCluster(HostedCluster):
         finally:
             if self._channel.interrupted and self.failure is None:
                 self._interrupted()
+
+    def unload(self, handle: Handle) -> None:
+        super().unload(handle)
+        self._sent.forget(handle.id)
 
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)

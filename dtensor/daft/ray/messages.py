@@ -90,7 +90,7 @@ class MessagePickler(_cloudpickle.Pickler):
     """Takes the bytes of tensors from where they are."""
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
+        kind: type[Any] = type(obj)
         if (kind is Tensor or kind is Parameter) and _has_elements(obj):
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             kept = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)

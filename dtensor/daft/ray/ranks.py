@@ -1,5 +1,8 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
+Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
+(`Sent`): by what was sent, not by what became of the run.
+
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
@@ -13,8 +16,9 @@ Invariants: the first failure of a run closes the connections and is repeated to
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,8 +27,57 @@ from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
+
+Plain: TypeAlias = dict[int, dict[str, bytes | int]]
+"""By rank and name, data as marshal has it, or the run of the program that had the same."""
+
+
+class Sent:
+    """What plain data the hosts were last sent, as the controller knows it."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+
+    def split(self, handle: int, inputs: Values) -> tuple[Values, Plain]:
+        """The inputs of a run of a program that go as they are, and the others."""
+        rest: dict[int, dict[str, object]] = {}
+        plain: Plain = {}
+        for rank, named in inputs.items():
+            own: dict[str, Any] = dict(named)
+            rest[rank] = own
+            for name, value in tuple(own.items()):
+                if type(value) in _CONTAINERS and _is_plain(value):
+                    data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
+                    run, known = self._sent.get((handle, rank, name), (-1, b""))
+                    plain.setdefault(rank, {})[name] = run if known == data else data
+                    del own[name]
+        return rest, plain
+
+    def note(self, run: int, handle: int, plain: Plain) -> None:
+        """This was sent."""
+        for rank, named in plain.items():
+            for name, data in named.items():
+                if isinstance(data, bytes):
+                    self._sent[handle, rank, name] = run, data
+
+    def forget(self, handle: int) -> None:
+        for key in [key for key in self._sent if key[0] == handle]:
+            del self._sent[key]
+
+
+_CONTAINERS = frozenset({tuple, list, dict})
+_ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Of these types alone, and not of classes that derive from them: marshal takes numpy's numbers
+    for bytes, and what can be changed may change unseen."""
+    kind: type[Any] = type(value)
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
 class Ranks:
@@ -34,6 +87,7 @@ class Ranks:
         self._device = torch.device(device)
         self._joined: Joined | None = None
         self._worker: Worker | None = None
+        self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
 
     def connect(self, join: Join, index: int) -> None:
         self._joined = Joined.by(join, index, self._ranks, self._device)
@@ -65,6 +119,25 @@ class Ranks:
             made = method(worker, handle, *arguments)
         self._counter.end()
         return made
+
+    def run_program(
+        self,
+        run: int,
+        handle: int,
+        inputs: dict[int, dict[str, object]],
+        plain: Plain,
+        *arguments: object,
+    ) -> Any:
+        """`Worker.run`, with the plain data that was sent now or before among the inputs."""
+        for rank, named in plain.items():
+            for name, data in named.items():
+                if isinstance(data, bytes):
+                    self._plain[handle, rank, name] = run, data
+                since, known = self._plain[handle, rank, name]
+                if since != (run if isinstance(data, bytes) else data):
+                    raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
+                inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+        return self.run(Worker.run, run, handle, inputs, *arguments)
 
     @property
     def _connected(self) -> tuple[Joined, Worker]:
