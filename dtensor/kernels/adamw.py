@@ -9,6 +9,9 @@ division and square root are rounded to the nearest. Its tail, of fewer elements
 computes in float64: buffers that 16 divides have none. Numbers of the step are float64 on the host.
 """
 
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -13,6 +13,9 @@ Invariants: computed in float32, rounded where the op rounds; dbias is summed as
 What the kernels do not take (float64, nothing at all) the op computes.
 """
 
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

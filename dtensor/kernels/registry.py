@@ -80,9 +80,10 @@ def use(registered: Registered) -> None:
 def _built_in(op: OpOverload, device: str) -> Kernel | None:
     if device != "cuda" or find_spec("triton") is None:
         return None
-    from dtensor.kernels.built_in import BUILT_IN  # which imports Triton
+    from dtensor.kernels.built_in import TORCH, TRITON  # which imports Triton
 
-    function = BUILT_IN.get(op.name())
-    if function is None:
-        return None
-    return Kernel(function=function, name=f"triton {function.__name__}", ours=True)
+    for word, table in (("triton", TRITON), ("torch", TORCH)):
+        function = table.get(op.name())
+        if function is not None:
+            return Kernel(function=function, name=f"{word} {function.__name__}", ours=True)
+    return None

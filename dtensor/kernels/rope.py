@@ -12,6 +12,9 @@ backward is computed in float32 and rounded once. What the kernel does not take 
 four dims, a last dim that is not adjacent) the op computes.
 """
 
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import torch

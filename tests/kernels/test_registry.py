@@ -225,13 +225,14 @@ def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
 
 
 def test_built_in_kernels_take_their_ops_arguments() -> None:
-    from dtensor.kernels.built_in import BUILT_IN
+    from dtensor.kernels.built_in import TORCH, TRITON
 
     known = set(torch._C._dispatch_get_all_op_names())
-    found = sorted(known & set(BUILT_IN))
-    assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout", "dt::dropout_backward"} <= {*found}
+    built_in = {**TRITON, **TORCH}
+    found = sorted(known & set(built_in))
+    assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout", "dt::attention"} <= {*found}
     for name in found:
-        register._check_signature(register._op_named(name), BUILT_IN[name])
+        register._check_signature(register._op_named(name), built_in[name])
 
 
 def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
