@@ -1,16 +1,14 @@
-"""The ops that have a kernel of ours, which runs on CUDA unless another is registered.
-
-Not here: `adamw.py`, an update in place, which is no op of a program.
-"""
+"""The ops that have a kernel of ours, which runs on CUDA unless another is registered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtensor.kernels import attention, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import adamw, attention, cross_entropy, dropout, gates, norms, rope
 
 TRITON: Mapping[str, Callable[..., Any]] = {
+    "aten::_fused_adamw_": adamw.fused_adamw_,
     "dt::add_layer_norm": norms.add_layer_norm,
     "dt::add_rms_norm": norms.add_rms_norm,
     "dt::bias_gelu": gates.bias_gelu,

@@ -379,34 +379,41 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
 def _adamws(make: _Maker, full: bool) -> Iterator[Case]:
     """Beside torch's fused kernel on the CPU, over five steps."""
     for count in (1008, 4096, 16) if full else (96,):
-        for options in (
-            {"lr": 0.01, "betas": (0.4, 0.9), "eps": 1e-3, "weight_decay": 0.1},
-            {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-            {"lr": 0.37, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0},
+        for given in (
+            {"lr": 0.01, "beta1": 0.4, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1},
+            {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+            {
+                "lr": torch.tensor(0.37),
+                "beta1": 0.8,
+                "beta2": 0.95,
+                "eps": 1e-6,
+                "weight_decay": 0.0,
+            },
         ):
-            start = make(count)
+            options: dict[str, Any] = {**given, "maximize": given["eps"] == 1e-3}
+            start, scale = make(count), make().abs() + 1.0 if options["maximize"] else None
             grads = [make(count) * 10.0**-i for i in range(5)]
 
-            def update(x: Tensor = start, gs: Any = grads, o: Any = options) -> Sequence[Tensor]:
+            def update(
+                kernel: Any = adamw.fused_adamw_,
+                x: Tensor = start,
+                gs: Any = grads,
+                scale: Any = scale,
+                o: Any = options,
+            ) -> Sequence[Tensor]:
                 p, m, v = x.clone(), torch.zeros_like(x), torch.zeros_like(x)
-                for step, grad in enumerate(gs, 1):
-                    adamw.adamw_(p, grad, m, v, step=step, **o)
-                return p, m, v
-
-            def fused(x: Tensor = start, gs: Any = grads, o: Any = options) -> Sequence[Tensor]:
-                p = torch.nn.Parameter(x.cpu().clone())
-                optimizer = torch.optim.AdamW([p], fused=True, **o)
-                for grad in gs:
-                    p.grad = grad.cpu()
-                    optimizer.step()
-                state = optimizer.state[p]
-                return p.detach(), state["exp_avg"], state["exp_avg_sq"]
+                step = torch.zeros((), device=x.device)
+                scale = scale.to(x.device) if scale is not None else None
+                for grad in (g.to(x.device, copy=True) for g in gs):
+                    step += 1
+                    kernel([p], [grad], [m], [v], [], [step], amsgrad=False, grad_scale=scale, **o)
+                return p, m, v, grad
 
             yield Case(
                 kernel="adamw",
                 label=f"{count} elements, {options}",
                 call=update,
-                reference=fused,
-                dtypes=(F32, F32, F32),
+                reference=lambda fn=update, x=start: fn(kernel=torch._fused_adamw_, x=x.cpu()),
+                dtypes=(F32, F32, F32, F32),
                 equal=True,
             )
