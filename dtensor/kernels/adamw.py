@@ -19,6 +19,7 @@ float64: buffers that 16 divides have none. What the kernel does not take (other
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -52,7 +53,8 @@ def fused_adamw_(
     tensors = (*self, *grads, *exp_avgs, *exp_avg_sqs)
     plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
     if amsgrad or found_inf is not None or not plain:
-        torch._fused_adamw_(
+        update: Any = torch._fused_adamw_  # stubs know neither sequences nor a tensor as rate
+        update(
             self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr=lr, beta1=beta1,
             beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
             grad_scale=grad_scale, found_inf=found_inf,
