@@ -334,7 +334,10 @@ class _Derivation:
 
     def _take(self, split: _Split) -> None:
         """Place every weight that the split reaches, unless one of them is placed already."""
-        reached = [v for v in split.followed.shards if self.contractions.get(v)]
+        shards = split.followed.shards
+        reached = [
+            v.name for v in self.flow.inputs if v.name in shards and self.contractions.get(v.name)
+        ]
         rows = [v for v in split.followed.summed if v != split.value]
         if split.value in self.chosen:
             return

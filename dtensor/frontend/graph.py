@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -30,6 +30,9 @@ from torch.utils import _pytree as pytree
 from dtensor.frontend.reads.reads import Reads
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
+
+if TYPE_CHECKING:
+    from dtensor.sharding.plan.recognised import Recognised
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +117,14 @@ class OutTree:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Graph:
     """A captured program. ``reads``: what it read besides its arguments; None for one that was not
-    captured from Python."""
+    captured from Python. ``recognised``: which of its patterns became one op."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     out_tree: OutTree
     reads: Reads | None = None
+    recognised: tuple[Recognised, ...] = ()
 
     def __post_init__(self) -> None:
         self.verify()

@@ -18,9 +18,9 @@ the joint graph (simplify.py).
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -30,21 +30,31 @@ from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
 from dtensor.frontend.capture.refusals import is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer, bound
 
+if TYPE_CHECKING:
+    from dtensor.frontend.capture.recognise.met import Met
+
 aten = torch.ops.aten
 dt = torch.ops.dt
+_ANCHORS = (
+    aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
+    aten.rsqrt.default, aten.cat.default, aten.silu.default, aten.gelu.default, aten.tanh.default,
+    aten.softmax.int,
+)  # fmt: skip
+"""Of what is recognised: without one of them nothing is looked for."""
 
 
-def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> None:
-    """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place.
-
-    ``numbers``: those that random ops get, one each; without them random ops stay as they are.
-    """
+def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> list[Met]:
+    """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place; returns the
+    patterns that it met. ``numbers``: of random ops, one each; else they stay as they are."""
+    met: list[Met] = []
     for child in module.children():
         if isinstance(child, fx.GraphModule):
-            canonicalise(child, numbers)
+            met += canonicalise(child, numbers)
             # Differentiation calls it as a module: run node by node, its ops keep their own lines,
             # modules and checkpoints, which they would lose to those of the region.
             child.forward = fx.Interpreter(child).run
+    if any(module.graph.find_nodes(op="call_function", target=target) for target in _ANCHORS):
+        met += _recognise(module.graph)
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
@@ -53,11 +63,7 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
         is_random = node.target in RANDOM_OPS
         if is_random and numbers is not None and randomise(module.graph, node, numbers):
             continue
-        if node.target is aten.scaled_dot_product_attention.default:
-            if module.graph.find_nodes(op="call_function", target=aten.view.default):
-                _keep_layout(module.graph, node)
-            _attention(module.graph, node)
-        elif node.target is aten.cross_entropy_loss.default:
+        if node.target is aten.cross_entropy_loss.default:
             _cross_entropy(module.graph, node)
         elif node.target in (aten.index_put.default, aten.index_put_.default):
             _fill_masked(module.graph, node)
@@ -65,6 +71,7 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
             _borrow_line(module, node)
     module.graph.lint()
     module.recompile()
+    return met
 
 
 def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
@@ -80,10 +87,10 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                     return
 
 
-def _keep_layout(graph: fx.Graph, node: fx.Node) -> None:
-    from dtensor.frontend.capture.memory import keep_layout  # few programs need it
+def _recognise(graph: fx.Graph) -> list[Met]:
+    from dtensor.frontend.capture.recognise.recognise import recognise  # few programs need it
 
-    keep_layout(graph, node)
+    return recognise(graph)
 
 
 def _read_narrow(graph: fx.Graph, logits: fx.Node) -> None:
@@ -98,31 +105,7 @@ def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
     fill_masked(graph, node)
 
 
-# -- attention, cross entropy ----------------------------------------------------------------------
-
-
-def _attention(graph: fx.Graph, node: fx.Node) -> None:
-    a = bound(node)
-    q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
-    out = node.meta["val"]
-    covered = (
-        a["attn_mask"] is None
-        and a["dropout_p"] == 0
-        and q.dim() == k.dim() == v.dim() == 4
-        and k.shape == v.shape
-        and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-        and (q.shape[1] == k.shape[1] or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0))
-    )
-    if not covered:
-        return
-    call = Writer(graph, node)
-    scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
-    tensors = [
-        call.cast(a[name], val.dtype, out.dtype)
-        for name, val in (("query", q), ("key", k), ("value", v))
-    ]
-    pair = call(dt.attention.default, *tensors, a["is_causal"], scale)
-    call.replace(call(operator.getitem, pair, 0))
+# -- cross entropy ---------------------------------------------------------------------------------
 
 
 def _cross_entropy(graph: fx.Graph, node: fx.Node) -> None:

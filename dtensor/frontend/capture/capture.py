@@ -23,7 +23,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -65,6 +65,9 @@ from dtensor.frontend.source import (
     source_of_exception,
 )
 from dtensor.sharding.gc_pause import collector_paused
+
+if TYPE_CHECKING:
+    from dtensor.frontend.capture.recognise.met import Met
 
 
 @collector_paused()
@@ -142,12 +145,13 @@ class _Capture:
                 forward = _export(root, tensors)
                 for met in functions:
                     met.restore(forward)
-                canonicalise(forward, itertools.count())
+                met = canonicalise(forward, itertools.count())
                 check_forward(forward)
                 # Attention that `canonicalise` leaves decomposes the same on every machine.
                 with sdpa_kernel(SDPBackend.MATH), whole_layers():
                     joint = _differentiate(forward, tensors, mode)
                     self.graph = to_graph(root, joint, forward, mode)
+                self.graph = _with(self.graph, met, call) if met else self.graph
         finally:
             undo(self.changes)
             before.forget_cached()
@@ -181,6 +185,12 @@ class _Capture:
         """The graph, with what it read as that is now."""
         constants = [(c.name, c.value) for c in self.graph.inputs if isinstance(c, Const)]
         return replace(self.graph, reads=Reads(self.call.roots, self.ran, constants))
+
+
+def _with(graph: Graph, met: list[Met], call: FlatCall) -> Graph:
+    from dtensor.frontend.capture.told import told  # few programs need it
+
+    return replace(graph, recognised=told(met, call.prefixes))
 
 
 def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:

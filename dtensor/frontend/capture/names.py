@@ -50,7 +50,7 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         backward = meta.get("partitioner_tag") == "is_backward"
         seq = None if _ACCUMULATION in trace else meta.get("seq_nr")
         stack = meta.get("fwd_nn_module_stack" if backward else "nn_module_stack") or {}
-        calls = _calls(stack, prefixes)
+        calls = calls_of(stack, prefixes)
         module = calls[-1].partition("@")[0] if calls else ""
         source = source_of_trace(trace) if trace else None
         if backward and seq in forward_of:
@@ -77,7 +77,9 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         }
 
 
-def _calls(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]) -> tuple[str, ...]:
+def calls_of(
+    stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]
+) -> tuple[str, ...]:
     """The calls of modules around a node, outermost first, without the root's own.
 
     ``blocks.0``; ``norm@1`` for the second call of one module. Torch numbers its keys alike.

@@ -30,6 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import dtensor.sharding.ops.batch_norm  # noqa: F401  (registers the ops)
+import dtensor.sharding.ops.norms as norms
+import dtensor.sharding.ops.rope as rope
 from dtensor.frontend.capture.decompose import has_rule, table
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.graph import op_call
@@ -259,6 +261,14 @@ _OVER_BATCH: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, ...]:
+    total = x + residual
+    written = table()[aten.native_layer_norm.default]
+    return (total, *written(total, [x.shape[-1]], weight, bias, eps))
+
+
 _OWN: dict[Any, Callable[..., Any]] = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
@@ -268,6 +278,12 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
     aten.std.correction: _std,
     aten.std_mean.correction: _std_mean,
+    torch.ops.dt.rms_norm.default: norms.rms_norm,
+    torch.ops.dt.rms_norm_backward.default: norms.rms_norm_backward,
+    torch.ops.dt.add_rms_norm.default: norms.add_rms_norm,
+    torch.ops.dt.add_layer_norm.default: _add_layer_norm,
+    torch.ops.dt.rope.default: rope.rope,
+    torch.ops.dt.rope_backward.default: rope.rope_backward,
     **_OVER_BATCH,
 }
 # Torch's own decompositions serve for these.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -71,7 +72,8 @@ def _ops(graph: Graph) -> Dataflow:
             op = _op(node, names)
             names[node] = op.results if op.call.multiple else cast(str, op.results[0])
             ops.append(op)
-    return Dataflow(inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(outputs))
+    flow = Dataflow(inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(outputs))
+    return replace(flow, recognised=graph.recognised)
 
 
 def _input(node: torch.fx.Node, entry: object) -> Input:

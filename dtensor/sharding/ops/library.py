@@ -1,4 +1,4 @@
-"""What every file of the project's own operators needs: the library, `define`, index intervals.
+"""What files of the project's own operators share: the library, `define`, strides, intervals.
 
     define("ce_count(Tensor target) -> Tensor", run, fake)     # torch.ops.dt.ce_count
 
@@ -40,6 +40,17 @@ def note_plain(name: str, run: Callable[..., Any]) -> None:
     """Let local code call an op's implementation, where actors can import it by its name."""
     if "<" not in run.__qualname__:
         PLAIN[getattr(torch.ops.dt, name).default] = run
+
+
+def laid_as(like: Tensor, made: Tensor) -> Tensor:
+    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
+    wanted = torch.empty_like(like, dtype=made.dtype)
+    return made if made.stride() == wanted.stride() else wanted.copy_(made)
+
+
+def sum_rows(x: Tensor) -> Tensor:
+    """Over all dims but the last."""
+    return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@
     plan.cost             predicted seconds of a step
     plan.regions          what runs again in the backward; plan.plain is the plan without that
     plan.explain("h")     why a value has its placement, why each collective on it is there
+    plan.recognised()     what the program writes out and the plan has as one op
     print(plan)           one step a line, repeated layers once; plan.text(full=True) has all
     plan.summary()        what matters of it in 25 lines
 
@@ -74,6 +75,13 @@ class Plan(PlanRecord):
     def rounding(self) -> str:
         """A bound on what the order of each reduction can change."""
         return rounding_text(self)
+
+    def recognised(self) -> str:
+        """Which attentions, norms, rotations and gates of the program became one op, by module;
+        and which stay as they are written, with the reason."""
+        from dtensor.sharding.plan.text.recognised import recognised_text  # seldom asked for
+
+        return recognised_text(self.flow.recognised)
 
     def verify(self) -> None:
         """AssertionError where the plan contradicts itself; every plan is verified when made."""

@@ -143,6 +143,16 @@ def _attention_backward(d: Draw, heads: int, groups: int, causal: bool) -> Call:
     return call(d(f"b {heads} t e"), q, k, v, out, lse, causal, 0.5)
 
 
+def _rms(d: Draw, offset: float) -> Call:
+    return call(d("b t d"), d("d"), 1e-5, offset, torch.float32, torch.float32)
+
+
+def _rms_backward(d: Draw, offset: float) -> Call:
+    x, weight = d("b t d"), d("d")
+    _, rstd = torch.ops.dt.rms_norm(x, weight, 1e-5, offset, x.dtype, x.dtype)
+    return call(d("b t d"), x, rstd, weight, offset)
+
+
 MATMUL: dict[str, list[Sample]] = {
     "aten.mm.default": [lambda d: call(d("m k"), d("k n"))],
     "aten.bmm.default": [lambda d: call(d("b m k"), d("b k n"))],
@@ -181,6 +191,44 @@ NORM: dict[str, list[Sample]] = {
         lambda d: call(d("b t d"), [d.size("d")], None, 1e-5),
     ],
     "aten._fused_rms_norm_backward.default": [_rms_norm_backward],
+    "dt.rms_norm.default": [lambda d: _rms(d, 0.0), lambda d: _rms(d, 1.0)],
+    "dt.rms_norm_backward.default": [
+        lambda d: _rms_backward(d, 0.0),
+        lambda d: _rms_backward(d, 1.0),
+    ],
+    "dt.add_rms_norm.default": [
+        lambda d: call(d("b t d"), d("b t d"), d("d"), 1e-5, 1.0, torch.float32, torch.float32),
+    ],
+    "dt.add_layer_norm.default": [
+        lambda d: call(d("b t d"), d("b t d"), d("d"), d("d"), 1e-5),
+        lambda d: call(d("b d"), d("b d"), d("d"), d("d"), 1e-5),
+    ],
+}
+
+GATES: dict[str, list[Sample]] = {
+    "dt.gated.default": [
+        lambda d: call(d("b t d"), d("b t d"), "silu"),
+        lambda d: call(d("b d"), d("b d"), "gelu_new"),
+    ],
+    "dt.gated_backward.default": [
+        lambda d: call(d("b t d"), d("b t d"), d("b t d"), "silu"),
+        lambda d: call(d("b d"), d("b d"), d("b d"), "gelu_tanh"),
+    ],
+    "dt.bias_gelu.default": [
+        lambda d: call(d("b t d"), d("d"), "gelu"),
+        lambda d: call(d("d"), d("d"), "gelu_new"),
+    ],
+    "dt.bias_gelu_backward.default": [
+        lambda d: call(d("b t d"), d("b t d"), d("d"), "gelu"),
+        lambda d: call(d("b d"), d("b d"), d("d"), "gelu_tanh"),
+    ],
+    "dt.rope.default": [
+        lambda d: call(d("b 4 t 6"), d("t 6"), d("t 6")),
+        lambda d: call(d("b 4 t 6"), d("b 1 t 6"), d("b 1 t 6")),
+    ],
+    "dt.rope_backward.default": [
+        lambda d: call(d("b 4 t 6"), d("1 1 t 6"), d("1 1 t 6"), torch.float32),
+    ],
 }
 
 VIEWS: dict[str, list[Sample]] = {
@@ -327,6 +375,7 @@ TENSORS: dict[str, list[Sample]] = {
     **_along(),
     **MATMUL,
     **NORM,
+    **GATES,
     **VIEWS,
     **PIECES,
     **CREATE,

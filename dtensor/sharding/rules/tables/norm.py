@@ -2,6 +2,7 @@
 
     layer_norm                "... k0!, k0!, k0! -> ... k0!, ... 1, ... 1"
     layer_norm backward       split rows leave the gradients of weight and bias pending
+    dt.rms_norm               "... k!, k! -> ... k!, ... 1"   its backward likewise
     batch norm, training      "n! c x0!, c, c, c, c -> n! c x0!, c, c, c, c"
     batch norm, evaluating    "n c x0, c, c, c, c -> n c x0, 0, 0"
     bn_squares                "n c x0, c -> c"                summed over the batch
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 import math
 
-import dtensor.sharding.ops.batch_norm  # noqa: F401  # pyright: ignore[reportUnusedImport] - the ops
+import dtensor.sharding.ops.batch_norm  # pyright: ignore[reportUnusedImport] - the ops
+import dtensor.sharding.ops.norms  # noqa: F401  # pyright: ignore[reportUnusedImport] - likewise
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import make, operand_index, retarget, whole_dims
+from dtensor.sharding.rules.build import make, operand_index, pattern, retarget, whole_dims
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
@@ -162,6 +164,8 @@ def _local_group_norm_backward(call: OpCall, local: Local) -> OpCall:
     return retarget(call, call.target, *args)
 
 
+_NORMED = "... k!, ... 1"  # what is normed, and a statistic
+
 RULES: dict[str, Builder] = {
     "aten.native_layer_norm.default": _layer_norm,
     "aten.native_layer_norm_backward.default": _layer_norm_backward,
@@ -178,6 +182,14 @@ RULES: dict[str, Builder] = {
     "dt.bn_sums.default": _in_parts("s! c", linear=((0,),)),
     "dt.bn_apply.default": _in_parts(None),
     "dt.bn_backward.default": _in_parts(None),
+    "dt.rms_norm.default": pattern(f"... k!, k! -> {_NORMED}"),
+    "dt.rms_norm_backward.default": pattern(
+        "... k!, ... k!, ... 1, k! -> ... k!, k!", linear=((0,),)
+    ),
+    "dt.add_rms_norm.default": pattern(f"... k!, ... k!, k! -> ... k!, {_NORMED}"),
+    "dt.add_layer_norm.default": pattern(
+        f"... k!, ... k!, k!, k! -> ... k!, {_NORMED}, ... 1", localize=contiguous()
+    ),
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }

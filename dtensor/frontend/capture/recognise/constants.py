@@ -1,0 +1,196 @@
+"""What of an exported graph is the same at every call: it follows from numbers of the graph alone.
+
+    i = arange(4); mask = i[None, :] <= i[:, None]   ->  Constants(graph).value(mask): bool[4,4]
+    mask = argument[:, None, None, :]                ->  NotConstant: it depends on an argument
+
+Masks of causal attention are made so by whole libraries: of positions that count from 0, compared
+with each other, for each row of the batch once more. What is the same for all rows is computed for
+one of them.
+
+Invariants: a value that depends on an argument, a parameter, a buffer or a tensor that the program
+caught is no constant, nor is one that an op changes in place or draws. What is computed is what the
+program would compute, by the same ops. Not here: what a mask means (attention.py).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+aten = torch.ops.aten
+
+MOST_ELEMENTS = 2**28
+"""Of a tensor that is computed here."""
+_COMPARED = 2**20
+"""Elements up to which the rows of a result are compared with each other."""
+_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.clone.default)
+
+
+class NotConstant(Exception):
+    """Why a value is no constant, as the end of a sentence: "it depends on an argument"."""
+
+
+class Constants:
+    """The constants of one graph, each computed when it is asked for."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.writes = Writes(graph)
+        self._known: set[fx.Node] = set()
+        self._places = {node: i for i, node in enumerate(graph.nodes)}
+
+    def value(self, node: fx.Node) -> Tensor:
+        """What ``node`` is at every call; a dim of which all rows are the same may have stride 0.
+
+        Raises NotConstant.
+        """
+        cone = self._cone(node)
+        waiting = Counter(x for n in cone for x in n.all_input_nodes)
+        values: dict[fx.Node, Any] = {}
+        with unset_fake_temporarily(), torch.no_grad():
+            for each in cone:
+                values[each] = _computed(each, values)
+                for read in each.all_input_nodes:
+                    waiting[read] -= 1
+                    if not waiting[read]:
+                        del values[read]
+        found = values[node]
+        assert isinstance(found, Tensor), "asked for a tensor"
+        return found
+
+    def _cone(self, node: fx.Node) -> list[fx.Node]:
+        """``node`` and all that it is computed from, in order. Raises NotConstant."""
+        found, waiting, is_changed = {node: None}, [node], False
+        while waiting:
+            each = waiting.pop()
+            if each not in self._known:
+                self._check(each)
+                is_changed |= each not in self._places or each in self.writes.changed
+            for read in each.all_input_nodes:
+                if read not in found:
+                    found[read] = None
+                    waiting.append(read)
+        if is_changed:
+            raise NotConstant("it is changed in place")
+        self._known.update(found)
+        return sorted(found, key=self._places.__getitem__)
+
+    def _check(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            raise NotConstant("it depends on an argument")
+        if node.op == "get_attr":
+            _, dot, path = str(node.target).partition(".")  # below the module that was called
+            raise NotConstant(f"it depends on {path if dot else 'a tensor that is held'}")
+        target = node.target
+        if target is operator.getitem:
+            return
+        if not isinstance(target, torch._ops.OpOverload):
+            raise NotConstant(f"it depends on what {target} computes")
+        if torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten":
+            raise NotConstant(f"it depends on what {target} computes")
+
+
+class Writes:
+    """What ops of a graph change in place. ``changed``: the values of which the memory is."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.changed: set[fx.Node] = set()
+        self._order: dict[fx.Node, int] = {}
+        self._at: list[int] = []
+        for index, node in enumerate(graph.nodes):
+            self._order[node] = index
+            written = list(_written(node))
+            if written:
+                self._at.append(index)
+                self.changed.add(node)
+            for each in written:
+                while isinstance(each, fx.Node) and each not in self.changed:
+                    self.changed.add(each)
+                    each = each.args[0] if _is_view(each) else None
+
+    def between(self, first: fx.Node, last: fx.Node) -> bool:
+        """Whether anything is changed after ``first`` is computed and before ``last`` is."""
+        if not self._at:
+            return False
+        start, stop = self._order.get(first), self._order.get(last)
+        if start is None or stop is None:
+            return True
+        return any(start < at < stop for at in self._at)
+
+
+def _written(node: fx.Node) -> Iterator[Any]:
+    """The operands that an op changes."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether its memory may be that of its first operand."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    return isinstance(target, torch._ops.OpOverload) and any(
+        result.alias_info is not None for result in target._schema.returns
+    )
+
+
+# -- computing -------------------------------------------------------------------------------------
+
+
+def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    target: Any = node.target
+    args = fx.map_arg(node.args, values.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+    if target is operator.getitem:
+        return target(*args, **kwargs)
+    val = node.meta["val"]
+    elementwise = torch.Tag.pointwise in target.tags or target in _CASTS
+    if not isinstance(val, Tensor) or not elementwise:
+        if isinstance(val, Tensor) and not _is_view(node):
+            _check_size(val.shape)
+        return _as_one_row(target(*args, **kwargs))
+    rank, shape = val.dim(), val.shape
+    tensors = [x for x in node.all_input_nodes if isinstance(values[x], Tensor)]
+    repeated = [d for d in range(rank) if all(_repeats(values[x], d - rank) for x in tensors)]
+
+    def narrow(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            for d in repeated:
+                if rank - d <= x.dim():
+                    x = x.narrow(d - rank, 0, min(1, x.shape[d - rank]))
+        return x
+
+    _check_size([1 if d in repeated else size for d, size in enumerate(shape)])
+    few = {x: narrow(values[x]) for x in tensors}
+    given = {**values, **few}
+    args = fx.map_arg(node.args, given.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, given.__getitem__)
+    return target(*args, **kwargs).expand(shape)
+
+
+def _repeats(x: Tensor, dim: int) -> bool:
+    """Whether the dim, counted from the right, has one row or the same row over and over."""
+    return -dim > x.dim() or x.shape[dim] == 1 or x.stride(dim) == 0
+
+
+def _as_one_row(value: Any) -> Any:
+    """A small tensor of which all rows are the same, as one row that is repeated."""
+    if not isinstance(value, Tensor) or value.dim() < 2 or not 0 < value.numel() <= _COMPARED:
+        return value
+    first = value[:1].expand_as(value)
+    return first if value.stride(0) and value.shape[0] > 1 and first.equal(value) else value
+
+
+def _check_size(shape: Any) -> None:
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise NotConstant(f"it has more than {MOST_ELEMENTS:,} elements")

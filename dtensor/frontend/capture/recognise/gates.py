@@ -1,0 +1,107 @@
+"""Activations with what is multiplied beside them, found by the activation.
+
+    silu(a) * b                     ->  dt.gated(a, b, "silu")
+    gelu(a, approximate="tanh") * b ->  dt.gated(a, b, "gelu_tanh")
+    0.5 * a * (1.0 + tanh(0.7978845608028654 * (a + 0.044715 * a ** 3)))
+                                    ->  "gelu_new", as transformers writes it
+
+Invariants: both have one dtype and one shape, and the activation is used nowhere else. An
+activation by itself is no pattern.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.capture.recognise.constants import Writes
+from dtensor.frontend.capture.recognise.matching import (
+    NoMatch,
+    check_together,
+    dtype,
+    erase,
+    is_op,
+    is_plain,
+    is_tensor,
+    other,
+    shape,
+    sole_user,
+    users,
+)
+from dtensor.frontend.graph import Writer
+from dtensor.sharding.ops.gates import CUBIC, SLOPE
+
+aten = torch.ops.aten
+dt = torch.ops.dt
+
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+    """In place; ``anchor``: a silu, gelu or tanh. Raises NoMatch."""
+    a, active, kind, nodes = _activation(anchor)
+    product = sole_user(active, aten.mul.Tensor)
+    if product is None:
+        many = any(is_op(user, aten.mul.Tensor) and _gates(user, active) for user in users(active))
+        raise NoMatch("its activation is used elsewhere" if many and len(users(active)) > 1 else "")
+    b = other(product, active)
+    if not _gates(product, active):
+        raise NoMatch("")
+    if dtype(a) != dtype(b) or dtype(active) != dtype(a):
+        raise NoMatch("the two that it multiplies have other dtypes")
+    check_together((*nodes, active, product))
+    if writes.between(nodes[0] if nodes else active, product):
+        raise NoMatch("an op changes a value in place within it")
+    call = Writer(graph, product)
+    new = call(dt.gated.default, a, b, kind)
+    new.meta["val"] = product.meta["val"]
+    product.replace_all_uses_with(new)
+    erase(graph, product)
+    return "dt.gated", new
+
+
+def _gates(product: fx.Node, active: fx.Node) -> bool:
+    """Whether the activation is multiplied with another value of its shape."""
+    b = other(product, active)
+    return is_tensor(b) and b is not active and shape(b) == shape(active)
+
+
+def _activation(anchor: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
+    """What is activated, what comes of it, how, and the nodes before that."""
+    a: Any = anchor.args[0]
+    if anchor.target is aten.silu.default:
+        return a, anchor, "silu", []
+    if anchor.target is aten.gelu.default:
+        return a, anchor, _GELUS[str(anchor.kwargs.get("approximate", "none"))], []
+    return _gelu_new(anchor)
+
+
+def _gelu_new(tanh: fx.Node) -> tuple[fx.Node, fx.Node, str, list[fx.Node]]:
+    """Each step by its number, in the order in which the op runs them."""
+    inner = _scaled(tanh.args[0], SLOPE)
+    if not is_op(inner, aten.add.Tensor) or not is_plain(inner):
+        raise NoMatch("")
+    x, cubed = inner.args[:2]
+    power = _scaled(cubed, CUBIC)
+    if not is_op(power, aten.pow.Tensor_Scalar) or power.args != (x, 3.0) or not is_tensor(x):
+        raise NoMatch("")
+    plus = sole_user(tanh, aten.add.Tensor)
+    last = None if plus is None else sole_user(plus, aten.mul.Tensor)
+    if plus is None or last is None or plus.args != (tanh, 1.0) or not is_plain(plus):
+        raise NoMatch("")
+    half = other(last, plus)
+    if not is_tensor(half) or _scaled(half, 0.5) is not x:
+        raise NoMatch("")
+    nodes = [power, cubed, inner, tanh.args[0], tanh, plus, half]
+    if any(len(users(node)) > 1 for node in nodes):
+        raise NoMatch("what it computes on the way is used elsewhere")
+    return x, last, "gelu_new", sorted(nodes)
+
+
+def _scaled(node: Any, factor: float) -> Any:
+    """What was multiplied by the number; None for others."""
+    if not is_op(node, aten.mul.Tensor, aten.mul.Scalar) or node.args[1] != factor:
+        return None
+    return node.args[0]

@@ -1,0 +1,157 @@
+"""RMS norms that a program writes out, found by their rsqrt.
+
+    wide = x.float()                                                 dt.rms_norm(x, weight, eps,
+    normed = wide * rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)      0.0, bf16, bf16)[0]
+    weight * normed.to(x.dtype)
+
+    (normed * (1.0 + weight.float())).type_as(x)                     ..., 1.0, f32, bf16)[0]
+
+Operands may stand in either order, the square may be a power, a product or a square, and casts that
+do nothing may lie between. What is added right before, in the same layer, comes along:
+
+    total = residual + x; norm(total)      total, y, _ = dt.add_rms_norm(x, residual, weight, ...)
+
+Invariants: the ops that are replaced are those that the op runs, in their order and dtypes; where
+one of them rounds elsewhere there is no match. None of their values is used elsewhere.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.capture.layers import layer_of
+from dtensor.frontend.capture.recognise.constants import Writes
+from dtensor.frontend.capture.recognise.matching import (
+    CASTS,
+    NoMatch,
+    check_together,
+    dtype,
+    erase,
+    is_op,
+    is_plain,
+    is_tensor,
+    other,
+    shape,
+    sole_user,
+    uncast,
+    users,
+)
+from dtensor.frontend.graph import Writer, bound
+from dtensor.numerics import accumulation_dtype
+
+aten = torch.ops.aten
+dt = torch.ops.dt
+
+_ADDS = (aten.add.Tensor, aten.add.Scalar)
+_ELSEWHERE = "what it computes on the way is used elsewhere"
+
+
+def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+    """In place. The op that it became, and the node that stands for it. Raises NoMatch."""
+    wide, eps, nodes = _statistics(rsqrt)
+    source = uncast(wide)
+    if accumulation_dtype(dtype(source)) != dtype(wide):
+        source = wide
+    if accumulation_dtype(dtype(wide)) != dtype(wide):
+        raise NoMatch(f"its squares are computed in {_name(dtype(wide))}")
+    normed = sole_user(rsqrt, aten.mul.Tensor)
+    if normed is None:
+        raise NoMatch(_ELSEWHERE if len(users(rsqrt)) > 1 else "")
+    if other(normed, rsqrt) not in (wide, source):
+        raise NoMatch("what it scales is not what it squares")
+    rounded = sole_user(normed, *CASTS) or normed
+    last = sole_user(rounded, aten.mul.Tensor)
+    if last is None or not is_tensor(other(last, rounded)):
+        raise NoMatch("it has no weight, or more than one reads it")
+    weight, offset, scaling = _weight(other(last, rounded), wide)
+    if shape(weight) != shape(wide)[-1:] or shape(last) != shape(wide):
+        raise NoMatch("its weight has another shape than its rows")
+    narrowed = sole_user(last, *CASTS)
+    nodes = [*nodes, rsqrt, normed, rounded, *scaling, last]
+    if narrowed is not None and dtype(last) == dtype(wide):
+        last = narrowed
+        nodes.append(last)
+    check_together(nodes)
+    if writes.between(wide, last):
+        raise NoMatch("an op changes a value in place within it")
+    options = (eps, offset, dtype(rounded), dtype(last))
+    total = _sum_before(source, last, weight, writes)
+    if total is None:
+        call = Writer(graph, last)
+        pair = call(dt.rms_norm.default, source, weight, *options)
+        y = call(operator.getitem, pair, 0)
+    else:
+        call = Writer(graph, total)
+        triple = call(dt.add_rms_norm.default, *total.args, weight, *options)
+        y = call(operator.getitem, triple, 1)
+        _take_place(graph, total, call(operator.getitem, triple, 0))
+    _take_place(graph, last, y)
+    return ("dt.rms_norm" if total is None else "dt.add_rms_norm"), y
+
+
+def _take_place(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    new.meta["val"] = old.meta["val"]
+    old.replace_all_uses_with(new)
+    erase(graph, old)
+
+
+def _statistics(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
+    """What is squared, eps, and the nodes between."""
+    shifted = rsqrt.args[0]
+    if not is_op(shifted, *_ADDS) or not is_plain(shifted):
+        raise NoMatch("")
+    mean, eps = shifted.args[:2]
+    if not is_op(mean, aten.mean.dim) or not isinstance(eps, (int, float)):
+        raise NoMatch("")  # a variance of another kind
+    a = bound(mean)
+    squared = a["self"]
+    if list(a["dim"]) not in ([-1], [squared.meta["val"].dim() - 1]) or not a["keepdim"]:
+        raise NoMatch("its mean is not over the last dim alone")
+    if a["dtype"] is not None or isinstance(eps, bool):
+        raise NoMatch("its mean is taken in another dtype")
+    product = is_op(squared, aten.mul.Tensor) and squared.args[0] is squared.args[1]
+    power = is_op(squared, aten.pow.Tensor_Scalar) and squared.args[1] == 2
+    square = product or power or is_op(squared, aten.square.default)
+    wide: Any = squared.args[0] if square else None
+    if not isinstance(wide, fx.Node):
+        raise NoMatch("")
+    if any(len(users(node)) > 1 for node in (squared, mean, shifted)):
+        raise NoMatch(_ELSEWHERE)
+    return wide, float(eps), [squared, mean, shifted]
+
+
+def _weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:
+    """The weight, what is added to it, and the nodes that add it."""
+    offset, nodes = 0.0, []
+    if is_op(scale, *_ADDS) and isinstance(scale.args[1], (int, float)) and scale.args[1]:
+        offset, weight = float(scale.args[1]), scale.args[0]
+        if not is_plain(scale) or dtype(scale) != dtype(wide) or not is_tensor(weight):
+            raise NoMatch(f"what is added to its weight is added in {_name(dtype(scale))}")
+        nodes, scale = [scale], weight
+    return (uncast(scale) if dtype(scale) == dtype(wide) else scale), offset, nodes
+
+
+def _sum_before(source: fx.Node, last: fx.Node, weight: fx.Node, writes: Writes) -> fx.Node | None:
+    """The sum of two values of one shape that is normed, if the op can stand in its place."""
+    if not is_op(source, aten.add.Tensor) or not is_plain(source):
+        return None
+    if not all(
+        is_tensor(x) and shape(x) == shape(source) and dtype(x) == dtype(source)
+        for x in source.args
+    ):
+        return None
+    try:
+        check_together((source, last))
+    except NoMatch:
+        return None
+    alone = weight.op == "get_attr" and not writes.between(source, last)
+    # Another layer's sum would be a value that two layers share: each has its own graph.
+    return source if alone and layer_of(source) == layer_of(last) else None
+
+
+def _name(of: torch.dtype) -> str:
+    return str(of).removeprefix("torch.")

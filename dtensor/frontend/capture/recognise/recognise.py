@@ -1,0 +1,94 @@
+"""Recognition: what an exported forward graph writes out and the project has as one op.
+
+    sdpa(q, k, v, mask of what comes later)  ->  dt.attention(q, k, v, True, scale)[0]
+
+Before differentiation, because the project's ops bring their own backward, and before random ops
+are numbered. What is met is told, recognised or not (`Plan.recognised`).
+
+Invariants: those of canonical.py. A pattern of which a value is used elsewhere stays as it is.
+Not here: the patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.capture.memory import keep_layout
+from dtensor.frontend.capture.recognise.attention import attention, settle_mask
+from dtensor.frontend.capture.recognise.constants import Constants, Writes
+from dtensor.frontend.capture.recognise.gates import gate
+from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, is_op, users
+from dtensor.frontend.capture.recognise.met import Met
+from dtensor.frontend.capture.recognise.norms import rms_norm
+from dtensor.frontend.capture.recognise.rope import rope
+
+aten = torch.ops.aten
+
+_ATTENTION = aten.scaled_dot_product_attention.default
+
+
+Match = Callable[[fx.Graph, fx.Node, Writes], tuple[str, fx.Node]]
+_MATCHES: tuple[tuple[str, Match, tuple[Any, ...]], ...] = (
+    ("rms norm", rms_norm, (aten.rsqrt.default,)),
+    ("rope", rope, (aten.cat.default,)),
+    ("gate", gate, (aten.silu.default, aten.gelu.default, aten.tanh.default)),
+)
+_WHOLE = {
+    aten.layer_norm.default: ("layer norm", "native_layer_norm"),
+    aten.rms_norm.default: ("rms norm", "_fused_rms_norm"),
+}
+"""What torch has as one op already."""
+
+
+def recognise(graph: fx.Graph) -> list[Met]:
+    """In place. Returns what was recognised and what was not, in the order of the program."""
+    constants = Constants(graph)
+    writes, order = constants.writes, {node: i for i, node in enumerate(graph.nodes)}
+    met: list[tuple[int, Met]] = []
+    for what, match, targets in _MATCHES:
+        for target in targets:
+            for node in graph.find_nodes(op="call_function", target=target):
+                try:
+                    op, new = match(graph, node, writes)
+                except NoMatch as reason:
+                    if str(reason):
+                        met.append((order[node], Met(what, "", str(reason), node.meta)))
+                else:
+                    met.append((order[node], Met(what, op, "", new.meta)))
+    for target, (what, op) in _WHOLE.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            met.append((order[node], Met(what, op, "", node.meta)))
+    met += _attentions(graph, constants, order)
+    for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
+        if _weighs(node):
+            reason = "it is written with matmul and softmax"
+            met.append((order[node], Met("attention", "", reason, node.meta)))
+    return [each for _, each in sorted(met, key=itemgetter(0))]
+
+
+def _attentions(
+    graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
+) -> Iterator[tuple[int, Met]]:
+    found = graph.find_nodes(op="call_function", target=_ATTENTION)
+    masks = {node: settle_mask(node, constants) for node in found}
+    views = bool(graph.find_nodes(op="call_function", target=aten.view.default))
+    for node, mask in masks.items():
+        if views:
+            keep_layout(graph, node)
+        reason = mask or attention(graph, node, constants.writes)
+        yield order[node], Met("attention", "" if reason else "dt.attention", reason, node.meta)
+
+
+def _weighs(softmax: fx.Node) -> bool:
+    """Whether what comes of it, cast or with some of it dropped, is multiplied with values."""
+    for user in users(softmax):
+        if is_op(user, aten.matmul.default, aten.bmm.default):
+            return True
+        if is_op(user, *CASTS, aten.dropout.default) and _weighs(user):
+            return True
+    return False

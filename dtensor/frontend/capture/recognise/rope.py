@@ -1,0 +1,109 @@
+"""Rotary positions that a program writes out, found by the halves that it joins.
+
+    half = x.shape[-1] // 2
+    x * cos + cat((-x[..., half:], x[..., :half]), -1) * sin       ->  dt.rope(x, cos, sin)
+
+The halves may be slices, or parts of a chunk or a split. Invariants: cos and sin have one shape and
+one dtype and are not larger than x; what is computed on the way is used nowhere else. Not here:
+pairs that lie beside each other, complex numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.capture.recognise.constants import Writes
+from dtensor.frontend.capture.recognise.matching import (
+    NoMatch,
+    check_together,
+    dtype,
+    erase,
+    is_op,
+    is_plain,
+    is_tensor,
+    other,
+    shape,
+    sole_user,
+    users,
+)
+from dtensor.frontend.graph import Writer, bound
+
+aten = torch.ops.aten
+dt = torch.ops.dt
+
+
+def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+    """In place. Raises NoMatch."""
+    a = bound(cat)
+    parts = a["tensors"]
+    if len(parts) != 2 or not is_op(parts[0], aten.neg.default):
+        raise NoMatch("")
+    negated, first = parts
+    second = negated.args[0]
+    x = _halved(first, second)
+    if x is None or a["dim"] not in (-1, x.meta["val"].dim() - 1):
+        raise NoMatch("what it joins are not the halves of one value's rows")
+    across = sole_user(cat, aten.mul.Tensor)
+    total = None if across is None else sole_user(across, aten.add.Tensor)
+    if across is None or total is None or not is_plain(total):
+        raise NoMatch("what it joins is not multiplied and added, or is used elsewhere")
+    along, sin = other(total, across), other(across, cat)
+    if not is_op(along, aten.mul.Tensor) or len(users(along)) > 1 or x not in along.args:
+        raise NoMatch("what it adds is not a multiple of the same value")
+    cos = other(along, x)
+    if any(len(users(node)) > 1 for node in (negated, first, second)):
+        raise NoMatch("a half is used elsewhere")
+    _check_angles(x, cos, sin, total)
+    nodes = sorted((first, second, negated, cat, across, along, total))
+    check_together(nodes)
+    if writes.between(nodes[0], total):
+        raise NoMatch("an op changes a value in place within it")
+    call = Writer(graph, total)
+    new = call(dt.rope.default, x, cos, sin)
+    new.meta["val"] = total.meta["val"]
+    total.replace_all_uses_with(new)
+    erase(graph, total)
+    return "dt.rope", new
+
+
+def _check_angles(x: fx.Node, cos: Any, sin: Any, total: fx.Node) -> None:
+    if not (is_tensor(cos) and is_tensor(sin)):
+        raise NoMatch("its angles are numbers")
+    if dtype(cos) != dtype(sin) or shape(cos) != shape(sin):
+        raise NoMatch("its sines and cosines have other dtypes or shapes")
+    if shape(total) != shape(x) or shape(cos)[-1:] != shape(x)[-1:]:
+        raise NoMatch("its sines and cosines are not one for each number of a row")
+    if not (dtype(x).is_floating_point and dtype(cos).is_floating_point):
+        raise NoMatch("it is of complex numbers")
+
+
+def _halved(first: Any, second: Any) -> fx.Node | None:
+    """What these are the first and the second half of, in the last dim."""
+    if is_op(first, operator.getitem) and is_op(second, operator.getitem):
+        pieces: Any = first.args[0]
+        if second.args[0] is not pieces or (first.args[1], second.args[1]) != (0, 1):
+            return None
+        if not is_op(pieces, aten.chunk.default, aten.split.Tensor) or len(pieces.meta["val"]) != 2:
+            return None
+        x = pieces.args[0]
+        return x if _is_last(x, bound(pieces)["dim"]) and _alike(first, second) else None
+    if not is_op(first, aten.slice.Tensor) or not is_op(second, aten.slice.Tensor):
+        return None
+    a, b = bound(first), bound(second)
+    x, size = a["self"], shape(a["self"])[-1]
+    if b["self"] is not x or not (_is_last(x, a["dim"]) and _is_last(x, b["dim"])):
+        return None
+    ends = [slice(v["start"], v["end"], v["step"]).indices(size) for v in (a, b)]
+    return x if ends == [(0, size // 2, 1), (size // 2, size, 1)] and size % 2 == 0 else None
+
+
+def _is_last(x: fx.Node, dim: int) -> bool:
+    return dim in (-1, x.meta["val"].dim() - 1)
+
+
+def _alike(first: fx.Node, second: fx.Node) -> bool:
+    return shape(first) == shape(second)

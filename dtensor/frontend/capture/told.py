@@ -1,0 +1,28 @@
+"""What recognition met, under the user's names: paths of modules, lines.
+
+    Met("attention", "dt.attention", "", meta)
+        ->  Recognised("attention", "dt.attention", "", "layers.0.attn", "model.py:14")
+
+Not here: what is recognised (recognise/), how it is printed (sharding/plan/text/recognised.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dtensor.frontend.capture.names import calls_of
+from dtensor.frontend.capture.recognise.met import Met
+from dtensor.frontend.source import source_of_trace
+from dtensor.sharding.plan.recognised import Recognised
+
+
+def told(met: Iterable[Met], prefixes: Mapping[str, str]) -> tuple[Recognised, ...]:
+    """``prefixes``: our wrapper's child name -> the user's prefix."""
+    return tuple(_told(each, prefixes) for each in met)
+
+
+def _told(each: Met, prefixes: Mapping[str, str]) -> Recognised:
+    calls = calls_of(each.meta.get("nn_module_stack") or {}, prefixes)
+    module = calls[-1].partition("@")[0] if calls else ""
+    source = source_of_trace(each.meta.get("stack_trace") or "")
+    return Recognised(each.what, each.op, each.reason, module, str(source) if source else "")

@@ -1,0 +1,79 @@
+"""Rotary positions as one op: the halves of each row are turned against each other.
+
+    rope(x[.. d], cos[.. d], sin[.. d]) -> x * cos + cat(-x[.. d/2:], x[.. :d/2]) * sin
+    rope_backward(grad[.. d], cos[.. d], sin[.. d], dtype) -> dx[.. d]
+
+cos and sin are broadcast against x: [t d] or [b 1 t d] for x[b h t d].
+
+Invariants: as in attention.py; forward the bits of the ops that are written above, in their order:
+of 16 bits each product is rounded. Backward rounds once. Not here: the angles.
+"""
+
+# Torch leaves the types of its registration functions and of `torch.ops` open.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.ops.library import LIBRARY, define, laid_as
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos + _turned(x) * sin
+
+
+def _turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    grad = grad.to(accumulation_dtype(grad.dtype))
+    across, half = grad * sin, grad.shape[-1] // 2
+    back = torch.cat((across[..., half:], -across[..., :half]), dim=-1)
+    return (grad * cos + back).to(dtype)
+
+
+def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
+
+
+define(
+    "rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    lambda x, cos, sin: laid_as(x, rope(x, cos, sin)),
+    _fake,
+)
+define(
+    "rope_backward(Tensor grad, Tensor cos, Tensor sin, ScalarType dtype) -> Tensor",
+    lambda grad, *rest: laid_as(grad, rope_backward(grad, *rest)),
+    lambda grad, cos, sin, dtype: torch.empty_like(grad, dtype=dtype),
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cos, sin = inputs
+    ctx.dtype = x.dtype
+    learned = any(ctx.needs_input_grad[1:])
+    ctx.save_for_backward(cos, sin, *([x] if learned else []))
+
+
+def _grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    cos, sin, *rest = ctx.saved_tensors
+    dx = torch.ops.dt.rope_backward(grad, cos, sin, ctx.dtype)
+    if not rest:
+        return dx, None, None
+    (x,) = rest
+    return (
+        dx,
+        (grad * x).sum_to_size(cos.shape).to(cos.dtype),
+        (grad * _turned(x)).sum_to_size(sin.shape).to(sin.dtype),
+    )
+
+
+torch.library.register_autograd("dt::rope", _grad, setup_context=_setup, lib=LIBRARY)

@@ -1,0 +1,365 @@
+"""Norms, gates and rotary positions that a program writes out are one op, with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dtensor.frontend.graph import Graph, Result
+from tests.frontend.eager import check, run_graph
+
+B, T, D = 2, 6, 8
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def ops(graph: Graph) -> list[str]:
+    """The project's own ops of the forward, without their namespace."""
+    return [
+        str(n.target).removeprefix("dt.").removesuffix(".default")
+        for n in graph.nodes
+        if str(n.target).startswith("dt.") and n.meta["phase"] == "forward"
+    ]
+
+
+def same_bits(graph: Graph, model: nn.Module, *args: Tensor) -> None:
+    """The results of the graph are those of plain torch, bit for bit."""
+    found = run_graph(graph, model, args, {0: torch.ones(())})
+    want = model(*args)
+    assert torch.equal(found[Result(0)].view(torch.int32), want.detach().view(torch.int32))
+
+
+class Model(nn.Module):
+    """A function of x and a weight, then the mean square."""
+
+    def __init__(
+        self, fn: Callable[..., Tensor], dtype: torch.dtype = torch.float32, width: int = D
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(width, dtype=dtype))
+        self.up = nn.Linear(D, width, dtype=dtype)
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x, self).float().pow(2).mean()
+
+
+def captured(fn: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> Graph:
+    """The graph, whose results have the bits of plain torch and whose gradients are near it."""
+    model = Model(fn, dtype)
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x.requires_grad_()
+    graph = check(model, (x,), tolerance=1e-6 if dtype == torch.float32 else 2e-2)
+    same_bits(graph, model, x)
+    return graph
+
+
+# -- norms -----------------------------------------------------------------------------------------
+
+
+def llama(x: Tensor, m: Any) -> Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.weight * wide.to(x.dtype)
+
+
+def gemma(x: Tensor, m: Any) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (normed * (1.0 + m.weight.float())).type_as(x)
+
+
+def t5(x: Tensor, m: Any) -> Tensor:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    normed = x * torch.rsqrt(variance + 1e-6)
+    return m.weight * normed.to(m.weight.dtype)
+
+
+def plain(x: Tensor, m: Any) -> Tensor:
+    wide = x.float()
+    return (torch.rsqrt(1e-5 + (wide * wide).mean(2, keepdim=True)) * wide).type_as(x) * m.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [llama, gemma, t5, plain])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_an_rms_norm_is_one_op(norm: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    assert ops(captured(norm, dtype)) == ["rms_norm"]
+
+
+@pytest.mark.slow
+def test_where_it_rounds_is_told() -> None:
+    def options(norm: Callable[..., Tensor]) -> tuple[Any, ...]:
+        graph = captured(norm, torch.bfloat16)
+        (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.rms_norm.default)
+        return tuple(node.args[3:])
+
+    assert options(llama) == (0.0, torch.bfloat16, torch.bfloat16)
+    assert options(gemma) == (1.0, torch.float32, torch.bfloat16)
+
+
+def residual(x: Tensor, m: Any) -> Tensor:
+    total = x + m.up(x)
+    return total + llama(total, m)
+
+
+@pytest.mark.slow
+def test_what_is_added_before_a_norm_comes_along() -> None:
+    assert ops(captured(residual)) == ["add_rms_norm"]
+    assert ops(captured(residual, torch.bfloat16)) == ["add_rms_norm"]
+
+
+def narrow_squares(x: Tensor, m: Any) -> Tensor:
+    return m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
+
+
+def narrow_offset(x: Tensor, m: Any) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)) * (1.0 + m.weight)
+
+
+def rounded_twice(x: Tensor, m: Any) -> Tensor:
+    wide = x.to(torch.float16).to(torch.bfloat16).float()
+    return m.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def shared_scale(x: Tensor, m: Any) -> Tensor:
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.weight * (x * scale) + scale
+
+
+def shared_normed(x: Tensor, m: Any) -> Tensor:
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.weight * normed + normed
+
+
+def other_mean(x: Tensor, m: Any) -> Tensor:
+    return m.weight * (x * torch.rsqrt(x.pow(2).mean((1, 2), keepdim=True) + 1e-6))
+
+
+def other_value(x: Tensor, m: Any) -> Tensor:
+    return m.weight * (m.up(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def weightless(x: Tensor, m: Any) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def full_weight(x: Tensor, m: Any) -> Tensor:
+    return m.weight.expand(T, D) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("norm", "dtype", "reason"),
+    [
+        (narrow_squares, torch.bfloat16, "squares are computed in bfloat16"),
+        (narrow_offset, torch.bfloat16, "added in bfloat16"),
+        (shared_scale, torch.float32, "used elsewhere"),
+        (shared_normed, torch.float32, "no weight, or more than one"),
+        (other_mean, torch.float32, "not over the last dim alone"),
+        (other_value, torch.float32, "not what it squares"),
+        (weightless, torch.float32, "no weight"),
+        (full_weight, torch.float32, "another shape"),
+    ],
+)
+def test_what_is_no_rms_norm_stays_and_is_named(
+    norm: Callable[..., Tensor], dtype: torch.dtype, reason: str
+) -> None:
+    graph = captured(norm, dtype)
+    assert ops(graph) == []
+    (found,) = graph.recognised
+    assert found.op == "" and reason in found.reason, found.reason
+
+
+def test_casts_that_round_stay() -> None:
+    assert ops(captured(rounded_twice, torch.bfloat16)) == ["rms_norm"]
+
+
+def test_a_checkpoint_that_begins_within_stays() -> None:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        def scale(x: Tensor) -> Tensor:
+            return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+        return m.weight * (x * checkpoint(scale, x, use_reentrant=False))
+
+    graph = captured(fn)
+    assert ops(graph) == []
+    assert "checkpoint" in graph.recognised[0].reason
+
+
+# -- gates -----------------------------------------------------------------------------------------
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    inner = 0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": gelu_new,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gate_is_one_op(kind: str, dtype: torch.dtype) -> None:
+    def first(x: Tensor, m: Any) -> Tensor:
+        return GATES[kind](m.up(x)) * x
+
+    def last(x: Tensor, m: Any) -> Tensor:
+        return x * GATES[kind](m.up(x))
+
+    for fn in (first, last):
+        graph = captured(fn, dtype)
+        (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.gated.default)
+        assert node.args[2] == kind
+
+
+def test_a_gate_that_is_used_twice_stays() -> None:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        active = F.silu(x)
+        return active * m.up(x) + active
+
+    graph = captured(fn)
+    assert ops(graph) == []
+    assert graph.recognised[0].reason == "its activation is used elsewhere"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, m: F.silu(m.up(x)),
+        lambda x, m: F.silu(m.up(x)) * 2.0,
+        lambda x, m: F.silu(m.up(x)) * m.weight,
+        lambda x, m: F.silu(m.up(x)).pow(2),
+        lambda x, m: torch.tanh(m.up(x)) * x,
+        lambda x, m: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0)))) * x,
+    ],
+)
+def test_an_activation_alone_is_no_pattern(fn: Callable[..., Tensor]) -> None:
+    graph = captured(fn)
+    assert ops(graph) == []
+    assert graph.recognised == ()
+
+
+def test_a_gate_of_two_dtypes_stays() -> None:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        return F.silu(m.up(x)) * x.float()
+
+    graph = captured(fn, torch.bfloat16)
+    assert ops(graph) == []
+    assert "other dtypes" in graph.recognised[0].reason
+
+
+def test_autocast_keeps_its_dtypes() -> None:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            gate = m.up(x)
+            return F.silu(gate) * m.up(x) + 0 * x
+
+    model = Model(fn)
+    x = torch.randn(B, T, D, requires_grad=True)
+    graph = check(model, (x,), tolerance=2e-2)
+    same_bits(graph, model, x)
+    assert ops(graph) == ["gated"]
+
+
+# -- rotary positions ------------------------------------------------------------------------------
+
+
+def angles(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    turned = torch.arange(T)[:, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+    return turned.cos().to(dtype), turned.sin().to(dtype)
+
+
+def rope(rotate: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Any:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        cos, sin = angles(dtype or x.dtype)
+        x = m.up(x).view(B, T, 2, 4).transpose(1, 2)
+        return x * cos + rotate(x) * sin
+
+    return fn
+
+
+def by_slices(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def by_chunks(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def by_split(x: Tensor) -> Tensor:
+    a, b = x.split(x.shape[-1] // 2, dim=-1)
+    return torch.cat([-b, a], -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rotate", [by_slices, by_chunks, by_split])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_positions_are_one_op(rotate: Any, dtype: torch.dtype) -> None:
+    assert ops(captured(rope(rotate), dtype)) == ["rope"]
+
+
+def test_rotary_positions_of_two_dtypes_are_one_op() -> None:
+    assert ops(captured(rope(by_slices, torch.float32), torch.bfloat16)) == ["rope"]
+
+
+def test_angles_that_are_learned_get_their_gradients() -> None:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        return x * m.weight + by_slices(x) * (m.weight * 2)
+
+    assert ops(captured(fn)) == ["rope"]
+
+
+def wrong_halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., :2], x[..., 2:]), dim=-1)
+
+
+def uneven(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 1:], x[..., :1]), dim=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rotate", [wrong_halves, uneven])
+def test_other_parts_stay(rotate: Any) -> None:
+    graph = captured(rope(rotate))
+    assert ops(graph) == []
+    assert "not the halves" in graph.recognised[0].reason
+
+
+def test_a_value_that_changes_on_the_way_stays() -> None:
+    def fn(x: Tensor, m: Any) -> Tensor:
+        cos, sin = angles(x.dtype)
+        x = m.up(x).view(B, T, 2, 4).transpose(1, 2) * 1.0
+        turned = by_slices(x)
+        return x.mul_(2.0) * cos + turned * sin
+
+    graph = captured(fn)
+    assert ops(graph) == []
+    assert "same value" in graph.recognised[0].reason
+
+    def again(x: Tensor, m: Any) -> Tensor:
+        cos, sin = angles(x.dtype)
+        x = m.up(x).view(B, T, 2, 4).transpose(1, 2) * 1.0
+        turned = by_slices(x)
+        x[0].mul_(2.0)
+        return x * cos + turned * sin
+
+    graph = captured(again)
+    assert ops(graph) == []
+    assert "in place" in graph.recognised[0].reason
