@@ -219,7 +219,11 @@ def test_what_does_not_fit_is_said_at_once(make: Any, fact: str) -> None:
 def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
     assert len(PLAIN) > 15
     for op, run in PLAIN.items():
-        register._check_signature(op, run)  # type: ignore
+        arguments = op._schema.arguments  # type: ignore
+        takes = inspect.signature(run).bind
+        for some in (arguments, [a for a in arguments if not a.has_default_value()]):
+            positional = [a.name for a in some if not a.kwarg_only]
+            takes(*positional, **{a.name: None for a in some if a.kwarg_only})
         assert pickle.loads(pickle.dumps(run)) is run
         assert inspect.isfunction(run)
 
