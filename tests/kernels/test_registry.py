@@ -176,6 +176,19 @@ def test_results_of_another_shape_or_dtype_are_an_error() -> None:
             relu_of()
 
 
+def in_place(self: Tensor) -> Tensor:
+    return self.relu_().clone()
+
+
+def test_a_kernel_that_changes_what_it_is_given_is_an_error() -> None:
+    with (
+        dt.launch(MESH),
+        dt.kernel("aten::relu", "cpu").using(in_place),
+        pytest.raises(DaftError, match="in_place changed the tensor 0 of those that it was given"),
+    ):
+        relu_of()
+
+
 def ok(self: Tensor) -> Tensor:
     return self
 
