@@ -27,7 +27,7 @@ import torch
 from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
 from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
-from dtensor.kernels.registry import check_made
+from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
@@ -224,14 +224,15 @@ class _Walk:
         code = b.short_segment().code
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
-        kernel = code.call(call, step.operands, step.results, source)
-        if kernel is not None and not kernel.ours:
-            names = [name for name, _ in results_of(step)]
-            wanted = [(spec.local_shape(b.here), spec.dtype) for _, spec in results_of(step)]
-            code.apply(check_made, [names], (), kernel.name, wanted, source=source)
+        results = results_of(step)
+
+        def made() -> Made:
+            return [(spec.local_shape(b.here), spec.dtype) for _, spec in results]
+
+        code.call(call, step.operands, step.results, source, made)
         if b.roles.detect_nan:
             finite.watch(code, step, call, source, b.roles.detect_nan)
-        for name, spec in results_of(step):
+        for name, spec in results:
             b.record(name, spec)
 
     def _finish(self, values: Sequence[str]) -> None:
