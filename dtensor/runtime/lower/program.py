@@ -126,7 +126,8 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         walk.action(action)
     b.label, b.microbatch = "optimizer", None
     walk.wait_sends(None)
-    walk.steps([s for s in plan.steps if s.phase == "optimizer" and walk.concerns(s)])
+    end = (s for s in plan.steps if s.phase == "optimizer" and id(s) not in walk.begun)
+    walk.steps([s for s in end if walk.concerns(s)])
     outputs = walk.finish()
     names = [b.value(i.name) for i in state]
     fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
@@ -150,6 +151,8 @@ class _Walk:
     b: RankBuilder
     sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
     started: dict[str, moves.Started] = field(default_factory=dict)  # not finished; by value
+    reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
+    begun: set[int] = field(default_factory=set)  # ids of steps that an action had before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
 
     def action(self, action: Action) -> None:
@@ -181,6 +184,10 @@ class _Walk:
                     sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
                 case Bucket() if not step.in_place:
+                    if step.phase == "optimizer" and id(step) in late:
+                        self.begun.add(id(step))
+                        self._finish(self.reduced)  # one at a time: it frees what it read
+                        self.reduced = step.results
                     started = moves.bucket(b, step, wait=id(step) not in late)
                 case TieSum():
                     step_end.tie_sum(b, step)
