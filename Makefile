@@ -4,7 +4,8 @@
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # hf: every family of models of transformers over two ranks, and its table;
-# chaos: hundreds of launches that end in every way, none of which may leave anything behind.
+# chaos: hundreds of launches that end in every way, none of which may leave anything behind;
+# kernels: all cases of the kernels in Triton's interpreter, and their machine code.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test quick sweep lint check certify opinfo hf chaos format
+.PHONY: setup demo test quick sweep lint check certify opinfo hf chaos kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -57,6 +58,10 @@ opinfo: setup
 
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+kernels: setup
+	$(BIN)/python -m tests.kernels.sweep
+	$(BIN)/python -m benchmarks.kernels --aot --write
 
 format: setup
 	$(BIN)/ruff check --fix .

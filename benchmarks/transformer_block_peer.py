@@ -37,9 +37,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from benchmarks.pipelining_peer import Block
-from dtensor.daft.ir.instructions import Buffer, Collective, key_of
-from dtensor.daft.ray.exchange import ExchangeTransport
+from dtensor.daft.ir.instructions import Buffer, Collective, Wait, key_of
+from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.ray.gloo import join_gloo
+from dtensor.daft.ray.neighbours import own_place
+from dtensor.daft.ray.same_host import join_same_host
 
 NUM_RANKS = 2
 LR = 1e-4
@@ -174,21 +176,33 @@ def over_gloo(value: Tensor) -> Tensor:
 
 def own_all_reduces(rank: int, path: str, shapes: Sequence[Shape]) -> dict[Shape, AllReduce]:
     """By shape, an all_reduce over what dtensor's own processes use between two on one host."""
-    starts: dict[Shape, Collective] = {}
     everyone = tuple(range(NUM_RANKS))
-    for shape in shapes:
-        buffer = (Buffer((shape.rows, shape.tokens, shape.width), torch.float32),)
-        starts[shape] = Collective(
-            "all_reduce", everyone, ("x",), ("y",), buffer, buffer, "sum", f"d={shape.width}"
-        )
     store = dist.PrefixStore("ours", dist.FileStore(path, NUM_RANKS))
-    transport = ExchangeTransport(join_gloo(store, rank, everyone, "127.0.0.1"), everyone)
-    transport.open({key_of(rank, start): number for number, start in enumerate(starts.values())})
 
-    def over(start: Collective) -> AllReduce:
-        return lambda value: transport.start_collective(rank, start, [value]).wait()[0]
+    def meet(card: str) -> None:
+        store.set(f"here{rank}", card)
+        store.wait([f"here{other}" for other in everyone])
 
-    return {shape: over(start) for shape, start in starts.items()}
+    transport = join_same_host(
+        store,
+        own_place("here"),
+        rank,
+        everyone,
+        meet=meet,
+        connect=lambda: join_gloo(store, rank, everyone, "127.0.0.1"),
+    )
+    found: dict[Shape, AllReduce] = {}
+    for number, shape in enumerate(shapes):
+        buffer = (Buffer((shape.rows, shape.tokens, shape.width), torch.float32),)
+        start = Collective("all_reduce", everyone, ("x",), ("y",), buffer, buffer, "sum", "tp")
+        own = RankProgram(instructions=(start, Wait(("y",))), inputs=("x",), outputs=("y",))
+        program = Program(
+            name=f"d={shape.width}", ranks=(own,) * NUM_RANKS, functions=(), stage_of=(0, 0)
+        )
+        transport.open({key_of(rank, start): 0})
+        begin = transport.prepare(program, [(rank, 0)], number).begins[rank, 0]
+        found[shape] = lambda value, begin=begin: begin([value]).wait()[0]
+    return found
 
 
 class _Side:

@@ -21,7 +21,7 @@ from dtensor.api.eager.tensor import DTensor
 from dtensor.api.plan_call import BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
-from dtensor.daft import Program, Stored
+from dtensor.daft import Buffer, Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.kernels.registry import current
@@ -147,6 +147,8 @@ def load(
             device=session.cluster.device,
             roles=replace(roles, state=state),
         )
+        if session.local == "inductor":
+            lowered = _fused(session, planned, lowered, roles, state)
         plan = planned.plan
         made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         _put_constants(session, plan, state, made)
@@ -166,6 +168,36 @@ def _lent(x: torch.Tensor) -> torch.Tensor:
     ordered = x.is_contiguous() and not x.is_conj() and not x.is_neg()
     alone = ordered and x.untyped_storage().nbytes() == x.nbytes  # all of it would be sent
     return x if alone else x.clone(memory_format=torch.contiguous_format)
+
+
+def _fused(
+    session: MeshSession,
+    planned: Planned,
+    program: Program,
+    roles: Roles,
+    state: Mapping[str, str],
+) -> Program:
+    """The program with its chains compiled, for what each rank is given."""
+    from dtensor.runtime.lower.inductor import fused
+
+    if roles.detect_nan:
+        raise PlanningError(
+            'detect_nan looks at each op, and local="inductor" compiles several into one.\n'
+            "fix: leave one of them out"
+        )
+    plan = planned.plan
+    given: list[dict[str, object]] = []
+    for rank, own in enumerate(program.ranks):
+        here, known = session.mesh.coordinates(rank), {*own.inputs, *own.state}
+        found: dict[str, object] = {}
+        for item in plan.inputs:
+            name = state.get(item.name, item.name)
+            if name in known:
+                held = item.held if item.name in state else item.spec
+                found[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
+        numbers = known.difference(found, {"options", roles.optimizer})
+        given.append(found | dict.fromkeys(numbers, 0))
+    return fused(program, given)
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:

@@ -46,6 +46,7 @@ from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 Backend = Literal["inprocess", "ray"]
+LocalKind = Literal["generated", "inductor"]
 
 MOST_GARBAGE = 32
 MOST_GARBAGE_BYTES = 2**26
@@ -54,12 +55,16 @@ them is a call to every actor."""
 
 
 class MeshSession:
-    """See the module docstring. ``mode``: how programs run, compiled or interpreted."""
+    """See the module docstring. ``mode``: how programs run, compiled or interpreted; ``local``:
+    what local code is."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, mode: Mode) -> None:
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, mode: Mode, local: LocalKind = "generated"
+    ) -> None:
         self.mesh = mesh
         self.cluster = cluster
         self.mode: Mode = mode
+        self.local: LocalKind = local
         self.noted: Noted | None = None  # the last run of those that are `noting`
         self._noting = False
         self.closed = False
@@ -339,7 +344,7 @@ class MeshSession:
         found = self.parts.get(mesh)
         if found is None:
             cluster = Part(self.cluster, ranks, f"part {len(self.parts)}: ")
-            found = self.parts[mesh] = MeshSession(mesh, cluster, self.mode)
+            found = self.parts[mesh] = MeshSession(mesh, cluster, self.mode, self.local)
         return found
 
     # -- the end -----------------------------------------------------------------------------------
@@ -434,6 +439,7 @@ def launch(
     call_deadline_s: float = 3600.0,
     mode: Mode = "compiled",
     bring_home: bool = True,
+    local: LocalKind = "generated",
 ) -> Iterator[MeshSession]:
     """Start the ranks of ``mesh``; what runs inside the block runs there.
 
@@ -451,6 +457,9 @@ def launch(
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
         bring_home: False leaves what changed behind, unless `gather_state_dict` has written it;
             reading it is a RuntimeError from then on, until `load_state_dict`.
+        local: "inductor": chains of elementwise ops, norms and sums are compiled by torch's
+            compiler, on CPUs; a first call takes seconds longer. The same bits in all backends and
+            modes, those of "generated" to a tolerance.
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
@@ -471,6 +480,9 @@ def launch(
         )
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
+    check_word("local", local, get_args(LocalKind))
+    if local == "inductor":
+        _check_inductor(device)
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     if _launched:
         raise PlanningError("a launch is running already; leave it before starting another")
@@ -482,7 +494,7 @@ def launch(
         deadline_s=deadline_s,
         call_deadline_s=call_deadline_s,
     )
-    session = MeshSession(mesh, cluster, mode)
+    session = MeshSession(mesh, cluster, mode, local)
     _launched.append(session)
     try:
         yield session
@@ -494,6 +506,25 @@ def launch(
             error.add_note(f"and not all weights came home: {lost}")
         raise
     _leave(session, bring_home)
+
+
+def _check_inductor(device: str) -> None:
+    """PlanningError where torch's compiler has no C++ compiler, and on other devices than CPUs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if device != "cpu":
+        raise PlanningError(
+            f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'
+            f'fix: device="cpu", or leave local out'
+        )
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise PlanningError(
+            f'local="inductor" needs a C++ compiler, and there is none here: {error}\n'
+            f"fix: install g++, or set CXX to a compiler; or leave local out"
+        ) from error
 
 
 def _leave(session: MeshSession, bring_home: bool) -> None:

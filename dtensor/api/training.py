@@ -7,8 +7,9 @@
         loss = step(tokens, targets)       # a future; float(loss) waits
 
 A call costs one message to each actor. It runs ahead of the cluster by at most two steps. The
-controller's optimizer gives the options of its groups (a scheduler may change them between steps)
-and is stepped without gradients, which changes nothing but satisfies schedulers.
+controller's optimizer gives the options of its groups (a scheduler may change them between steps).
+Where it has a scheduler or a hook after its step, it is stepped without gradients, which changes
+nothing but satisfies these.
 
 A step in which a call raises (a label out of range, an op of the user's) is undone: its loss
 raises, once, where it is read or else at the next call, which then does nothing. Weights, buffers,
@@ -421,7 +422,11 @@ class TrainStep:
             raise
 
     def _step_controller(self) -> None:
-        """A step without gradients: torch's LR schedulers want to see one."""
+        """A step without gradients, where anybody would see it: a scheduler, which puts a function
+        of its own in the place of `step`, or a hook."""
+        watched = "step" in vars(self.optimizer) or _has_hooks(self.optimizer)
+        if not watched:
+            return
         with as_it_is():
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             kept = [(p, p.grad) for p in held if p.grad is not None]

@@ -1,15 +1,25 @@
 """AdamW's update in one pass, with the bits of torch's fused kernel on a CPU; in Triton.
 
-    adamw_(p[n], grad[n], m[n], v[n], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01,
-           step=3)                                  # p, m, v are changed; step counts from 1
+    fused_adamw_([p[n]], [grad[n]], [m[n]], [v[n]], [], [step[]], lr=1e-3, beta1=0.9, beta2=0.999,
+                 weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)      # p, m, v change
 
-Invariants: float32 throughout, in the order of torch's vectorised loop (FusedAdamKernel.cpp, as
-compiled for processors that multiply and add at once): those two sums are fused, no other, and
-division and square root are rounded to the nearest. Its tail, of fewer elements than a vector has,
-computes in float64: buffers that 16 divides have none. Numbers of the step are float64 on the host.
+The arguments are those of `torch._fused_adamw_`: lists, of which each item is one launch. Steps lie
+on the device and are not waited for: what follows from them is computed there, in float64.
+
+Invariants: float32, in the order of torch's vectorised loop (FusedAdamKernel.cpp, as compiled for
+processors that multiply and add at once): those two sums are fused, no other, and division and
+square root are rounded to the nearest. Its tail, of fewer elements than a vector has, computes in
+float64: buffers that 16 divides have none. What the kernel does not take (other dtypes, amsgrad,
+`found_inf`, tensors that are not contiguous) torch's computes.
 """
 
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,42 +31,77 @@ from dtensor.kernels.blocks import GROUP
 _BLOCK = 1024
 
 
-def adamw_(
-    p: Tensor,
-    grad: Tensor,
-    m: Tensor,
-    v: Tensor,
+def fused_adamw_(
+    self: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    state_steps: Sequence[Tensor],
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
     weight_decay: float,
-    step: int,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """Updates p, m, v: f32[n], contiguous, by grad f32[n]."""
-    count = p.numel()
-    beta1, beta2 = betas
-    if count == 0:
+    """Updates p, m, v; divides the gradients by ``grad_scale``, in place, where it is given."""
+    tensors = (*self, *grads, *exp_avgs, *exp_avg_sqs)
+    plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+    if amsgrad or found_inf is not None or not plain:
+        update: Any = torch._fused_adamw_  # stubs know neither sequences nor a tensor as rate
+        update(
+            self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr=lr, beta1=beta1,
+            beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,
+            grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
         return
     rate1 = 1.0 - beta1
     near = rate1 < 0.5  # torch's lerp begins at the nearer end, and subtracts in float32
     if not near:
         rate1 = float(torch.tensor(rate1, dtype=torch.float32)) - 1.0
-    _adamw[(triton.cdiv(count, _BLOCK),)](
-        p, grad, m, v, count, 1.0 - lr * weight_decay, rate1, beta2, 1.0 - beta2,
-        -lr / (1.0 - beta1**step), (1.0 - beta2**step) ** 0.5, eps, NEAR=near, GROUP=GROUP,
-        BLOCK=_BLOCK, EDGES=count % GROUP != 0, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    for p, grad, m, v, step in zip(self, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True):
+        count = p.numel()
+        if count == 0:
+            continue
+        numbers = _numbers(step, lr, beta1, beta2, weight_decay)
+        _adamw[(triton.cdiv(count, _BLOCK),)](
+            p, grad, m, v, numbers, numbers if grad_scale is None else grad_scale, count, rate1,
+            beta2, 1.0 - beta2, eps, NEAR=near, MAXIMIZE=maximize, SCALED=grad_scale is not None,
+            GROUP=GROUP, BLOCK=_BLOCK, EDGES=count % GROUP != 0, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _numbers(
+    step: Tensor, lr: float | Tensor, beta1: float, beta2: float, weight_decay: float
+) -> Tensor:
+    """f32[3]: what p is multiplied by, minus the size of the step, the root of v's correction."""
+    at = step.double()
+    rate = lr if isinstance(lr, Tensor) else torch.full_like(at, lr)
+    rate = rate.to(at.device, torch.float64)
+    size = -rate / (1.0 - beta1**at)
+    return torch.stack((1.0 - rate * weight_decay, size, (1.0 - beta2**at).sqrt())).float()
 
 
 @triton.jit
 def _adamw_some(
-    P, G, M, V, c, inside, decay, rate1, beta2, rate2, step_size, root, eps, NEAR: tl.constexpr,
+    P, G, M, V, c, inside, decay, step_size, root, scale, rate1, beta2, rate2, eps,
+    NEAR: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     p = tl.load(P + c, mask=inside, other=0.0) * decay
     grad = tl.load(G + c, mask=inside, other=0.0)
     m = tl.load(M + c, mask=inside, other=0.0)
     v = tl.load(V + c, mask=inside, other=0.0)
+    if SCALED:
+        grad = tl.div_rn(grad, scale)
+        tl.store(G + c, grad, mask=inside)
+    if MAXIMIZE:
+        grad = -grad
     m = tl.fma(grad - m, rate1, m if NEAR else grad)
     v = tl.fma(rate2 * grad, grad, v * beta2)
     p += tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
@@ -67,16 +112,27 @@ def _adamw_some(
 
 @triton.jit
 def _adamw(
-    P, G, M, V, count, decay, rate1, beta2, rate2, step_size, root, eps,
-    NEAR: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr,
+    P, G, M, V, NUMBERS, SCALE, count, rate1, beta2, rate2, eps,
+    NEAR: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
+    decay = tl.load(NUMBERS)
+    size = tl.load(NUMBERS + 1)
+    root = tl.load(NUMBERS + 2)
+    scale = tl.load(SCALE)
     block = tl.program_id(0).to(tl.int64)
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
     inside = ((group + 1) * GROUP <= count)[:, None] & (e >= 0)
     c = group[:, None] * GROUP + e
-    _adamw_some(P, G, M, V, c, inside, decay, rate1, beta2, rate2, step_size, root, eps, NEAR)
+    _adamw_some(
+        P, G, M, V, c, inside, decay, size, root, scale, rate1, beta2, rate2, eps,
+        NEAR, MAXIMIZE, SCALED,
+    )  # fmt: skip
     if EDGES:
         c = count // GROUP * GROUP + tl.arange(0, GROUP)
         inside = (c < count) & (c // BLOCK == block)
-        _adamw_some(P, G, M, V, c, inside, decay, rate1, beta2, rate2, step_size, root, eps, NEAR)
+        _adamw_some(
+            P, G, M, V, c, inside, decay, size, root, scale, rate1, beta2, rate2, eps,
+            NEAR, MAXIMIZE, SCALED,
+        )  # fmt: skip

@@ -13,8 +13,11 @@ load of a few lanes.
 
 Invariants: grids and blocks follow from shapes alone and nothing is added by atomics, so that the
 bits of a result do not depend on the device's size or on time; nor on Triton's version, as every
-launch says that a product and a sum are not fused into one rounding. Not here: any op.
+launch says whether a product and a sum may be fused into one rounding. Not here: any op.
 """
+
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -44,6 +47,12 @@ def takes(*tensors: Tensor) -> bool:
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
     return _TYPES[dtype]
+
+
+def laid_as(like: Tensor, made: Tensor) -> Tensor:
+    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
+    wanted = torch.empty_like(like, dtype=made.dtype)
+    return made if made.stride() == wanted.stride() else wanted.copy_(made)
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int]:

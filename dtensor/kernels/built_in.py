@@ -1,13 +1,14 @@
-"""The ops that have a kernel in Triton, which runs on CUDA unless another is registered."""
+"""The ops that have a kernel of ours, which runs on CUDA unless another is registered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import adamw, attention, cross_entropy, dropout, gates, norms, rope
 
-BUILT_IN: Mapping[str, Callable[..., Any]] = {
+TRITON: Mapping[str, Callable[..., Any]] = {
+    "aten::_fused_adamw_": adamw.fused_adamw_,
     "dt::add_layer_norm": norms.add_layer_norm,
     "dt::add_rms_norm": norms.add_rms_norm,
     "dt::bias_gelu": gates.bias_gelu,
@@ -24,3 +25,9 @@ BUILT_IN: Mapping[str, Callable[..., Any]] = {
     "dt::rope": rope.rope,
     "dt::rope_backward": rope.rope_backward,
 }
+
+TORCH: Mapping[str, Callable[..., Any]] = {
+    "dt::attention": attention.attention,
+    "dt::attention_backward": attention.attention_backward,
+}
+"""Kernels of torch's, chosen and called as they are fastest."""

@@ -16,6 +16,9 @@ Invariants: computed in float32. What the kernels do not take (float64, no logit
 computes. Not here: the loss, from n numbers.
 """
 
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -14,6 +14,9 @@ roundings are fused into one. What the kernels do not take (float64, nothing at 
 computes.
 """
 
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import math

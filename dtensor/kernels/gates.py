@@ -9,9 +9,12 @@ The arguments and results are those of the ops of these names, local tensors, on
 "silu", "gelu", "gelu_tanh" or "gelu_new", which is "gelu_tanh" in other steps. Operands that are
 contiguous are one row; halves of one tensor, as a fused projection gives them, are rows.
 
-Invariants: computed in float32, rounded where the op rounds; dbias is summed as dweight of a norm.
-What the kernels do not take (float64, nothing at all) the op computes.
+Invariants: computed in float32, rounded where the op rounds, laid out as its results; dbias is
+summed as dweight of a norm. What the kernels do not take (float64, nothing at all) the op computes.
 """
+
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import GROUP, parts_of, rows_of, sum_rows, takes
+from dtensor.kernels.blocks import GROUP, laid_as, parts_of, rows_of, sum_rows, takes
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gelu_new": 2}
 _BLOCK = 2048
@@ -53,7 +56,7 @@ def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
         *matrices, y, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP, BLOCK=_BLOCK,
         EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return y
+    return laid_as(a, y)
 
 
 def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -68,7 +71,7 @@ def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tenso
         *matrices, da, db, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP,
         BLOCK=_BLOCK, EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return da, db
+    return laid_as(a, da), laid_as(b, db)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
@@ -82,7 +85,7 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
         rows, bias.contiguous(), y, stride, x.shape[-1], blocks, KIND=_KINDS[kind],
         BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return y
+    return laid_as(x, y)
 
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -98,7 +101,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tupl
         grads, rows, bias.contiguous(), dx, parts, grad_stride, stride, rows.shape[0], columns,
         each, KIND=_KINDS[kind], BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return dx, sum_rows(parts, bias.dtype)
+    return laid_as(x, dx), sum_rows(parts, bias.dtype)
 
 
 # -- in Triton -------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ The arguments and results are those of the ops of these names, local tensors, on
 has a row, whose bytes it reads once. The backward has a few rows a program: its part of dweight is
 a row of a float32 matrix, summed afterwards.
 
-Invariants: computed in float32, rounded where the op rounds. What the kernels do not take (float64,
-rows of more than 16,384 elements, or 8,192 where 8 does not divide them, none at all) the op
-computes. Not here: LayerNorm by itself and
-torch.nn.RMSNorm, for which torch has kernels.
+Invariants: computed in float32, rounded where the op rounds, laid out as its results. What the
+kernels do not take (float64, rows of more than 16,384 elements, or 8,192 where 8 does not divide
+them, none at all) the op computes. Not here: LayerNorm by itself and torch.nn.RMSNorm, for which
+torch has kernels.
 """
+
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from dtensor.kernels.blocks import (
     in_groups,
+    laid_as,
     max_row,
     parts_of,
     row_block,
@@ -85,9 +89,9 @@ def _rms_norm(
     _rms_norm_row[(rows.shape[0],)](
         rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, length, eps,
         offset, HAS_RESIDUAL=residual is not None, INNER=triton_type(inner),
-        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return total, y, rstd
+    return laid_as(x, total) if residual is not None else total, laid_as(x, y), rstd
 
 
 def rms_norm_backward(
@@ -105,9 +109,9 @@ def rms_norm_backward(
     _rms_norm_backward_rows[(programs,)](
         grads, rows, rstd.contiguous(), weight.contiguous(), dx, parts, grad_stride, stride,
         rows.shape[0], length, each, offset, KEPT=block <= 8192, BLOCK=block, num_warps=warps,
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,
     )  # fmt: skip
-    return dx, sum_rows(parts, weight.dtype)
+    return laid_as(x, dx), sum_rows(parts, weight.dtype)
 
 
 def add_layer_norm(
@@ -125,9 +129,9 @@ def add_layer_norm(
     block, warps = row_block(length, in_groups(length, stride, other_stride))
     _layer_norm_row[(rows.shape[0],)](
         rows, others, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, stride,
-        other_stride, length, eps, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+        other_stride, length, eps, BLOCK=block, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
-    return total, y, mean, rstd
+    return laid_as(x, total), y, mean, rstd
 
 
 # -- in Triton -------------------------------------------------------------------------------------

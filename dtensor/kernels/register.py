@@ -7,7 +7,8 @@
     dt.kernel("dt::rms_norm", "cuda")(None)            # none: the op itself
 
 Invariants: what does not take the op's arguments is an error when it is registered; that it returns
-the op's shapes and dtypes is checked at each call. Not here: what it is used for (registry.py).
+the op's shapes and dtypes, and changes nothing, is checked at each call. Not here: what it is used
+for (registry.py).
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def kernel(op: str | OpOverload, device: str) -> KernelSlot:
         device: the type of device that the function is for: "cpu" or "cuda".
 
     The function takes the op's arguments under the op's names, local tensors among them, and gives
-    its results: new tensors of the op's shapes and dtypes. On Ray it is sent to the actors: by name
-    where they can import it, else by value.
+    its results: new tensors of the op's shapes and dtypes. It may not change what it is given. On
+    Ray it is sent to the actors: by name where they can import it, else by value.
 
     Raises PlanningError where there is no such op or device, where the op changes its arguments,
     and where the function does not take them.

@@ -58,16 +58,32 @@ def kernel_of(op: object, device: torch.device) -> Kernel | None:
     return users[key] if key in users else _built_in(op, device.type)
 
 
-def check_made(
-    made: Sequence[object], name: str, wanted: Sequence[tuple[list[int], torch.dtype]]
-) -> None:
+Made = Sequence[tuple[Sequence[int], torch.dtype]]
+
+
+def versions(given: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of what a kernel is given: the counts of writes to it."""
+    return tuple(x._version for x in given)
+
+
+def check_kept(given: Sequence[Tensor], before: tuple[int, ...], name: str) -> None:
+    """RuntimeError where a kernel has written to what it was given."""
+    if versions(given) != before:
+        at = next(i for i, x in enumerate(given) if x._version != before[i])
+        raise RuntimeError(
+            f"the kernel {name} changed the tensor {at} of those that it was given, which others "
+            f"read.\nfix: write to a new tensor, such as torch.empty_like of it"
+        )
+
+
+def check_made(made: Sequence[object], name: str, wanted: Made) -> None:
     """RuntimeError unless a kernel's results have the op's shapes and dtypes."""
     for number, (x, (shape, dtype)) in enumerate(zip(made, wanted, strict=True)):
-        if not isinstance(x, Tensor) or list(x.shape) != shape or x.dtype != dtype:
+        if not isinstance(x, Tensor) or list(x.shape) != list(shape) or x.dtype != dtype:
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise RuntimeError(
                 f"the kernel {name} returned {got} as result {number}, and its op has "
-                f"{dtype} {shape} there.\nfix: return what the op returns"
+                f"{dtype} {list(shape)} there.\nfix: return what the op returns"
             )
 
 
@@ -80,9 +96,10 @@ def use(registered: Registered) -> None:
 def _built_in(op: OpOverload, device: str) -> Kernel | None:
     if device != "cuda" or find_spec("triton") is None:
         return None
-    from dtensor.kernels.built_in import BUILT_IN  # which imports Triton
+    from dtensor.kernels.built_in import TORCH, TRITON  # which imports Triton
 
-    function = BUILT_IN.get(op.name())
-    if function is None:
-        return None
-    return Kernel(function=function, name=f"triton {function.__name__}", ours=True)
+    for word, table in (("triton", TRITON), ("torch", TORCH)):
+        function = table.get(op.name())
+        if function is not None:
+            return Kernel(function=function, name=f"{word} {function.__name__}", ours=True)
+    return None

@@ -8,9 +8,12 @@ rotated, as Hugging Face's models do. cos and sin broadcast against x from the r
 a few rows of x, each of d elements, and reads theirs by their strides, 0 where they repeat.
 
 Invariants: forward each product and the sum are rounded to the result's dtype, as the op rounds;
-backward is computed in float32 and rounded once. What the kernel does not take (float64, more than
-four dims, a last dim that is not adjacent) the op computes.
+backward is computed in float32 and rounded once; results are laid out as x. What the kernel does
+not take (float64, more than four dims, a last dim that is not adjacent) the op computes.
 """
+
+# A launch takes options that the kernel does not name.
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -46,11 +49,11 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) ->
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool) -> Tensor:
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    made = torch.empty_like(x, dtype=dtype)
     shape = (1,) * (4 - x.dim()) + tuple(x.shape)
-    x, cos, sin = (t.expand(shape) for t in (x, cos, sin))
+    x, cos, sin, y = (t.expand(shape) for t in (x, cos, sin, made))
     half = shape[3] // 2
-    strides = (*x.stride()[:3], *cos.stride()[:3], *sin.stride()[:3])
+    strides = [step for t in (x, cos, sin, y) for step in t.stride()[:3]]
     lanes = triton.next_power_of_2(half)
     each = GROUP if in_groups(half, *strides) else GROUP // 2  # of each half row, for a thread
     rows = max(1, each * _WARPS * blocks.WARP // lanes)
@@ -59,12 +62,13 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backwar
         x, cos, sin, y, num_rows, shape[1], shape[2], half, *strides, BACKWARD=backward,
         ROWS=rows, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return y
+    return made
 
 
 @triton.jit
 def _rope(
     X, COS, SIN, Y, num_rows, size1, size2, half, x0, x1, x2, c0, c1, c2, s0, s1, s2,
+    y0, y1, y2,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -76,7 +80,7 @@ def _rope(
     x_at = (i0 * x0 + i1 * x1 + i2 * x2)[:, None] + c
     c_at = (i0 * c0 + i1 * c1 + i2 * c2)[:, None] + c
     s_at = (i0 * s0 + i1 * s1 + i2 * s2)[:, None] + c
-    y_at = (row * (2 * half))[:, None] + c
+    y_at = (i0 * y0 + i1 * y1 + i2 * y2)[:, None] + c
     left = tl.load(X + x_at, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(X + x_at + half, mask=inside, other=0.0).to(tl.float32)
     cos_left = tl.load(COS + c_at, mask=inside, other=0.0).to(tl.float32)

@@ -63,7 +63,8 @@ def test_keys_are_left_out_that_are_not_shared_or_too_large_or_of_unknown_length
     arena = lay_out(made, (0, 1), lambda key: key[1] != "d")
     assert [key[1] for key in arena.lanes] == ["a"]
     assert sorted(arena.partners) == sorted(arena.ahead) == [(0, 0), (1, 0)]
-    assert lay_out(made, (0, 1), lambda key: False).window_bytes == (0, 0)
+    assert arena.window_bytes == (3 * LINE, LINE)
+    assert lay_out(made, (0, 1), lambda key: key[1] in ("b", "c")).window_bytes == (0, 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -249,9 +249,16 @@ def _dropouts(rows: int, k: int) -> dict[str, Callable[[], object]]:
 
 
 def _adamw(n: int) -> dict[str, Callable[[], object]]:
-    p = _x(n, dtype=torch.float32)
-    numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "step": 3}
-    return {"adamw": lambda: adamw.adamw_(p, p, p, p, **numbers)}
+    p, step = [_x(n, dtype=torch.float32)], [_x(dtype=torch.float32)]
+    scale = step[0]
+
+    def update() -> None:
+        adamw.fused_adamw_(
+            p, p, p, p, [], step, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+            amsgrad=False, maximize=False, grad_scale=scale,
+        )  # fmt: skip
+
+    return {"adamw": update}
 
 
 CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {

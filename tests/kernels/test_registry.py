@@ -176,6 +176,19 @@ def test_results_of_another_shape_or_dtype_are_an_error() -> None:
             relu_of()
 
 
+def in_place(self: Tensor) -> Tensor:
+    return self.relu_().clone()
+
+
+def test_a_kernel_that_changes_what_it_is_given_is_an_error() -> None:
+    with (
+        dt.launch(MESH),
+        dt.kernel("aten::relu", "cpu").using(in_place),
+        pytest.raises(DaftError, match="in_place changed the tensor 0 of those that it was given"),
+    ):
+        relu_of()
+
+
 def ok(self: Tensor) -> Tensor:
     return self
 
@@ -219,19 +232,24 @@ def test_what_does_not_fit_is_said_at_once(make: Any, fact: str) -> None:
 def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
     assert len(PLAIN) > 15
     for op, run in PLAIN.items():
-        register._check_signature(op, run)  # type: ignore
+        arguments = op._schema.arguments  # type: ignore
+        takes = inspect.signature(run).bind
+        for some in (arguments, [a for a in arguments if not a.has_default_value()]):
+            positional = [a.name for a in some if not a.kwarg_only]
+            takes(*positional, **{a.name: None for a in some if a.kwarg_only})
         assert pickle.loads(pickle.dumps(run)) is run
         assert inspect.isfunction(run)
 
 
 def test_built_in_kernels_take_their_ops_arguments() -> None:
-    from dtensor.kernels.built_in import BUILT_IN
+    from dtensor.kernels.built_in import TORCH, TRITON
 
     known = set(torch._C._dispatch_get_all_op_names())
-    found = sorted(known & set(BUILT_IN))
-    assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout", "dt::dropout_backward"} <= {*found}
+    built_in = {**TRITON, **TORCH}
+    found = sorted(known & set(built_in))
+    assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout", "dt::attention"} <= {*found}
     for name in found:
-        register._check_signature(register._op_named(name), BUILT_IN[name])
+        register._check_signature(register._op_named(name), built_in[name])
 
 
 def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:

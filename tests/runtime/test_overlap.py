@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import pytest
 
 import dtensor as dt
 from dtensor.api.loaded_program import LoadedProgram
-from dtensor.api.session import session_for
+from dtensor.api.session import Backend, session_for
 from dtensor.daft import Call, Collective, Handle, Wait
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower import overlap
+from dtensor.sharding.plan import steps
 from tests.api.training import SIX, adamw, assert_same_bits, batches, make_model
 from tests.models import loss_fn
 
@@ -35,9 +37,9 @@ def step_of(
     )
 
 
-def trained(step: dt.TrainStep) -> tuple[list[float], dict, Handle]:
+def trained(step: dt.TrainStep, backend: Backend = "inprocess") -> tuple[list[float], dict, Handle]:
     mesh = step.model.mesh
-    with dt.launch(mesh):
+    with dt.launch(mesh, backend):
         losses = [float(step(*one)) for one in batches(3)]
         state = dt.gather_state_dict(step.model, step.optimizer)
         [(_, loaded)] = session_for(mesh).loaded.values()
@@ -117,6 +119,52 @@ def test_a_gradients_sum_is_hidden_behind_its_weights_gradient() -> None:
                 assert "aten_mm_default(" in text, item.label
                 hidden += 1
     assert hidden == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [None, {"dp": 1}])
+def test_gradients_are_reduced_while_the_backward_goes_on(
+    zero: Mapping[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several buckets: each begins as soon as its last gradient is made, one at a time."""
+    monkeypatch.setattr(steps, "BUCKET_BYTES", 8192)
+    one = dt.GPipe(microbatches=1)
+    step = step_of("dp2", zero, one)
+    losses, state, handle = trained(step)
+    instructions = handle.program.ranks[0].instructions
+    waits = starts_of_waits(instructions)
+    reductions = [
+        (start, at)
+        for at, starts in waits.items()
+        for start in starts
+        if "gradients" in instructions[start].label and "gather" not in instructions[start].label
+    ]
+    assert len(reductions) > 3
+    early = [pair for pair in reductions if instructions[pair[0]].label.startswith("B0")]
+    assert len(early) >= len(reductions) - 2
+    assert sum(any(isinstance(i, Call) for i in instructions[a:b]) for a, b in early) > 2
+    for (_, end), (start, _) in itertools.pairwise(sorted(early)):
+        assert end < start
+    predicted = dt.simulate(step)
+    monkeypatch.setattr(overlap, "CUT_SECONDS", float("inf"))
+    plain = step_of("dp2", zero, one)
+    plain_losses, plain_state, plain_handle = trained(plain)
+    assert losses == plain_losses
+    assert_same_bits(state, plain_state)
+    assert predicted.seconds < dt.simulate(plain).seconds
+    for rank in range(2):
+        held, before = (h.report.peak_bytes[rank] for h in (handle, plain_handle))
+        assert held <= before + in_flight(handle, rank)[1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_on_ray_the_same_bits() -> None:
+    here, there = step_of("dp2_tp2", {"dp": 2}), step_of("dp2_tp2", {"dp": 2})
+    losses, state, _ = trained(here)
+    ray_losses, ray_state, _ = trained(there, "ray")
+    assert losses == ray_losses
+    assert_same_bits(state, ray_state)
 
 
 def test_where_the_price_says_no_nothing_moves() -> None:

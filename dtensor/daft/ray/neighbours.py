@@ -110,13 +110,13 @@ class Neighbours:
         actor = self.host_of[rank]
         if self.segments[actor].ended:
             raise RuntimeError(f"The process of rank {rank} has ended.")
-        if self.heads[actor].memory[FLAG]:
+        if self.heads[actor].bytes[FLAG]:
             raise RuntimeError(f"The connections of rank {rank}'s actor are closed.")
 
     def close(self) -> None:
         """Whoever waits for this actor hears of it."""
         if self.segments:
-            self.heads[self.index].memory[FLAG] = 1
+            self.heads[self.index].bytes[FLAG] = 1
         for segment in self.segments.values():
             segment.close()
         self.segments.clear()

@@ -146,7 +146,7 @@ class SameHostTransport(Transport):
         actors = sorted({here.host_of[rank] for key in keys.values() for rank in key[0]})
         windows = {actor: here.segments[actor].map(*extents[actor]) for actor in actors}
         if own:
-            windows[here.index].memory[:FLAG] = shared.title
+            here.segments[here.index].write(extents[here.index][0], shared.title)
         for site, key in keys.items():
             if (site[0], key) not in shared.members:
                 of = {rank: windows[here.host_of[rank]] for rank in key[0]}
@@ -218,7 +218,7 @@ class _Shared(Prepared):
 class _Member:
     """A key's slots as one of its ranks uses them; `windows`: of the actors of its ranks."""
 
-    __slots__ = ("closed", "kept", "lane", "me", "same", "started", "title", "windows")
+    __slots__ = ("closed", "lane", "me", "same", "started", "title", "views", "windows")
 
     def __init__(self, lane: Lane, rank: int, windows: Mapping[int, Window], title: bytes) -> None:
         self.lane = lane
@@ -228,7 +228,8 @@ class _Member:
         self.same = False  # as the others' program
         self.started = 0
         self.closed = False
-        self.kept: list[dict[int, _Views]] = []  # of all starts of the key
+        # by slot, for each sort of start on the key: layers repeat
+        self.views: dict[object, list[_Views | None]] = {}
         if lane.pieces:
             own = self.windows[self.me].address
             counted = [own + lane.done[self.me] + at * LINE for at in range(lane.slots)]
@@ -239,7 +240,7 @@ class _Member:
 
     def compare(self) -> None:
         """Once the others have started: that their windows are of this program."""
-        if any(window.memory[:FLAG] != self.title for window in self.windows):
+        if any(window.bytes[:FLAG].numpy().tobytes() != self.title for window in self.windows):
             raise RuntimeError("The actors have not loaded the same programs in one order.")
         self.same = True
 
@@ -263,7 +264,7 @@ class _Member:
     def release(self) -> None:
         self.closed = True
         self.windows.clear()
-        for views in self.kept:
+        for views in self.views.values():
             views.clear()
 
     def _cut(self, member: int, begin: int, buffers: Sequence[Buffer]) -> list[Tensor]:
@@ -306,23 +307,25 @@ class _Begin:
         self,
         start: Start,
         member: _Member,
-        given: Sequence[Sequence[Buffer]],
+        given: tuple[tuple[Buffer, ...], ...],
         links: Sequence[tuple[_Link, int]],
     ) -> None:
         self._start = start
         self._member = member
         self._given = given
         self._links = links
-        self._views: dict[int, _Views] = {}
         self._post = calls().post
-        member.kept.append(self._views)
+        sort: object = given
+        if isinstance(start, Collective):
+            sort = given, start.kind, start.op, start.out_buffers
+        self._views = member.views.setdefault(sort, [None] * member.lane.slots)
 
     def __call__(self, values: Sequence[Tensor]) -> Pending:
         member, post = self._member, self._post
         if member.closed:
             raise RuntimeError(CLOSED)
         at = member.started % member.lane.slots
-        views = self._views.get(at)
+        views = self._views[at]
         if views is None:
             views = self._views[at] = self._look(at)
         member.started += 1
@@ -436,7 +439,7 @@ def _begin(
     program: Program, arena: Arena, site: Site, member: _Member, links: Sequence[_Link]
 ) -> Begin:
     sites = dict((site, *arena.partners[site]))
-    given = [brought(_start(program, (rank, sites[rank]))) for rank in member.lane.key[0]]
+    given = tuple(brought(_start(program, (rank, sites[rank]))) for rank in member.lane.key[0])
     ahead = list(zip(links, arena.ahead[site], strict=True))
     return _Begin(_start(program, site), member, given, ahead)
 

@@ -87,15 +87,16 @@ class Arena:
 def lay_out(program: Program, host_of: Sequence[int], shares: Callable[[Key], bool]) -> Arena:
     """For the keys that `shares` says; `host_of`: by rank, the number of its actor."""
     uses = _uses(program, shares)
-    here = {host_of[rank] for key in uses for rank in key[0]}
-    used = [LINE if actor in here else 0 for actor in range(max(host_of) + 1)]
+    used = [LINE] * (max(host_of) + 1)
     lanes: dict[Key, Lane] = {}
     for key in sorted(uses, key=lambda key: (key[2], *key)):
         lane = _lane(program, uses[key], host_of, used)
         if lane is not None:
             lanes[key] = lane
+    here = {host_of[rank] for key in lanes for rank in key[0]}
+    window_bytes = tuple(nbytes if actor in here else 0 for actor, nbytes in enumerate(used))
     partners, ahead = _meetings([uses[key] for key in lanes])
-    return Arena(lanes=lanes, window_bytes=tuple(used), partners=partners, ahead=ahead)
+    return Arena(lanes=lanes, window_bytes=window_bytes, partners=partners, ahead=ahead)
 
 
 def brought(start: Start) -> tuple[Buffer, ...]:

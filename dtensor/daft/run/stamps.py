@@ -9,8 +9,8 @@
 A generated function `def forward(x): y = relu(x); return (y,)` is run as
 
     def forward(x):
-        __0 = __now(); y = relu(x); __1 = __now()
-        __note((__0, __1,)); return (y,)
+        __0 = __now(); y = relu(x)
+        __1 = __now(); __note((__0, __1,)); return (y,)
 
 Invariants: lines keep their numbers, so that errors name the same of the user's; results are the
 same objects. A stamp costs some 50 ns, one of an instruction some 400. On a GPU the device is
@@ -60,10 +60,9 @@ def stamped(
     if not body:
         return function.build()
     head, *_, last = function.source.splitlines()
-    ends = [f"{line}; __{number} = __now()" for number, line in enumerate(body, 1)]
-    ends[0] = f"__0 = __now(); {ends[0]}"
     names = "".join(f"__{number}," for number in range(len(body) + 1))
-    lines = [head, *(f"    {line}" for line in ends), f"    __note(({names})); {last.strip()}"]
+    body = (*body, f"__note(({names})); {last.strip()}")  # a line may end in a comment
+    lines = [head, *(f"    __{at} = __now(); {line}" for at, line in enumerate(body))]
     twin = replace(
         function,
         source="\n".join(lines) + "\n",

@@ -185,11 +185,11 @@ class Worker:
 
     def _lend(self, value: object) -> object:
         """A tensor that is as a copy would be: itself."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        plain = not (value.is_inference() or value.is_conj() or value.is_neg())
-        there = plain and value.device == self.device and value.is_contiguous()
-        return value.detach() if there else copy_to(value, self.device)
+        if isinstance(value, torch.Tensor) and value.device == self.device:
+            plain = not (value.is_inference() or value.is_conj() or value.is_neg())
+            if plain and value.is_contiguous():
+                return value.detach()
+        return copy_to(value, self.device)
 
     def _out(
         self, handle: int, results: dict[int, dict[str, object]] | Undone

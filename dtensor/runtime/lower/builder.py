@@ -24,7 +24,7 @@ from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
 from dtensor.runtime.lower.finite import DetectNan
-from dtensor.runtime.lower.overlap import early
+from dtensor.runtime.lower.overlap import early, reductions_of
 from dtensor.runtime.schedule import Kind as ActionKind
 from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
@@ -156,10 +156,16 @@ class Shared:
         return self._seconds[id(step)]
 
     def overlapped(self, kind: ActionKind, stage: int) -> tuple[tuple[Step, ...], frozenset[int]]:
-        """The steps of an action in the order in which they run; see `early`."""
+        """The steps of an action in the order in which they run; see `early`. Those of the end of
+        the step that are among them do not come again there."""
         key = kind, stage
         if key not in self._overlapped:
-            self._overlapped[key] = early(self.actions.steps(kind, stage), self.seconds)
+            own = self.actions.steps(kind, stage)
+            reductions = reductions_of(self.plan, own) if kind == "B" else ()
+            order, late = early((*own, *reductions), self.seconds)
+            stay = {id(step) for step in reductions} - late
+            order = tuple(step for step in order if id(step) not in stay)
+            self._overlapped[key] = order, late
         return self._overlapped[key]
 
 

@@ -1,7 +1,7 @@
 """Static local code: straight-line Python for one segment of one rank, as a daft Function.
 
     code = CodeBuilder(device)
-    code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h = self.up(x)")
+    code.call(local_call, ("x", "w"), ("h",), "mlp.py:14: h = self.up(x)", made)
     code.function("mlp_F0", outputs=("h",))
 
 gives
@@ -27,6 +27,7 @@ autograd. Other ops are called as captured.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,7 +38,7 @@ import torch
 from torch._ops import OpOverload
 
 from dtensor.daft import Function
-from dtensor.kernels.registry import Kernel, kernel_of
+from dtensor.kernels.registry import Kernel, Made, check_kept, check_made, kernel_of, versions
 from dtensor.sharding.local.in_range import CHECKS
 from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
 from dtensor.sharding.ops.library import PLAIN
@@ -59,7 +60,8 @@ class CodeBuilder:
     lines: list[tuple[str, tuple[str, ...], str | None]] = field(default_factory=list)
     bindings: dict[str, object] = field(default_factory=dict)
     products: set[str] = field(default_factory=set)  # whose memory nobody else has yet
-    in_place: dict[int, tuple[str, str]] = field(default_factory=dict)  # line: (product, its text)
+    in_place: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    # line: the product, the line's text where it may be changed, and the comment beside that
     kernels: dict[int, tuple[str, Kernel]] = field(default_factory=dict)  # by line; of which op
 
     def __bool__(self) -> bool:
@@ -71,8 +73,13 @@ class CodeBuilder:
         operands: Sequence[str],
         results: Sequence[str | None],
         source: str | None,
-    ) -> Kernel | None:
-        """``results = call(operands)``, by the op's kernel on this device, which is returned."""
+        made: Callable[[], Made],
+    ) -> None:
+        """``results = call(operands)``, by the op's kernel on this device where it has one.
+
+        ``made``: the local shapes and dtypes of the results that have a name, which a kernel of the
+        user's is held to; and it may not change what it is given.
+        """
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
         name = call.name if isinstance(call.target, OpOverload) else call.target.__name__
@@ -86,18 +93,32 @@ class CodeBuilder:
         check = CHECKS.get(call.target) if self.device.type == "cuda" else None
         if check is not None:  # what is out of range ends a GPU's use
             self.line(f"{self.bind('check', check)}({', '.join(args)})", reads, (), source)
+        named = [r for r in results if r is not None]
+        if kernel is None and call.target in _PRODUCTS:
+            self.products.update(named)
+        method = _IN_PLACE.get(call.target) if kernel is None else None
+        if method is not None and _into_first(call) and operands[0] in self.products:
+            changed = f"{targets} = {args[0]}.{method}({args[1]})"
+            comment = f"{call.name.split('.')[1]} in place"
+            self.in_place[len(self.lines)] = (operands[0], changed, comment)
+        if kernel is None or kernel.ours:
+            self.note(call, kernel)
+            self.line(text, reads, named, source)
+            return
+        before = next(n for n in map("before_{}".format, itertools.count()) if self.is_free(n))
+        self.apply(versions, [operands], [before], source=source)
+        self.note(call, kernel)
+        self.line(text, reads, named, source)
+        self.apply(check_kept, [operands, before], (), kernel.name, source=source)
+        self.apply(check_made, [named], (), kernel.name, made(), source=source)
+
+    def note(self, call: OpCall, kernel: Kernel | None) -> None:
+        """The line that comes next calls the kernel."""
         if kernel is not None:
             self.kernels[len(self.lines)] = (call.name, kernel)
-        elif call.target in _PRODUCTS:
-            self.products.update(r for r in results if r is not None)
-        method = None if kernel is not None else _IN_PLACE.get(call.target)
-        if method is not None and _into_first(call) and operands[0] in self.products:
-            self.in_place[len(self.lines)] = (
-                operands[0],
-                f"{targets} = {args[0]}.{method}({args[1]})",
-            )
-        self.line(text, reads, [r for r in results if r is not None], source)
-        return kernel
+
+    def is_free(self, name: str) -> bool:
+        return not (name in self.reserved or name in self.defined or name in self.bindings)
 
     def apply(
         self,
@@ -196,11 +217,12 @@ class CodeBuilder:
                 for n in dict.fromkeys(reads)
                 if last[n] == number and n not in kept and n in self.defined
             ]
-            product, text_in_place = self.in_place.get(number, ("", ""))
+            comment = self.kernels[number][1].name if number in self.kernels else ""
+            product, text_in_place, of = self.in_place.get(number, ("", "", ""))
             if product in dead and read[product] == 1:
-                text = text_in_place
+                text, comment = text_in_place, of
             tail = f"; del {', '.join(dead)}" if dead else ""
-            tail += f"  # {self.kernels[number][1].name}" if number in self.kernels else ""
+            tail += f"  # {comment}" if comment else ""
             source.append(f"    {text}{tail}")
             lines.append(user_line)
         source.append(f"    return {tuple_text(outputs)}")

@@ -11,6 +11,10 @@ that this hides more than `CUT_SECONDS`. Local steps keep their order, so their 
 as before: all that is held for longer is what the messages under way make. As the same kernels get
 the same inputs, the bits are the same.
 
+Reductions of gradients over dp, which stand at the end of a step, begin in its backward by the same
+rule, where there are no microbatches: each as soon as the last gradient of its bucket is made. One
+of them is under way at a time.
+
 Invariants: the order depends on the plan alone, not on the rank, so that all members of a group
 start their collectives in one order. Messages that one reads of another keep their places, and so
 do transfers between stages (program.py) and gathers of parameters, whose place the plan has chosen.
@@ -21,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
+from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Bucket, Convert, Step, operands_of, results_of
 from dtensor.sharding.redistribute.moves import FREE_KINDS
 
@@ -61,6 +66,20 @@ def early(
         if id(step) not in late:
             order.append(step)
     return tuple(order), frozenset(late)
+
+
+def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Bucket, ...]:
+    """Reductions of gradients that the end of a step has, and a backward may begin: all that they
+    read is made by its ``steps``. With microbatches it is not, for these add up."""
+    made = {name for step in steps for name, _ in results_of(step)}
+    return tuple(
+        step
+        for step in plan.steps
+        if isinstance(step, Bucket)
+        and step.phase == "optimizer"
+        and not step.in_place
+        and made.issuperset(step.operands)
+    )
 
 
 def _communicates(step: Step) -> TypeGuard[Convert | Bucket]:

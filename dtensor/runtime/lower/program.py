@@ -27,7 +27,7 @@ import torch
 from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
 from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
-from dtensor.kernels.registry import check_made
+from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
@@ -126,7 +126,8 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         walk.action(action)
     b.label, b.microbatch = "optimizer", None
     walk.wait_sends(None)
-    walk.steps([s for s in plan.steps if s.phase == "optimizer" and walk.concerns(s)])
+    end = (s for s in plan.steps if s.phase == "optimizer" and id(s) not in walk.begun)
+    walk.steps([s for s in end if walk.concerns(s)])
     outputs = walk.finish()
     names = [b.value(i.name) for i in state]
     fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
@@ -150,6 +151,8 @@ class _Walk:
     b: RankBuilder
     sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
     started: dict[str, moves.Started] = field(default_factory=dict)  # not finished; by value
+    reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
+    begun: set[int] = field(default_factory=set)  # ids of steps that an action had before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
 
     def action(self, action: Action) -> None:
@@ -181,6 +184,10 @@ class _Walk:
                     sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
                 case Bucket() if not step.in_place:
+                    if step.phase == "optimizer" and id(step) in late:
+                        self.begun.add(id(step))
+                        self._finish(self.reduced)  # one at a time: it frees what it read
+                        self.reduced = step.results
                     started = moves.bucket(b, step, wait=id(step) not in late)
                 case TieSum():
                     step_end.tie_sum(b, step)
@@ -224,14 +231,15 @@ class _Walk:
         code = b.short_segment().code
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
-        kernel = code.call(call, step.operands, step.results, source)
-        if kernel is not None and not kernel.ours:
-            names = [name for name, _ in results_of(step)]
-            wanted = [(spec.local_shape(b.here), spec.dtype) for _, spec in results_of(step)]
-            code.apply(check_made, [names], (), kernel.name, wanted, source=source)
+        results = results_of(step)
+
+        def made() -> Made:
+            return [(spec.local_shape(b.here), spec.dtype) for _, spec in results]
+
+        code.call(call, step.operands, step.results, source, made)
         if b.roles.detect_nan:
             finite.watch(code, step, call, source, b.roles.detect_nan)
-        for name, spec in results_of(step):
+        for name, spec in results:
             b.record(name, spec)
 
     def _finish(self, values: Sequence[str]) -> None:

@@ -55,6 +55,7 @@ from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.simulate.clock import representatives
 from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.trace import CALL, Trace
+from dtensor.sharding.ops.library import PLAIN
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Accumulate, Compute, Convert, Step, Update, stages_of
@@ -314,7 +315,9 @@ def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
 
 
 _CALLED = re.compile(r"(?:[\w, ]+ = )?(\w+)\(")
-_OVERLOADS: Mapping[int, object] = {id(fn): overload for overload, fn in QUICK.items()}
+_OVERLOADS: Mapping[int, object] = {
+    id(fn): overload for bound in (QUICK, PLAIN) for overload, fn in bound.items()
+}
 
 
 def _ops_of(function: Function) -> tuple[_Op, ...]:
@@ -324,20 +327,24 @@ def _ops_of(function: Function) -> tuple[_Op, ...]:
 
 
 def _op(line: str, bindings: Mapping[str, object]) -> _Op:
-    text = line.partition("; del ")[0]
+    code, _, comment = line.partition("  # ")
+    text = code.partition("; del ")[0]
+    if comment.endswith(" in place"):
+        return _Op(comment.removesuffix(" in place"), "overload")
     found = _CALLED.match(text)
     target = bindings.get(found[1]) if found else None
     if found is None or not callable(target):
         if ".add_(" in text or " + " in text:
             return _Op(ADDING, "overload")
         return _Op(COPIES, "overload" if "(" in text else "none")
-    return _Op(_name_of(target), _kind_of(target))
+    return _Op(comment or _name_of(target), _kind_of(target))
 
 
 def _kind_of(target: object) -> Literal["quick", "overload", "python"]:
     if isinstance(target, OpOverload):
         return "overload"
-    return "quick" if id(target) in _OVERLOADS else "python"
+    overload = _OVERLOADS.get(id(target))
+    return "quick" if overload in QUICK else "python"
 
 
 def _name_of(target: Callable[..., object]) -> str:

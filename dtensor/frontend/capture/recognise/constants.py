@@ -66,16 +66,18 @@ class Constants:
 
     def _cone(self, node: fx.Node) -> list[fx.Node]:
         """``node`` and all that it is computed from, in order. Raises NotConstant."""
-        found = {node: None}
-        waiting = [node]
+        found, waiting, is_changed = {node: None}, [node], False
         while waiting:
             each = waiting.pop()
             if each not in self._known:
                 self._check(each)
+                is_changed |= each not in self._places or each in self.writes.changed
             for read in each.all_input_nodes:
                 if read not in found:
                     found[read] = None
                     waiting.append(read)
+        if is_changed:
+            raise NotConstant("it is changed in place")
         self._known.update(found)
         return sorted(found, key=self._places.__getitem__)
 
@@ -85,10 +87,8 @@ class Constants:
         if node.op == "get_attr":
             _, dot, path = str(node.target).partition(".")  # below the module that was called
             raise NotConstant(f"it depends on {path if dot else 'a tensor that is held'}")
-        if node not in self._places or node in self.writes.changed:
-            raise NotConstant("it is changed in place")
         target = node.target
-        if target is operator.getitem or target is aten._assert_tensor_metadata.default:
+        if target is operator.getitem:
             return
         if not isinstance(target, torch._ops.OpOverload):
             raise NotConstant(f"it depends on what {target} computes")
@@ -149,8 +149,6 @@ def _is_view(node: fx.Node) -> bool:
 
 def _computed(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     target: Any = node.target
-    if target is aten._assert_tensor_metadata.default:
-        return None
     args = fx.map_arg(node.args, values.__getitem__)
     kwargs = fx.map_arg(node.kwargs, values.__getitem__)
     if target is operator.getitem:

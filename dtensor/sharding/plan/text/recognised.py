@@ -41,10 +41,4 @@ def _place(each: Recognised) -> str:
 
 
 def _why(each: Recognised) -> str:
-    return (
-        each.source
-        if each.op
-        else f"{each.reason}  ({each.source})"
-        if each.source
-        else each.reason
-    )
+    return "  ".join(text for text in (each.reason, each.source) if text)

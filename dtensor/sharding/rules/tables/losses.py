@@ -38,11 +38,8 @@ def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Loc
     return localize
 
 
-def _elementwise(
-    reduction_at: int, *, backward: bool = False, linear: Groups = _BACKWARD
-) -> Builder:
-    """Of tensors that broadcast against each other; of a backward, which is ``linear``, the
-    gradient comes first."""
+def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
+    """Of tensors that broadcast against each other; of a backward the gradient comes first."""
     over = values.loss_backward_over if backward else values.loss_over
 
     def build(call: OpCall) -> Rule:
@@ -51,8 +48,8 @@ def _elementwise(
         rest = ", ".join("..." for _ in call.operands[int(backward) :])
         text = f"{loss}, {rest} -> ..." if backward else f"{rest} -> {loss}"
         localize = _divided(reduction_at, num_pairs(call, int(backward)), over)
-        groups = linear if backward else ()
-        return make(call, text, linear=groups, localize=localize if reduction == _MEAN else None)
+        linear = _BACKWARD if backward else ()
+        return make(call, text, linear=linear, localize=localize if reduction == _MEAN else None)
 
     return build
 
@@ -141,8 +138,6 @@ def _nll_backward(call: OpCall) -> Rule:
 
 
 RULES: dict[str, Builder] = {
-    "aten.mse_loss.default": _elementwise(2),
-    "aten.mse_loss_backward.default": _elementwise(3, backward=True, linear=((0,), (1, 2))),
     "aten.smooth_l1_loss.default": _elementwise(2),
     "aten.smooth_l1_loss_backward.default": _elementwise(3, backward=True),
     "aten.huber_loss.default": _elementwise(2),

@@ -17,9 +17,10 @@ import torch
 
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, resolve_dims, retarget
+from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.pointwise import nowhere
 
 _SUM: Groups = ((0,),)
 ByElement = Literal["sum", "max", "min"]
@@ -174,6 +175,39 @@ def _sums(call: OpCall, position: int) -> bool:
     return call.args[position] == "sum" and not dict(call.kwargs).get("initial")
 
 
+def _mse_loss(call: OpCall) -> Rule:
+    reduction = call.arg(2, "reduction", 1)
+    if reduction == 0:
+        return make(call, "..., ... -> ...", linear=nowhere(call))
+    return make(call, "..., ... -> ", localize=_mse_localizer if reduction == 1 else None)
+
+
+def _mse_localizer(call: OpCall, local: Local) -> OpCall:
+    if _is_whole(call, local):
+        return call
+    count, add = num_pairs(call, 0), 2
+    return retarget(call, values.loss_over, call.target, count, *call.args[:2], add)
+
+
+def _mse_loss_backward(call: OpCall) -> Rule:
+    reduction = call.arg(3, "reduction", 1)
+    if reduction == 0:
+        return make(call, "..., ..., ... -> ...", linear=((0,), (1, 2)))
+    localize = _mse_backward_localizer if reduction == 1 else None
+    return make(call, ", ..., ... -> ...", linear=((0,), (1, 2)), localize=localize)
+
+
+def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
+    if _is_whole(call, local):
+        return call
+    count, add = num_pairs(call, 1), 2
+    return retarget(call, values.loss_backward_over, call.target, count, *call.args[:3], add)
+
+
+def _is_whole(call: OpCall, local: Local) -> bool:
+    return all(local.operand_shape(i) == m.shape for i, m in enumerate(call.operands))
+
+
 _BACKWARD: Groups = ((0,),)
 
 RULES: dict[str, Builder] = {
@@ -218,4 +252,6 @@ RULES: dict[str, Builder] = {
     "aten.flip.default": along(1, linear=_SUM),
     "aten.segment_reduce.default": _segments,
     "aten._segment_reduce_backward.default": _segments_backward,
+    "aten.mse_loss.default": _mse_loss,
+    "aten.mse_loss_backward.default": _mse_loss_backward,
 }

@@ -1,0 +1,243 @@
+"""Kernels in Triton: on a GPU their fraction of the memory roofline, beside peers; anywhere, what
+they compile to.
+
+    python -m benchmarks.kernels [--rounds 50] [--write]       # needs a CUDA device
+    python -m benchmarks.kernels --aot [--write]               # needs none
+
+On a GPU each call is timed by CUDA events, all ways interleaved in one run, the level-2 cache
+overwritten before each; median seconds. The roofline is the bytes that a call must read and write
+over the device's bandwidth, which is that of a copy of 1 GiB in the same run. Peers: torch eager,
+torch.compile(dynamic=False), and Liger-Kernel where it can be imported. Shapes are aligned and odd.
+
+`--aot` compiles every kernel for four targets, checks that none spills or takes more than 128
+registers, and prints registers and loads of 16 bytes of all loads (tests/kernels/ahead.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RESULTS = Path(__file__).parent / "results"
+Fn = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One direction of an op. ``nbytes``: what it must read and write; ``ways``: by who does it."""
+
+    name: str
+    nbytes: int
+    ways: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def both(
+    name: str,
+    plain: Fn,
+    inputs: Sequence[Tensor],
+    ours: Callable[[], object],
+    ours_backward: Callable[[Tensor], object],
+    nbytes: tuple[int, int],
+    liger: Fn | None,
+) -> Iterator[Timed]:
+    """Forward and backward: of peers by autograd, whose graph is made once."""
+    leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    wanted = [x for x in leaves if x.requires_grad]
+    with torch.no_grad():
+        grad = torch.randn_like(plain(*inputs))
+    peers = {"eager": plain, "compile": torch.compile(plain, dynamic=False)}
+    peers |= {} if liger is None else {"Liger": liger}
+    forward: dict[str, Callable[[], object]] = {"ours": ours}
+    backward: dict[str, Callable[[], object]] = {"ours": lambda: ours_backward(grad)}
+    for peer, fn in peers.items():
+        y = fn(*leaves)
+        forward[peer] = lambda fn=fn: fn(*inputs)
+        backward[peer] = lambda y=y: torch.autograd.grad(y, wanted, grad, retain_graph=True)
+    yield Timed(name=name, nbytes=nbytes[0], ways=forward)
+    yield Timed(name=f"{name}, backward", nbytes=nbytes[1], ways=backward)
+
+
+def timed(rows: int, odd: bool) -> Iterator[Timed]:
+    """Every op with both directions; lengths of an aligned model, or one less."""
+    from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
+
+    less = 1 if odd else 0
+    kind = "odd" if odd else "aligned"
+    d, ff, v = 4096 - less, 11008 - less, (25129 if odd else 128256)
+    liger: Any = None
+    if find_spec("liger_kernel") is not None:
+        liger = importlib.import_module("liger_kernel.transformers.functional")
+
+    def x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda")
+
+    a, weight = x(rows, d), x(d)
+    args = (1e-6, 0.0, torch.bfloat16, torch.bfloat16)
+    _, rstd = norms.rms_norm(a, weight, *args)
+    yield from both(
+        f"rms_norm [{rows}, {d}] {kind}",
+        lambda a, w: F.rms_norm(a, (d,), w, 1e-6),
+        (a, weight),
+        lambda: norms.rms_norm(a, weight, *args),
+        lambda g: norms.rms_norm_backward(g, a, rstd, weight, 0.0),
+        (bytes_of(a, a, weight), bytes_of(a, a, a, weight)),
+        liger and (lambda a, w: liger.liger_rms_norm(a, w, 1e-6)),
+    )
+    gate, up = x(rows, ff), x(rows, ff)
+    yield from both(
+        f"silu gate [{rows}, {ff}] {kind}",
+        lambda a, b: F.silu(a) * b,
+        (gate, up),
+        lambda: gates.gated(gate, up, "silu"),
+        lambda g: gates.gated_backward(g, gate, up, "silu"),
+        (bytes_of(gate) * 3, bytes_of(gate) * 5),
+        liger and liger.liger_swiglu,
+    )
+    wide, bias = x(rows, d, dtype=torch.float32), x(d, dtype=torch.float32)
+    yield from both(
+        f"bias + gelu f32 [{rows}, {d}] {kind}",
+        lambda a, b: F.gelu(a + b),
+        (wide, bias),
+        lambda: gates.bias_gelu(wide, bias, "gelu"),
+        lambda g: gates.bias_gelu_backward(g, wide, bias, "gelu"),
+        (bytes_of(wide) * 2, bytes_of(wide) * 3),
+        None,
+    )
+    size = 128 - 2 * less
+    q, cos, sin = x(4, rows // 4, 32, size).transpose(1, 2), x(rows // 4, size), x(rows // 4, size)
+
+    def rotate(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        left, right = q.chunk(2, -1)
+        return q * cos + torch.cat((-right, left), -1) * sin
+
+    yield from both(
+        f"rope [4, 32, {rows // 4}, {size}] {kind}",
+        lambda q: rotate(q, cos, sin),
+        (q,),
+        lambda: rope.rope(q, cos, sin),
+        lambda g: rope.rope_backward(g, cos, sin, q.dtype),
+        (bytes_of(q) * 2, bytes_of(q) * 2),
+        None,  # Liger's turns queries and keys at once, in place
+    )
+    logits, target = x(rows, v), torch.randint(v, (rows,), device="cuda")
+    stats = cross_entropy.ce_stats(logits, target, -100)
+    yield from both(
+        f"cross entropy [{rows}, {v}] {kind}",
+        lambda a: F.cross_entropy(a.float(), target, reduction="none"),
+        (logits,),
+        lambda: cross_entropy.ce_stats(logits, target, -100),
+        lambda g: cross_entropy.ce_backward(g.float(), logits, stats, target, -100),
+        (bytes_of(logits), bytes_of(logits) * 2),
+        None,  # Liger's forward writes the gradient: compare the sums of both
+    )
+    h, residual = x(rows, d), x(rows, d)
+    at = {"at_seed": 0, "at_step": 0, "op": 0}
+    _, kept = dropout.dropout_add(h, residual, 0.1, **at)
+    yield from both(
+        f"dropout + add [{rows}, {d}] {kind}",
+        lambda a, b: F.dropout(a, 0.1) + b,
+        (h, residual),
+        lambda: dropout.dropout_add(h, residual, 0.1, **at),
+        lambda g: dropout.dropout_backward(g, kept, 0.1),
+        (bytes_of(h) * 3 + bytes_of(kept), bytes_of(h) * 2 + bytes_of(kept)),
+        None,
+    )
+
+
+def seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median of each, interleaved; the cache is overwritten before each."""
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 5):
+        for name, call in ways.items():
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if number >= 5:  # compiled and warm
+                spent[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: statistics.median(each) for name, each in spent.items()}
+
+
+def bandwidth(rounds: int) -> float:
+    """Bytes a second of a copy of 1 GiB, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds({"copy": lambda: target.copy_(source)}, rounds)["copy"]
+
+
+def on_gpu(rounds: int) -> Iterator[str]:
+    most = bandwidth(rounds)
+    device = torch.cuda.get_device_name()
+    yield f"{device}, torch {torch.__version__}; a copy: {most / 1e12:.2f} TB/s"
+    yield ""
+    yield "| op | ours, us | of the roofline | eager | compile | Liger |"
+    yield "|---|---|---|---|---|---|"
+    for odd in (False, True):
+        for each in timed(8192, odd):
+            found = seconds(each.ways, rounds)
+            ours = found.pop("ours")
+            share = each.nbytes / most / ours
+            peers = [
+                f"{found[p] / ours:.2f}x" if p in found else "-"
+                for p in ("eager", "compile", "Liger")
+            ]
+            yield f"| {each.name} | {ours * 1e6:.0f} | {share:.0%} | {' | '.join(peers)} |"
+    yield ""
+    yield "A peer's figure is its time over ours."
+
+
+def ahead_of_time() -> Iterator[str]:
+    import triton
+
+    from tests.kernels import ahead
+
+    yield f"Triton {triton.__version__}. A cell: registers, loads of 16 bytes of all loads."
+    yield f"Nothing spills; at most {ahead.MOST_REGISTERS} registers."
+    yield ""
+    yield f"| call | lengths | {' | '.join(ahead.TARGETS)} |"
+    yield "|---" * (2 + len(ahead.TARGETS)) + "|"
+    for row in ahead.rows(list(ahead.TARGETS)):
+        yield f"| {' | '.join(row)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--aot", action="store_true", help="what the kernels compile to")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results")
+    options = parser.parse_args()
+    if not options.aot and not torch.cuda.is_available():
+        print("There is no CUDA device here; --aot needs none.", file=sys.stderr)
+        return 1
+    name = "kernels_aot" if options.aot else "kernels"
+    command = "python -m benchmarks.kernels" + " --aot" * options.aot
+    lines = [f"# Kernels{', compiled ahead of time' * options.aot}", "", f"`{command}`", ""]
+    print("\n".join(lines))
+    for line in ahead_of_time() if options.aot else on_gpu(options.rounds):
+        print(line, flush=True)
+        lines.append(line)
+    if options.write:
+        (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What of Hugging Face's models is recognised, and what is not and why, in tests/golden/recognised.
+
+After a wanted change, write the files anew and read the difference:
+
+    python -m tests.api.test_recognised
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.frontend.capture.capture import capture
+from dtensor.sharding.plan.text.recognised import recognised_text
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "recognised"
+TIME = 16
+WORDS = dict(vocab_size=128, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+SIZES: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, **WORDS,
+)  # fmt: skip
+
+
+def hf() -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: hf().LlamaForCausalLM(hf().LlamaConfig(**SIZES)),
+    "llama_bf16": lambda: hf().LlamaForCausalLM(hf().LlamaConfig(**SIZES)).bfloat16(),
+    "qwen3": lambda: hf().Qwen3ForCausalLM(hf().Qwen3Config(**SIZES, head_dim=16)),
+    "mistral": lambda: hf().MistralForCausalLM(hf().MistralConfig(**SIZES)),
+    "mistral_short_window": lambda: hf().MistralForCausalLM(
+        hf().MistralConfig(**SIZES, sliding_window=TIME // 2)
+    ),
+    "gemma": lambda: hf().GemmaForCausalLM(hf().GemmaConfig(**SIZES, head_dim=16)),
+    "gemma2": lambda: hf().Gemma2ForCausalLM(hf().Gemma2Config(**SIZES, head_dim=16)),
+    "gemma3": lambda: hf().Gemma3ForCausalLM(hf().Gemma3TextConfig(**SIZES, head_dim=16)),
+    "gpt2": lambda: hf().GPT2LMHeadModel(
+        hf().GPT2Config(n_positions=64, n_embd=64, n_layer=2, n_head=4, attn_pdrop=0.0, **WORDS)
+    ),
+    "bert": lambda: hf().BertForMaskedLM(
+        hf().BertConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=96,
+            attention_probs_dropout_prob=0.0,
+            **WORDS,
+        )
+    ),
+    "t5": lambda: hf().T5ForConditionalGeneration(
+        hf().T5Config(
+            d_model=64,
+            d_kv=16,
+            d_ff=96,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",
+            vocab_size=128,
+            decoder_start_token_id=0,
+        )
+    ),
+}
+
+
+def loss_fn(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def recognised(name: str) -> str:
+    """The table without lines of transformers, which change with its version."""
+    graph = capture(loss_fn, (MODELS[name]().train(), torch.zeros(2, TIME).long()), grads="loss")
+    return re.sub(r"  +\S+\.py:\d+", "", recognised_text(graph.recognised)) + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_recognised(name: str) -> None:
+    assert recognised(name) == (GOLDEN / f"{name}.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_plan_tells_it() -> None:
+    model = MODELS["llama"]()
+    placed = dt.parallelize(model, dt.Mesh(tp=2), {"*mlp.up_proj.weight": dict(tp=dt.Row())})
+    step = dt.train_step(placed, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = step.plan(torch.zeros(2, TIME).long())
+    text = plan.recognised()
+    assert text.startswith("recognised\n")
+    assert re.search(r"dt.attention +model.layers.\*.self_attn +x2 +sdpa_attention.py:\d+", text)
+    assert sum("dt.attention(" in line for line in plan.text(full=True).splitlines()) == 2
+
+
+def test_a_program_without_patterns() -> None:
+    plan = dt.compile(lambda x: x * 2, dt.Mesh(tp=1)).plan(torch.ones(2))
+    assert plan.recognised() == "nothing of this program is a pattern that is looked for"
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for each in MODELS:
+        (GOLDEN / f"{each}.txt").write_text(recognised(each))

@@ -1,0 +1,109 @@
+"""Attention through torch's flash kernels: which calls they take, and what shapes they give.
+
+Without a GPU nothing here computes but the op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtensor.sharding.ops.attention  # noqa: F401  registers the op
+from dtensor.kernels import attention
+
+HOPPER = (9, 0)
+
+
+class Called(TorchDispatchMode):
+    """The names of the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(attention, "_capability", lambda device: HOPPER)
+    with FakeTensorMode():
+        yield
+
+
+def heads(groups: int, length: int, d: int = 64, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """[2 g length d] as a projection gives it."""
+    return torch.empty(2, length, groups, d, dtype=dtype, device="cuda").transpose(1, 2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_grouped_heads_go_to_flash_as_they_are(hopper: None, is_causal: bool) -> None:
+    q, k, v = heads(8, 128), heads(2, 128), heads(2, 128)
+    with Called() as called:
+        out, lse = attention.attention(q, k, v, is_causal, 0.1)
+        grads = attention.attention_backward(q, q, k, v, out, lse, is_causal, 0.1)
+    assert called.names.count("aten::_scaled_dot_product_flash_attention") == 1
+    assert called.names.count("aten::_scaled_dot_product_flash_attention_backward") == 1
+    copies = {"aten::clone", "aten::copy_", "aten::repeat_interleave.self_int", "aten::expand"}
+    assert not copies & set(called.names)
+    wanted = torch.ops.dt.attention(q, k, v, is_causal, 0.1)
+    for made, want in zip((out, lse, *grads), (*wanted, q, k, v), strict=True):
+        assert (made.shape, made.stride(), made.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+def test_what_flash_does_not_take_the_op_computes(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {
+        "float32": (heads(4, 32, dtype=torch.float32), heads(2, 32, dtype=torch.float32), False),
+        "heads of 20": (heads(4, 32, 20), heads(2, 32, 20), False),
+        "heads of 264": (heads(4, 32, 264), heads(2, 32, 264), False),
+        "not square": (heads(4, 32), heads(2, 48), True),
+        "nothing": (heads(4, 0), heads(2, 0), False),
+    }
+    for what, (q, k, is_causal) in calls.items():
+        with Called() as called:
+            out, lse = attention.attention(q, k, k, is_causal, 0.1)
+            attention.attention_backward(q, q, k, k, out, lse, is_causal, 0.1)
+        assert called.names[0] == "dt::attention", what
+        assert "dt::attention_backward" in called.names, what
+    long = (heads(4, 32, 256), heads(2, 32, 256), False)
+    assert attention._flash_takes(*long)
+    monkeypatch.setattr(attention, "_capability", lambda device: (8, 9))
+    assert not attention._flash_takes(*long)
+    monkeypatch.setattr(attention, "_capability", lambda device: (7, 5))
+    assert not attention._flash_takes(heads(4, 32), heads(2, 32), False)
+
+
+def test_there_is_no_flash_on_a_cpu() -> None:
+    q = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16)
+    out, lse = attention.attention(q, q, q, True, 0.3)
+    wanted = torch.ops.dt.attention(q, q, q, True, 0.3)
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("groups", [8, 2, 1])
+def test_numbers_on_a_gpu(groups: int, is_causal: bool) -> None:
+    """Beside the op in float32 on the CPU."""
+    made = torch.Generator().manual_seed(0)
+    shape = {"q": 8, "k": groups, "v": groups, "grad": 8}
+    wide = {n: torch.randn(2, h, 160, 64, generator=made) for n, h in shape.items()}
+    q, k, v, grad = (x.bfloat16().cuda() for x in wide.values())
+    assert attention._flash_takes(q, k, is_causal)
+    out, lse = attention.attention(q, k, v, is_causal, 0.125)
+    grads = attention.attention_backward(grad, q, k, v, out, lse, is_causal, 0.125)
+    q, k, v, grad = (x.cpu().float() for x in (q, k, v, grad))
+    want, want_lse = torch.ops.dt.attention(q, k, v, is_causal, 0.125)
+    wanted = torch.ops.dt.attention_backward(grad, q, k, v, want, want_lse, is_causal, 0.125)
+    for x, y in zip((out, lse, *grads), (want, want_lse, *wanted), strict=True):
+        assert (x.cpu().float() - y).abs().max() <= 1.6e-2 * y.abs().max()
