@@ -1,5 +1,6 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
 # test: the tests;  quick: those of them that are fast, to run before each commit;
+# sweep: the cases that the tests only sample;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # hf: every family of models of transformers over two ranks, and its table;
@@ -14,7 +15,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test quick lint check certify opinfo hf chaos kernels format
+.PHONY: setup demo test quick sweep lint check certify opinfo hf chaos kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -31,7 +32,10 @@ test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 quick: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not ray and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not ray and not gpu and not sweep" $(ARGS)
+
+sweep: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist load -m sweep $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -18,6 +18,17 @@ from tests.hosts import handed_on
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The cases that a `sample` does not name are those of `make sweep` alone."""
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is not None and isinstance(item, pytest.Function):
+            case = item.callspec.id
+            if case not in sample.args:
+                item.add_marker("sweep")
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look through it again for each test."""
     gc.collect()

@@ -63,6 +63,7 @@ def handed_on() -> Iterator[None]:
         return actor
 
     def hand_on_and_close(home: processes.Home) -> None:
+        home.hang_up()  # so that they carry out Ray's calls again
         for host in at_rest(home.processes):
             home.processes.remove(host)
             idle.actors.append(host.actor)

@@ -19,6 +19,7 @@ PAGES = (
     "compare",
     "eager",
     "kernels",
+    "performance",
     "precision",
     "randomness",
     "recompute",

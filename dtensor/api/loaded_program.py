@@ -21,7 +21,7 @@ from dtensor.api.eager.tensor import DTensor
 from dtensor.api.plan_call import BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
-from dtensor.daft import Program, Stored
+from dtensor.daft import Buffer, Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.kernels.registry import current
@@ -29,6 +29,7 @@ from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
@@ -36,7 +37,8 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks.
 
-    ``writes``: the parameters and buffers that a run changes.
+    ``writes``: the parameters and buffers that a run changes; ``written``: the same by the module
+    that has them, under its names.
     """
 
     def __init__(
@@ -56,6 +58,11 @@ class LoadedProgram:
         }
         self.handle = session.cluster.load(program)
         self.writes = _written(planned, training)
+        by_part = planned.models.by_part(dict.fromkeys(self.writes))
+        self.written = tuple((model, frozenset(own)) for model, own in by_part)
+        self._whole = frozenset(
+            name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
+        )
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
 
@@ -116,6 +123,10 @@ class LoadedProgram:
                     f"fix: state its placement before the call, as in x.redistribute(...)"
                 )
             return Stored(leaf.name)
+        if name in self._whole:
+            if (name, None) not in cut:
+                cut[name, None] = _lent(leaf)
+            return cut[name, None]
         here = self.session.mesh.coordinates(rank)
         key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
         if key not in cut:
@@ -126,7 +137,7 @@ class LoadedProgram:
 def load(
     session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
 ) -> LoadedProgram:
-    """Lower, verify and ship a plan once per session; put the state it needs."""
+    """Lower, verify and ship a plan once per session; put the constants it needs."""
     key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan, current())
     if key not in session.loaded:
         state = state_names(session, planned)
@@ -136,6 +147,8 @@ def load(
             device=session.cluster.device,
             roles=replace(roles, state=state),
         )
+        if session.local == "inductor":
+            lowered = _fused(session, planned, lowered, roles, state)
         plan = planned.plan
         made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         _put_constants(session, plan, state, made)
@@ -146,8 +159,45 @@ def load(
         session.loaded[key] = (planned, loaded)
     program: LoadedProgram = session.loaded[key][1]
     program.put_caught()
-    session.place(planned.models, planned.plan, planned.stages)
     return program
+
+
+def _lent(x: torch.Tensor) -> torch.Tensor:
+    """What a cluster is given of a whole tensor, which it copies: no more than that, in order."""
+    x = x.detach()
+    ordered = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    alone = ordered and x.untyped_storage().nbytes() == x.nbytes  # all of it would be sent
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
+
+
+def _fused(
+    session: MeshSession,
+    planned: Planned,
+    program: Program,
+    roles: Roles,
+    state: Mapping[str, str],
+) -> Program:
+    """The program with its chains compiled, for what each rank is given."""
+    from dtensor.runtime.lower.inductor import fused
+
+    if roles.detect_nan:
+        raise PlanningError(
+            'detect_nan looks at each op, and local="inductor" compiles several into one.\n'
+            "fix: leave one of them out"
+        )
+    plan = planned.plan
+    given: list[dict[str, object]] = []
+    for rank, own in enumerate(program.ranks):
+        here, known = session.mesh.coordinates(rank), {*own.inputs, *own.state}
+        found: dict[str, object] = {}
+        for item in plan.inputs:
+            name = state.get(item.name, item.name)
+            if name in known:
+                held = item.held if item.name in state else item.spec
+                found[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
+        numbers = known.difference(found, {"options", roles.optimizer})
+        given.append(found | dict.fromkeys(numbers, 0))
+    return fused(program, given)
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -78,6 +79,8 @@ class BoundCall:
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """PlanningError for an argument whose tensors are out of sight."""
+        if not kwargs and _LEAVES.issuperset(map(type, args)):
+            return BoundCall(fn, args, _flat(len(args)))
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         for leaf in leaves:
             check_leaf(leaf)
@@ -86,7 +89,9 @@ class BoundCall:
     def key(self) -> object:
         """What the captured program depends on of its arguments: shapes, dtypes, placements,
         numbers, other objects by identity; and the autocast around the call."""
-        return (self.tree, tuple(map(leaf_key, self.leaves)), surrounding())
+        flat = self.tree is _flat(len(self.leaves))  # a number is hashed sooner
+        tree = len(self.leaves) if flat else self.tree
+        return (tree, tuple(map(leaf_key, self.leaves)), surrounding())
 
     def models(self, mesh: Mesh) -> Models:
         """The parallelized modules among the arguments. PlanningError for those that cannot be in
@@ -422,6 +427,14 @@ def parameter_labels(graph: Graph) -> frozenset[str]:
 
 
 # -- leaves ----------------------------------------------------------------------------------------
+
+_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, TensorSpec, ParallelModule))
+
+
+@cache
+def _flat(num_args: int) -> pytree.TreeSpec:
+    """Of a call with so many arguments, each a leaf."""
+    return pytree.tree_structure(((None,) * num_args, {}))
 
 
 class _Same:

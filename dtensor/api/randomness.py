@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import SEED, STEP
@@ -47,6 +48,7 @@ def initial_seed() -> int:
     return _present.seed
 
 
+@lru_cache(maxsize=1024)
 def key_of(seed: int, *purpose: str) -> int:
     """A 63-bit key: the seed mixed with what the numbers are for."""
     text = "\x00".join((str(seed), *purpose)).encode()

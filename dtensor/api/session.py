@@ -28,7 +28,7 @@ from dtensor.api.randomness import Counter
 from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
-from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
+from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
@@ -36,6 +36,7 @@ from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
@@ -45,6 +46,7 @@ from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
 Backend = Literal["inprocess", "ray"]
+LocalKind = Literal["generated", "inductor"]
 
 MOST_GARBAGE = 32
 MOST_GARBAGE_BYTES = 2**26
@@ -53,13 +55,18 @@ them is a call to every actor."""
 
 
 class MeshSession:
-    """See the module docstring. ``mode``: how programs run, compiled or interpreted."""
+    """See the module docstring. ``mode``: how programs run, compiled or interpreted; ``local``:
+    what local code is."""
 
-    def __init__(self, mesh: Mesh, cluster: Cluster, mode: Mode) -> None:
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, mode: Mode, local: LocalKind = "generated"
+    ) -> None:
         self.mesh = mesh
         self.cluster = cluster
         self.mode: Mode = mode
-        self.timed: tuple[Handle, Future, float] | None = None  # and when it was called
+        self.local: LocalKind = local
+        self.noted: Noted | None = None  # the last run of those that are `noting`
+        self._noting = False
         self.closed = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
@@ -132,12 +139,13 @@ class MeshSession:
         self.check()
         if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
             self._collect()
-        if self.mode == "timed":
-            self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
+        if not self._noting:
+            return self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
+        begin = time.monotonic()
+        self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
         called = time.monotonic()
         future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
-        if self.mode == "timed":
-            self.timed = handle, future, called
+        self.noted = Noted(handle, future, called, called - begin, time.monotonic())
         return future
 
     @property
@@ -157,13 +165,13 @@ class MeshSession:
         counter.give_back(int(counted.key.rpartition(" ")[2]))
 
     @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Within: runs are timed, and the last of them is ``timed``."""
-        before, self.mode = self.mode, "timed"
+    def noting(self, mode: Mode) -> Iterator[None]:
+        """Within: runs are in that mode, and the last of them is ``noted``."""
+        before, self.mode, self.noted, self._noting = self.mode, mode, None, True
         try:
             yield
         finally:
-            self.mode = before
+            self.mode, self._noting = before, False
 
     # -- models -----------------------------------------------------------------------------------
 
@@ -193,13 +201,16 @@ class MeshSession:
             self._place(model, own, plan)
 
     def wrote(
-        self, models: Models, labels: Iterable[str], optimizer: OptimizerHome | None = None
+        self,
+        written: Iterable[tuple[ParallelModule, frozenset[str]]],
+        optimizer: OptimizerHome | None = None,
     ) -> None:
-        """A program that was called changes these, and the state of an optimizer of the first."""
-        for model, own in models.by_part(dict.fromkeys(labels)):
-            home = optimizer if model is models.parts[""] else None
-            if own or home is not None:
-                self.resident(model).wrote(frozenset(own), home)
+        """A program that was called changes these of each module, and an optimizer's state."""
+        for model, labels in written:
+            resident = self.resident(model)
+            home = optimizer if optimizer is not None and optimizer.resident is resident else None
+            if labels or home is not None:
+                resident.wrote(labels, home)
 
     def _place(self, model: ParallelModule, items: Mapping[str, PlannedInput], plan: Plan) -> None:
         """``items``: what the program needs, by the module's own names."""
@@ -333,7 +344,7 @@ class MeshSession:
         found = self.parts.get(mesh)
         if found is None:
             cluster = Part(self.cluster, ranks, f"part {len(self.parts)}: ")
-            found = self.parts[mesh] = MeshSession(mesh, cluster, self.mode)
+            found = self.parts[mesh] = MeshSession(mesh, cluster, self.mode, self.local)
         return found
 
     # -- the end -----------------------------------------------------------------------------------
@@ -428,6 +439,7 @@ def launch(
     call_deadline_s: float = 3600.0,
     mode: Mode = "compiled",
     bring_home: bool = True,
+    local: LocalKind = "generated",
 ) -> Iterator[MeshSession]:
     """Start the ranks of ``mesh``; what runs inside the block runs there.
 
@@ -445,6 +457,9 @@ def launch(
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
         bring_home: False leaves what changed behind, unless `gather_state_dict` has written it;
             reading it is a RuntimeError from then on, until `load_state_dict`.
+        local: "inductor": chains of elementwise ops, norms and sums are compiled by torch's
+            compiler, on CPUs; a first call takes seconds longer. The same bits in all backends and
+            modes, those of "generated" to a tolerance.
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
@@ -465,6 +480,9 @@ def launch(
         )
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
+    check_word("local", local, get_args(LocalKind))
+    if local == "inductor":
+        _check_inductor(device)
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
     if _launched:
         raise PlanningError("a launch is running already; leave it before starting another")
@@ -476,7 +494,7 @@ def launch(
         deadline_s=deadline_s,
         call_deadline_s=call_deadline_s,
     )
-    session = MeshSession(mesh, cluster, mode)
+    session = MeshSession(mesh, cluster, mode, local)
     _launched.append(session)
     try:
         yield session
@@ -488,6 +506,25 @@ def launch(
             error.add_note(f"and not all weights came home: {lost}")
         raise
     _leave(session, bring_home)
+
+
+def _check_inductor(device: str) -> None:
+    """PlanningError where torch's compiler has no C++ compiler, and on other devices than CPUs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if device != "cpu":
+        raise PlanningError(
+            f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'
+            f'fix: device="cpu", or leave local out'
+        )
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise PlanningError(
+            f'local="inductor" needs a C++ compiler, and there is none here: {error}\n'
+            f"fix: install g++, or set CXX to a compiler; or leave local out"
+        ) from error
 
 
 def _leave(session: MeshSession, bring_home: bool) -> None:

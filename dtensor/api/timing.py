@@ -64,15 +64,14 @@ def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Tra
     """
     _check_step("trace", step)
     session = session_for(step.model.mesh if isinstance(step, TrainStep) else step.mesh)
-    with session.timing():
+    with session.noting("timed"):
         made = step(*batch, **kwargs)
     if isinstance(made, Loss):
         made.tensor()  # raises what it failed of, so that the next step does not
-    assert session.timed is not None
-    handle, future, called = session.timed
-    session.timed = None
-    outputs = future.get()
-    return measured(handle, outputs, time.monotonic() - called)
+    noted, session.noted = session.noted, None
+    assert noted is not None
+    outputs = noted.future.get()
+    return measured(noted.handle, outputs, time.monotonic() - noted.called)
 
 
 def _check_step(verb: str, step: object) -> None:

@@ -7,8 +7,9 @@
         loss = step(tokens, targets)       # a future; float(loss) waits
 
 A call costs one message to each actor. It runs ahead of the cluster by at most two steps. The
-controller's optimizer gives the options of its groups (a scheduler may change them between steps)
-and is stepped without gradients, which changes nothing but satisfies schedulers.
+controller's optimizer gives the options of its groups (a scheduler may change them between steps).
+Where it has a scheduler or a hook after its step, it is stepped without gradients, which changes
+nothing but satisfies these.
 
 A step in which a call raises (a label out of range, an op of the user's) is undone: its loss
 raises, once, where it is read or else at the next call, which then does nothing. Weights, buffers,
@@ -22,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.optim.optimizer as hooks
@@ -59,6 +60,9 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.showing import html_text, screen
+
+if TYPE_CHECKING:
+    from dtensor.runtime.simulate.profile import Profile
 
 RUN_AHEAD = 2
 
@@ -303,6 +307,7 @@ class TrainStep:
         )
         roles = Roles(
             optimizer=home.name,
+            groups=groups,
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
@@ -317,7 +322,7 @@ class TrainStep:
         fed = program.feed(call, numbers, options)
         future = session.run(program.handle, fed, kept, counted)
         self._last = planned
-        session.wrote(planned.models, program.writes, home)
+        session.wrote(program.written, home)
         unsure = home.unsure
 
         def ended(well: bool) -> None:
@@ -337,6 +342,17 @@ class TrainStep:
             resident.settling.append(self._settle)
         return loss
 
+    def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
+        """Where the time of a step goes on each rank: of ``n`` timed steps, after a few to warm up.
+
+        They are training steps, two for each that is timed: state moves on. Before them
+        `gather_state_dict` keeps what it is, and `load_state_dict` brings it back.
+        """
+        from dtensor.api.profiling import profiled
+
+        session = session_for(self.model.mesh)
+        return profiled(n, session, lambda: self(*batch, **kwargs), _read_loss, self.plans)
+
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Parameter name to its gradient, whole, before clipping.
 
@@ -351,6 +367,7 @@ class TrainStep:
             planned = self._plan(call)
             roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
             program = load(session, planned, roles, planned.grid)
+            session.place(planned.models, planned.plan, planned.stages)
             name = f"{session.resident(self.model).prefix}steps"
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
@@ -405,7 +422,11 @@ class TrainStep:
             raise
 
     def _step_controller(self) -> None:
-        """A step without gradients: torch's LR schedulers want to see one."""
+        """A step without gradients, where anybody would see it: a scheduler, which puts a function
+        of its own in the place of `step`, or a hook."""
+        watched = "step" in vars(self.optimizer) or _has_hooks(self.optimizer)
+        if not watched:
+            return
         with as_it_is():
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             kept = [(p, p.grad) for p in held if p.grad is not None]
@@ -442,10 +463,14 @@ def train_step(
     Args:
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
+            Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
+            otherwise: ``foreach=False`` is torch's default on the CPU, of which float32 differs in
+            the last bits.
         inputs: placements of every argument with the batch dim, or argument name to placements.
         schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
             as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
-        clip_grad_norm: the global norm that gradients are scaled down to.
+        clip_grad_norm: the global norm that gradients are scaled down to: they are divided by
+            max(1, (norm + 1e-6) / clip_grad_norm).
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.
         recompute: globs over names of modules whose activations are not kept for the backward but
@@ -507,6 +532,11 @@ def train_step(
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
     return step
+
+
+def _read_loss(loss: object) -> None:
+    assert isinstance(loss, Loss)
+    loss.tensor()
 
 
 def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -166,7 +166,7 @@ def _agreed(own: RankProgram, active: tuple[int, ...]) -> RankProgram:
 
 def _pending_op(plan: TransferPlan) -> ReduceOp:
     """How the target is pending; "sum" where it is not."""
-    ops = [p.op for p in plan.target.placements if isinstance(p, Partial)]
+    ops: list[ReduceOp] = [p.op for p in plan.target.placements if isinstance(p, Partial)]
     return ops[0] if ops else "sum"
 
 

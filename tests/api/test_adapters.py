@@ -115,6 +115,7 @@ ids, labels = batch()
 
 
 @pytest.mark.slow
+@pytest.mark.sample("peft", "by hand")
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_are_those_of_plain_torch(kind: str) -> None:
     plain, model = KINDS[kind](), KINDS[kind]()

@@ -17,8 +17,10 @@ from tests.api.training import (
     assert_same_bits,
     batches,
     make_model,
+    sgd,
     train_torch,
 )
+from tests.models import loss_fn
 
 DATA = batches(3)
 
@@ -55,6 +57,27 @@ def test_each_evaluation_sees_the_steps_before_it() -> None:
     assert all(c.first.writes and not c.second.writes for c in between.conflicts)
     assert daft.interference(evaluates, evaluates).commutes
     assert {c.kind for c in daft.interference(trains, trains).conflicts} == {"write-write"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_two_optimizers_of_one_model_take_turns(level: int) -> None:
+    """Each finds the parameters as the other left them, in whatever memory."""
+    module, plain = make_model(), make_model()
+    mesh = dt.Mesh(dp=2)
+    model = dt.parallelize(module, mesh, {}, zero={"dp": level} if level else None)
+    made = [make(module) for make in (adamw, sgd)]
+    inputs = dict(dp=dt.Row())
+    steps = [
+        dt.train_step(model, loss_fn, optimizer, inputs=inputs, clip_grad_norm=clip)
+        for optimizer, clip in zip(made, (0.5, None), strict=True)
+    ]
+    own = [make(plain) for make in (adamw, sgd)]
+    with dt.launch(mesh):
+        for number, one in enumerate(DATA * 2):
+            at = number % 2
+            expected = train_torch(plain, own[at], [one], clip=(0.5, None)[at])
+            assert_losses_close([float(steps[at](*one))], expected)
 
 
 @pytest.mark.ray

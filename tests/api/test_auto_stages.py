@@ -70,6 +70,7 @@ def chosen(model: dt.ParallelModule) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("pp", [2, 3])
 def test_a_large_head_gets_fewer_layers(pp: int) -> None:
     """The head costs as much as a layer or two, which stages of equal counts do not see."""
@@ -93,6 +94,7 @@ def every_cut(names: Sequence[str], pp: int) -> list[list[list[str]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_no_cut_of_a_gpt_is_better() -> None:
     plan, _ = gpt_plan(2, "auto")
     block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.up", "mlp.down")

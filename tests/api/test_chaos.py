@@ -38,7 +38,7 @@ def test_nothing_is_left_in_process(scratch: Path) -> None:
 def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
     place = Place("ray", scratch)
     RAY_KINDS["rank killed in a step"](place)
-    before, objects = held(), alive()
+    objects, before = alive(), held()  # a collection first: Ray then starts a thread, once
     for name in ("rank stopped in a step", "actor killed in a task"):
         kept = RAY_KINDS[name](place)
         assert left(before, PATIENCE_S) == [], name

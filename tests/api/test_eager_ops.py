@@ -81,6 +81,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.sample(*(f"{name}-{mesh}" for name in FUNCTIONS for mesh in MESHES[1:]))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_gradients(name: str, mesh: dt.Mesh) -> None:

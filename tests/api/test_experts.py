@@ -24,6 +24,7 @@ EXPERTS: dict[str, Any] = {"*.experts.*": dict(tp=dt.Shard(0))}
 
 
 @pytest.mark.slow
+@pytest.mark.sample(*(f"{f}-experts" for f in FAMILIES), "olmoe-whole", "mixtral-derived")
 @pytest.mark.parametrize("how", ["whole", "experts", "derived"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_steps_are_plain_torchs(family: str, how: str) -> None:

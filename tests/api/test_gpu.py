@@ -155,7 +155,7 @@ def test_an_optimizer_leaves_an_actor_as_its_state() -> None:
     shards = {"w": torch.ones(3)}
     optimizer.step(shards, ({"lr": 0.1},), {"w": torch.arange(3.0)})
     arrived = pickle.loads(pickle.dumps(optimizer))
-    assert arrived.parameters == {} and arrived.optimizer is None
+    assert arrived.run_of == {} and arrived.optimizer is None
     assert set(arrived.export()["w"]) == {"step", "exp_avg", "exp_avg_sq"}
     for key, value in optimizer.export()["w"].items():
         assert torch.equal(arrived.export()["w"][key], value)

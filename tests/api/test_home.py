@@ -528,6 +528,57 @@ def test_a_scheduler_and_hooks_of_the_optimizer() -> None:
 
 
 @pytest.mark.slow
+def test_the_controllers_optimizer_is_stepped_for_who_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For schedulers, who warn where it was not, and warnings are errors here; for a hook; for who
+    has put a function in the place of `step`; and for nobody else."""
+    twins, stepped = Twins.of(), list[object]()
+    step = type(twins.optimizer).step
+
+    def noted(self: torch.optim.Optimizer, *args: Any) -> object:
+        stepped.append(self)
+        return step(self, *args)
+
+    monkeypatch.setattr(type(twins.optimizer), "step", noted)
+
+    def seen() -> bool:
+        stepped.clear()
+        twins.train(1)
+        return twins.optimizer in stepped
+
+    with dt.launch(twins.mesh):
+        assert not seen() and not seen()
+        hook = twins.optimizer.register_step_post_hook(lambda *_: None)
+        assert seen()
+        hook.remove()
+        assert not seen()
+        own = twins.optimizer.step
+        twins.optimizer.step = lambda *args: own(*args)  # type: ignore[method-assign]
+        assert seen()
+        del twins.optimizer.step
+        assert not seen()
+        schedulers = torch.optim.lr_scheduler
+        for kind in (
+            lambda opt: schedulers.StepLR(opt, 1),
+            lambda opt: schedulers.ReduceLROnPlateau(opt),
+            lambda opt: schedulers.OneCycleLR(opt, 0.1, 10, cycle_momentum=False),
+            lambda opt: schedulers.SequentialLR(
+                opt, [schedulers.ConstantLR(opt), schedulers.LinearLR(opt)], [1]
+            ),
+            lambda opt: schedulers.ChainedScheduler([schedulers.ConstantLR(opt)]),
+        ):
+            pair = kind(twins.optimizer), kind(twins.plain_optimizer)
+            for _ in range(2):
+                twins.train(1)
+                for scheduler in pair:
+                    late = isinstance(scheduler, schedulers.ReduceLROnPlateau)
+                    scheduler.step(1.0) if late else scheduler.step()  # type: ignore[call-arg]
+        assert seen()
+    twins.check("with schedulers")
+
+
+@pytest.mark.slow
 def test_another_thread_reads_while_steps_run() -> None:
     twins, stop, seen = Twins.of(), threading.Event(), set[float]()
 

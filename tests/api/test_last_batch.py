@@ -56,6 +56,7 @@ def compare(placed: Placed, schedule: dt.Schedule, batches: Sequence[Sequence[Te
 
 
 @pytest.mark.slow
+@pytest.mark.sample(*(f"{name}-{rows}" for name in PLACED for rows in (1, 3, 7)))
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("name", PLACED)
 def test_a_batch_of_any_number_of_rows(name: str, rows: int) -> None:

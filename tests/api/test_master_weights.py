@@ -37,6 +37,8 @@ def by_hand(
     """The recipe in plain torch: losses, parameters, and the copies with their state."""
     copies = {n: nn.Parameter(p.detach().float()) for n, p in module.named_parameters()}
     optimizer = make(list(copies.values()))
+    for group in optimizer.param_groups:
+        group["fused"] = True  # as on the ranks
     losses: list[float] = []
     for one in data:
         module.zero_grad()

@@ -1207,7 +1207,22 @@ def in_dtensor(make: Callable[[], Made]) -> list[float]:
     return losses
 
 
+SAMPLE = (  # of each kind of thing that may change
+    *("a_closure_cell", "a_global_in_a_helper", "a_default_argument", "a_helper_that_is_replaced"),
+    *("an_attribute_of_the_model", "one_and_true_and_one_point_zero", "a_slot"),
+    *("a_list_that_grows",),
+    *("a_tensor_in_a_closure_changed_in_place", "a_large_tensor_replaced", "the_sign_of_a_zero"),
+    *("training_and_evaluation", "a_part_that_is_swapped", "a_forward_that_is_patched"),
+    *("a_hook_that_is_added", "requires_grad", "a_cache_of_a_number", "a_first_call_that_differs"),
+    *("a_counter_that_is_an_attribute", "a_tensor_that_forward_keeps", "python_random"),
+    *("a_buffer_changed_in_place", "a_buffer_assigned_anew", "a_hook_of_a_parameter"),
+    *("a_cached_function", "a_global_by_a_computed_name", "a_method_bound_to_a_dict"),
+    *("code_that_was_typed", "the_rate_of_a_dropout", "the_learning_rate_read_by_the_loss"),
+)
+
+
 @pytest.mark.slow
+@pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)
 def test_it_is_as_in_torch_or_refused(name: str) -> None:
@@ -1223,6 +1238,7 @@ def test_it_is_as_in_torch_or_refused(name: str) -> None:
 
 def test_there_are_at_least_forty_ways() -> None:
     assert len(WAYS) >= 40
+    assert set(SAMPLE) <= set(WAYS)
 
 
 # -- what is said ----------------------------------------------------------------------------------

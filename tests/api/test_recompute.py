@@ -93,6 +93,7 @@ def dropout_gpt() -> nn.Module:
 
 
 @pytest.mark.slow
+@pytest.mark.sample("tp2", "pp2_1f1b", "zero3_microbatches")
 @pytest.mark.parametrize("case", CASES)
 def test_masks_are_the_same_when_they_are_drawn_again(case: str) -> None:
     plain = trained(dropout_gpt(), again=False, **CASES[case])
@@ -127,6 +128,7 @@ def test_torchs_wrapper_of_modules() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.sample("gpt2-False")
 @pytest.mark.parametrize(("name", "reentrant"), [("gpt2", False), ("llama", True)])
 def test_hugging_face_models_that_checkpoint_themselves(name: str, reentrant: bool) -> None:
     module = huggingface.build(name)

@@ -206,7 +206,7 @@ ERRORS = {
     "reduce": (
         lambda: dt.rule(GATE, "b t d, d -> b t d", reduce="mean"),  # type: ignore[arg-type]
         "dt.rule(\"test_rule_api::gate\", reduce='mean'): the parts of a contracted factor "
-        'combine by "sum", "max" or "min".\n'
+        'combine by "sum", "max", "min" or "softmax".\n'
         "fix: leave reduce out for a sum",
     ),
     "dtypes": (

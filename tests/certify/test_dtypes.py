@@ -20,6 +20,7 @@ from tests.certify.test_certificates import SEED
 
 TEXT = dtypes.TABLE.read_text()
 RECORDED = recorded(TEXT)
+LONG = {"aten.batch_norm_backward.default"}  # 9 s
 SHARE = sorted(random.Random(SEED).sample(sorted(RECORDED), 8))  # about 0.5 s each
 this_torch = pytest.mark.skipif(
     not dtypes.is_of_this_torch(TEXT) or not torch.backends.mkldnn.is_available(),
@@ -39,6 +40,7 @@ def _has_several(sample: Callable[[Draw], tuple[object, dict[str, object]]]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.sample(*sorted(set(SHARE) - LONG))
 @this_torch
 @quiet
 @pytest.mark.parametrize("op", SHARE)

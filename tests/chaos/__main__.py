@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 def cycles(
     rows: dict[tuple[str, str], Row], where: str, place: Place, turns: Iterator[str], count: int
 ) -> None:
-    before, objects = held(), alive()
+    objects, before = alive(), held()  # a collection first: Ray then starts a thread, once
     for name in itertools.islice(turns, count):
         row = rows[where, name]
         started = time.monotonic()

@@ -36,7 +36,17 @@ Held: TypeAlias = Mapping[str, Counter[str]]
 
 Found = TypeVar("Found")
 
-OWNERS = ("Cluster", "Session", "Engine", "Worker", "Transport", "Future", "File", "Process")
+OWNERS = (
+    "Cluster",
+    "Session",
+    "Engine",
+    "Worker",
+    "Transport",
+    "Future",
+    "File",
+    "Process",
+    "Channel",
+)
 """How the names end of classes of dtensor's that own values, processes, files or connections."""
 
 GRPC = ("grpc", "event_engine", "timer_manager", "resolver-", "default-execut")

@@ -3,6 +3,7 @@
     python -m tests.daft.explore                  # exhaustive, then 100,000 random programs
     python -m tests.daft.explore --pairs          # two programs on the same ranks: `pairs.py`
     python -m tests.daft.explore --undo           # with calls that fail: `undo.py`
+    python -m tests.daft.explore --slots          # memory that actors share: `slots.py`
 
 A program is some operations, each a send or a collective of a group, and for each rank an order of
 its starts and waits. `can_hang` explores all states that the ranks' lists and the queues of a
@@ -237,6 +238,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--undo", action="store_true")
+    parser.add_argument("--slots", action="store_true")
     options = parser.parse_args(argv)
     if options.pairs:
         from tests.daft.pairs import report  # which imports this file
@@ -246,6 +248,10 @@ def main(argv: Sequence[str]) -> int:
         from tests.daft.undo import report as report_undo
 
         return report_undo(1_000 if options.random is None else options.random, options.seed)
+    if options.slots:
+        from tests.daft.slots import report as report_slots
+
+        return report_slots(2_000 if options.random is None else options.random, options.seed)
     number_drawn = 100_000 if options.random is None else options.random
     wrong = 0
     for ranks, count, channels in (

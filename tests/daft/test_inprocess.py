@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtensor.daft import (
     Buffer,
@@ -237,6 +239,28 @@ def test_what_comes_in_and_out_is_nobody_elses() -> None:
         handle = cluster.load(made)
         cluster.run(handle, [{}]).get()[0]["y"].zero_()
         assert cluster.get([("w",)]).get()[0][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("of", [torch.clone, torch.t])
+def test_what_a_run_is_given_stays_its_callers(mode: Mode, of: Callable[..., Tensor]) -> None:
+    same = function("same", "def forward(x):\n    return (x,)")
+    up = function("up", "def forward(x):\n    x.add_(1)\n    return ()")
+    made = program(
+        [Call("same", ("x",), ("y",)), Call("up", ("w",), (), writes=("w",))],
+        functions=[same, up],
+        inputs=[("x", "w")],
+        outputs=[("y", "w")],
+    )
+    x, w = (of(torch.arange(4.0).reshape(2, 2)) for _ in range(2))
+    wanted = x.clone()
+    with launch_cluster(1) as cluster:
+        got = cluster.run(
+            cluster.load(made), [{"x": x, "w": w}], keep={"y": "kept"}, mode=mode
+        ).get()
+        assert torch.equal(got[0]["w"], wanted + 1) and torch.equal(w, wanted)
+        x.zero_()  # what was kept is no part of it
+        assert torch.equal(cluster.get([("kept",)]).get()[0][0], wanted)
 
 
 def test_faults_of_the_caller() -> None:

@@ -152,6 +152,14 @@ def test_collective_needs_its_op_and_buffers() -> None:
         Collective("broadcast", (0,), ("a",), ("b",), (), (buffer,), None, "c")
 
 
+def test_a_softmax_is_named_in_the_text() -> None:
+    buffers = (Buffer((6, 3), torch.float32),)
+    made = Collective("all_reduce", (0, 1), ("a",), ("b",), buffers, buffers, "softmax", "c")
+    text = format_instruction(made)
+    assert text == "b = all_reduce.softmax(a) over (0, 1) on c : f32[6,3] => f32[6,3]"
+    assert parse_instructions(text) == (made,)
+
+
 def test_function_with_operators_pickles() -> None:
     square = function(
         "square",

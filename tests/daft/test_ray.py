@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -27,6 +29,7 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.joining import check_routes
+from dtensor.daft.ray.run_channel import RunChannel
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
@@ -160,6 +163,37 @@ def test_ranks_that_share_an_actor(ray_session: None) -> None:
             cluster.load(mixed)
 
 
+def test_actors_of_one_host_share_memory(three: Cluster) -> None:
+    """What crosses goes through it: its pages are there."""
+    count = function("count", "def forward(x):\n    return (count(),)", count=_shared_pages)
+    large = Buffer((1 << 18,), torch.float32)
+    sums = Collective("all_reduce", (0, 1, 2), ("x",), ("y",), (large,), (large,), "sum", "large")
+    made = program(
+        *[[sums, Wait(("y",)), Call("count", ("x",), ("n",))]] * 3,
+        functions=[count],
+        inputs=[("x",)] * 3,
+        outputs=[("y", "n")] * 3,
+    )
+    fed = [{"x": torch.full((1 << 18,), 10.0**rank)} for rank in range(3)]
+    handle = three.load(made)
+    found = three.run(handle, fed).get()
+    assert all(torch.equal(each["y"], torch.full((1 << 18,), 111.0)) for each in found)
+    # at least its own slot, and where the sum was folded together
+    assert all(each["n"] >= 2 << 20 for each in found), [each["n"] for each in found]
+    three.unload(handle)
+
+
+def _shared_pages() -> int:
+    """Bytes of memory of other processes, or shared with them, that this one has touched."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            counts = "memfd:dtensor" in line
+        elif counts and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found
+
+
 def test_routes() -> None:
     keys = check_routes(pipeline(4), (0, 0, 1, 1))
     assert keys == [((1, 2), "fwd", "transfer")]
@@ -267,3 +301,83 @@ def test_an_actor_that_dies_between_runs(ray_session: None) -> None:
             cluster.run(handle, _feed()).get()
         assert caught.value.failure.rank == 0
         _check_failed(cluster, caught.value, pids)
+
+
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+def _told() -> Program:
+    """Each rank gives back what it is told."""
+    give = function("give", "def forward(x):\n    return (x,)")
+    return program(
+        *[[Call("give", ("x",), ("y",))]] * 3,
+        functions=[give],
+        inputs=[("x",)] * 3,
+        outputs=[("y",)] * 3,
+    )
+
+
+def test_plain_data_goes_when_it_has_changed(
+    three: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+    send = RunChannel.send
+
+    def noted(self: RunChannel, host: int, kind: Any, functions: Any, given: Any) -> Any:
+        sent.append(given[3][host]["x"] if given[3] else given[2][host]["x"])
+        return send(self, host, kind, functions, given)
+
+    handle, other = three.load(_told()), three.load(_told())
+    monkeypatch.setattr(RunChannel, "send", noted)
+
+    def run(value: object, by: Any = handle) -> bool:
+        """Whether it was sent."""
+        sent.clear()
+        found = three.run(by, [{"x": value}] * 3).get()
+        assert [repr(own["y"]) for own in found] == [repr(value)] * 3
+        return not all(isinstance(each, int) for each in sent)
+
+    options = ({"lr": 0.1, "betas": (0.9, 0.999), "fused": None, "name": "é"}, {"lr": 1.0})
+    assert run(options) and not run(options) and not run(({**options[0]}, {"lr": 1.0}))
+    assert run(options, other) and not run(options, other)
+    assert run(({"lr": 0.1}, {"lr": 1})) and run(({"lr": 0.1}, {"lr": True})) and run(options)
+    many = [float("nan"), [1, [2]]]
+    assert run(many) and not run(many)
+    many[1].append(3)  # type: ignore[union-attr]
+    assert run(many) and run([numpy.float64(1.5)]) and run([numpy.float64(1.5)])
+    assert run([torch.ones(2)]) and run([torch.ones(2)]) and run(7.0) and run("text")
+    monkeypatch.setattr(RunChannel, "send", _refuses)
+    with pytest.raises(TypeError, match="no"):
+        three.run(handle, [{"x": [5]}] * 3)
+    monkeypatch.setattr(RunChannel, "send", noted)
+    assert run([5])  # it was not sent before
+    monkeypatch.undo()
+    three.unload(other)
+
+
+def _refuses(*_: object) -> None:
+    raise TypeError("no")
+
+
+def test_plain_data_of_a_run_that_was_undone(ray_session: None) -> None:
+    """It counts as sent: what the next run is fed is what the controller means."""
+    source = "def forward(x):\n    check(x)\n    return (x,)"
+    check = function("check", source, check=_check)
+    made = program(
+        [Call("check", ("x",), ("y",))], functions=[check], inputs=[("x",)], outputs=[("y",)]
+    )
+    with launch_cluster(1, backend="ray", deadline_s=NEVER_S) as cluster:
+        handle = cluster.load(made)
+        assert cluster.run(handle, [{"x": [1]}]).get() == [{"y": [1]}]
+        for _ in range(2):
+            bad = cluster.run(handle, [{"x": [0]}])
+            behind = cluster.run(handle, [{"x": [0, 2]}])
+            with pytest.raises(TaskError, match="ZeroDivisionError"):
+                bad.get()
+            with pytest.raises(TaskError, match="ZeroDivisionError"):
+                behind.get()
+        assert cluster.run(handle, [{"x": [1]}]).get() == [{"y": [1]}]
+
+
+def _check(x: list[int]) -> None:
+    assert 1 / x[0] > 0

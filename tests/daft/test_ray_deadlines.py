@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,20 +111,20 @@ def test_a_run_that_ends_as_the_deadline_passes(
     ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller looks at the clock after the last call has come back."""
-    import ray
+    from dtensor.daft.ray.run_channel import NotYet, Reply, RunChannel
 
     with launch_cluster(1, backend="ray", deadline_s=1.0) as cluster:
         one = program([Call("one", (), ("y",))], functions=[ONE], outputs=[("y",)])
         future = cluster.run(cluster.load(one), [{}])
-        end, get = time.monotonic() + 3.0, ray.get
+        end, get = time.monotonic() + 3.0, RunChannel.get
 
-        def late(refs: Any, timeout: float | None = None) -> Any:
-            if timeout and time.monotonic() < end:
-                time.sleep(timeout)
-                raise ray.exceptions.GetTimeoutError
-            return get(refs, timeout=timeout)
+        def late(self: RunChannel, replies: Sequence[Reply], seconds: float) -> list[Any]:
+            if time.monotonic() < end:
+                time.sleep(seconds)
+                raise NotYet
+            return get(self, replies, seconds)
 
-        monkeypatch.setattr(ray, "get", late)
+        monkeypatch.setattr(RunChannel, "get", late)
         assert future.get() == [{"y": 1}]
 
 

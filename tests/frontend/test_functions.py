@@ -161,6 +161,7 @@ FORMS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.sample("saved", "several", "in autocast", "nested", "twice", "in a checkpoint")
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_those_of_its_backward(form: str) -> None:

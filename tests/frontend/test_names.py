@@ -107,8 +107,10 @@ def test_functions_that_forward_calls_are_the_users_lines() -> None:
     tokens, targets = batch()
     graph = capture(loss_fn, (Llama(layers=1), tokens, targets), grads="loss")
     lines = {n.meta["source"].text for n in by_target(graph, "aten.cat.default")}
-    assert "turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)" in lines
-    assert {"cos", "sin", "turned", "angle"} <= {n.name for n in graph.nodes}
+    assert "angle = torch.cat((angle, angle), dim=-1)" in lines
+    lines = {n.meta["source"].text for n in by_target(graph, "dt.rope.default")}
+    assert lines == {"return x * cos + turned * sin"}
+    assert {"cos", "sin", "angle"} <= {n.name for n in graph.nodes}
 
 
 @pytest.mark.slow

@@ -115,6 +115,28 @@ def test_what_is_added_before_a_norm_comes_along() -> None:
     assert ops(captured(residual, torch.bfloat16)) == ["add_rms_norm"]
 
 
+def layer_norm_of_sum(x: Tensor, m: Any) -> Tensor:
+    total = m.up(x) + x
+    return F.layer_norm(total, (D,), m.weight, m.up.bias) + total
+
+
+def layer_norm_of_one(x: Tensor, m: Any) -> Tensor:
+    return F.layer_norm(x, (D,), m.weight, m.up.bias) + m.up(x)
+
+
+def test_a_layer_norm_takes_the_sum_before_it_along() -> None:
+    assert ops(captured(layer_norm_of_sum)) == ["add_layer_norm"]
+    graph = captured(layer_norm_of_one)
+    assert ops(graph) == []
+    assert [each.op for each in graph.recognised] == ["native_layer_norm"]
+
+
+def test_the_name_of_a_sum_stays_its_own() -> None:
+    graph = captured(layer_norm_of_sum)
+    (total,) = (n for n in graph.nodes if n.name == "total")
+    assert total.args[1] == 0
+
+
 def narrow_squares(x: Tensor, m: Any) -> Tensor:
     return m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3))
 

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
 @pytest.mark.slow
+@pytest.mark.sample("vit-ViTForImageClassification", "wav2vec2-Wav2Vec2ForSequenceClassification")
 @pytest.mark.parametrize(
     ("family", "model"),
     [

@@ -86,11 +86,12 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
         for (rank, name), value in table.items():
             if isinstance(value, ShardOptimizer):
                 held[rank]["optimizer"] += value.nbytes()
-                for state in value.optimizer.state.values():  # type: ignore[union-attr]
+                for state in value.state.values():
                     for tensor in state.values():
                         meter.add_state(tensor, rank)
-                for label in value.mastered:
-                    meter.add_state(value.parameters[label].data, rank)
+                for buffer in value.run_of.values():
+                    if buffer.master:
+                        meter.add_state(buffer.parameter.data, rank)
             elif name.startswith("model"):
                 held[rank]["parameters"] += value.numel() * value.element_size()
                 meter.add_state(value, rank)

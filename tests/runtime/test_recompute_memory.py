@@ -61,6 +61,7 @@ def gradients(run: Run, one: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.sample("tp2", "dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_saved_is_predicted_and_gradients_are_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,26 @@ def test_terms_are_counted_through_views_and_additions() -> None:
     assert [one.terms for one in reordered(plan)] == [8 + 6 * 8]
 
 
+def test_the_exponentials_of_a_softmax_are_a_sum() -> None:
+    """Their bound holds against the vocabulary in one piece; of logits far apart and close."""
+    mesh = dt.Mesh(tp=4)
+
+    def stats(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.ops.dt.ce_stats(x, y, -100)
+
+    fn, y = dt.compile(stats, mesh), torch.zeros(50, dtype=torch.int64)
+    plan = fn.plan(dt.spec("f32[50,1000@tp]", mesh), dt.spec("i64[50]", mesh))
+    (found,) = reordered(plan)
+    assert (found.terms, found.scaled) == (1000, 4)
+    assert "1000 terms over tp  f32  <= 1.2e-04 of the sum of magnitudes" in plan.rounding()
+    for scale in (0.1, 3, 30):
+        x = torch.randn(50, 1000) * scale
+        given = dt.distribute(x, mesh, tp=dt.Column()), dt.distribute(y, mesh)
+        split, whole = fn(*given).full_tensor(), stats(x, y)
+        assert torch.equal(split[:, 0], whole[:, 0]) and torch.equal(split[:, 2], whole[:, 2])
+        assert ((split - whole)[:, 1].abs() <= found.bound * whole[:, 1]).all()
+
+
 def test_norms_of_layers_count_the_batch() -> None:
     """The gradient of a norm's weight is one result of several: its own terms count."""
     model = dt.parallelize(torch.nn.LayerNorm(8), dt.Mesh(dp=2), {})

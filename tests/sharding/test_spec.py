@@ -78,7 +78,7 @@ def _specs(draw: st.DrawFn, *, partial: bool = True) -> TensorSpec:
     sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
     mesh = Mesh(**{f"a{i}": size for i, size in enumerate(sizes)})
     shape = tuple(draw(st.lists(st.sampled_from([1, 3, 4, 8, 12]), min_size=1, max_size=2)))
-    op = draw(st.sampled_from(["sum", "max"]))
+    op = draw(st.sampled_from(["sum", "max", "softmax"]))
     order = draw(st.permutations(mesh.axes))
     placements: dict[str, Placement] = {}
     for axis in order:

@@ -45,7 +45,7 @@ from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Partial, Placement
+from dtensor.sharding.spec.placements import PARTIAL, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 MAX_PROGRAMS = 4096
@@ -355,8 +355,8 @@ def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
 
 
 def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
-    """A view of a pending value is pending: every view is linear."""
-    return {axis: p for axis, p in spec.sharding.items() if isinstance(p, Partial)}
+    """A view of a pending sum is pending: every view is linear. Others are reduced for it."""
+    return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
 
 
 def fetch(value: Value) -> list[torch.Tensor]:

@@ -6,13 +6,14 @@
         future = cluster.run(handle, [{"x": x0}, {"x": x1}])
         y0 = future.get()[0]["y"]
 
-Invariants: tensors are copied on their way in and out, and come out on the CPU. Runs, puts and
-gets take effect in the order of their calls. A run in which a call raised is undone (`engine.py`):
-its future raises a `TaskError`, and so does whatever reads what it was to keep; all else goes on.
-After another failure, or one that came too late to be undone, the values are lost: `failure` is
-set, and every later call and future raises it, the root cause. The same program, inputs and state
-give the same bits on every backend and in both modes. What is fed to ranks is a sequence in rank
-order, one item per rank.
+Invariants: tensors are copied on their way in and out, and come out on the CPU; a run that has
+ended when `run` returns may read its inputs where they are. Runs, puts and gets take effect in the
+order of their calls. A run in which a call raised is undone (`engine.py`): its future raises a
+`TaskError`, and so does whatever reads what it was to keep; all else goes on. After another
+failure, or one that came too late to be undone, the values are lost: `failure` is set, and every
+later call and future raises it, the root cause. The same program, inputs and state give the same
+bits on every backend and in both modes. What is fed to ranks is a sequence in rank order, one item
+per rank.
 
 A `HostedCluster` has its ranks in hosts, ((0, 1), (2, 3)) say, each of which has a `Worker`; `put`
 and `run` call `Worker.put` and `Worker.run` on each host with the part of its ranks. Checks,
@@ -46,7 +47,7 @@ from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
-"""timed: as compiled; each rank's outputs have `TIMES` too."""
+"""timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
 Method: TypeAlias = Callable[..., Any]
 """Of `Worker`."""
@@ -258,8 +259,8 @@ class HostedCluster(Cluster):
         with self._lock:
             check_state((handle.program for handle in self._handles.values()), program)
             handle = Handle(self._next_handle, program, report)
+            self._next_handle += 1  # first: some hosts may have it when this is interrupted
             self._ship(handle)
-            self._next_handle += 1
             self._handles[handle.id] = handle
         return handle
 

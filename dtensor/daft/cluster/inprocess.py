@@ -4,8 +4,9 @@ Example: `InProcessCluster(4, torch.device("cpu"))`. With device "cuda" all rank
 and collectives are plain device operations.
 
 Invariants: a run executes at once, in the order of the merged list (`seed` picks another legal
-order); it gives a finished future. Deterministic. `calls` counts as if each of the actors were
-called, so that programs of both backends can be compared. Calls of several threads take turns.
+order), and reads its inputs where they are; it gives a finished future. Deterministic. `calls`
+counts as if each of the actors were called, so that programs of both backends can be compared.
+Calls of several threads take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class InProcessCluster(HostedCluster):
     ) -> None:
         everyone = tuple(range(size))
         self._num_actors = len(hosts_of(size, ranks_per_actor))
-        self._worker = Worker(everyone, device, LocalTransport())
+        self._worker = Worker(everyone, device, LocalTransport(), lent=True)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
 

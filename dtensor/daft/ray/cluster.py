@@ -1,4 +1,4 @@
-"""Ranks in Ray actors: one asynchronous call per host and run; data goes from host to host.
+"""Ranks in Ray actors: one message per host and run; data goes from host to host.
 
 Example: `RayCluster(4, torch.device("cpu"))` starts Ray on this machine, four hosts and their
 connections, about 6 s; `close()` ends all of it. With `ranks_per_actor` a host has several ranks,
@@ -6,10 +6,11 @@ whose transfers stay inside. On device "cuda" a host has one GPU to itself: by d
 where Ray has enough GPUs, over NCCL (written, and never run: see `nccl.py`); else one host has all
 ranks, and collectives are plain device operations.
 
-Invariants: Ray places hosts, notices their death and carries calls; it carries no tensors between
-hosts. The controller may run ahead, calls queue up at the hosts in order; only results are waited
-for. The first failure, whoever notices it, is diagnosed once (`watch.py`), kills all hosts, and is
-raised by everything after. A run whose hosts make no progress for `deadline_s` has failed.
+Invariants: Ray places hosts and notices their death. Calls go over connections of our own
+(`run_channel.py`), all of them, so that they keep their order. The controller may run ahead, calls
+queue up at the hosts in order; only results are waited for. The first failure, whoever notices it,
+is diagnosed once (`watch.py`), kills all hosts, and is raised by everything after. A run whose
+hosts make no progress for `deadline_s` has failed.
 """
 
 from __future__ import annotations
@@ -18,24 +19,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
+from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Ranks, pack, unpack
+from dtensor.daft.ray.ranks import Ranks, Sent
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Worker
 from dtensor.daft.verification.pairing import Site, instruction_at
-
-_ray: Any = ray  # Ray's stubs leave most of its types unknown
 
 
 class RayCluster(HostedCluster):
@@ -58,13 +57,20 @@ class RayCluster(HostedCluster):
                 f"which GPU an actor gets."
             )
         self._tags: dict[Key, int] = {}
+        self._sent = Sent()
         self._home = Home(address, deadline_s)
-        self.watch = HostWatch(
-            self, self._home, deadline_s=deadline_s, call_deadline_s=call_deadline_s, moves=True
-        )
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
+            self._channel = self._home.connect(len(self.hosts))
+            self.watch = HostWatch(
+                self,
+                self._home,
+                self._channel,
+                deadline_s=deadline_s,
+                call_deadline_s=call_deadline_s,
+                moves=True,
+            )
             self._host_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
             self._start()
         except BaseException:
@@ -73,8 +79,9 @@ class RayCluster(HostedCluster):
 
     def _start(self) -> None:
         options = {"num_gpus": 1} if self.device.type == "cuda" else {}
-        for ranks in self.hosts:
-            self._home.spawn(Ranks, ranks, str(self.device), options=options)
+        for host, ranks in enumerate(self.hosts):
+            process = self._home.spawn(Ranks, ranks, str(self.device), options=options)
+            process.serve(self._channel.invitation(host))
         join = Join(
             address=own_address(),
             port=self._home.store.port,
@@ -84,8 +91,7 @@ class RayCluster(HostedCluster):
             tags={},
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
-        hosts = self._home.processes
-        self._connect([Asked(h, h.call(Ranks.connect, join, h.index)) for h in hosts])
+        self._connect([self._ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
 
     def _connect(self, asked: Sequence[Asked]) -> None:
         self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
@@ -93,17 +99,30 @@ class RayCluster(HostedCluster):
     # -- how a call reaches a host --------------------------------------------------------------
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
         self.calls += 1
-        process = self._home.processes[host]
-        send = process.call if read else process.tell
+        kind = ASKED if read else TOLD
         if run is None:
-            return Asked(process, send(Ranks.ask, method, *map(pack, part)))
-        return Asked(process, send(Ranks.run, run, method, *map(pack, part)))
+            reply = self._channel.send(host, kind, (Ranks.ask, method), part)
+        elif method is Worker.run:
+            handle, inputs, *rest = part
+            inputs, plain = self._sent.split(handle, inputs)
+            given = (run, handle, inputs, plain, *rest)
+            reply = self._channel.send(host, kind, (Ranks.run_program,), given)
+            self._sent.note(run, handle, plain)
+        else:
+            reply = self._channel.send(host, kind, (Ranks.run, method), (run, *part))
+        return Asked(self._home.processes[host], reply)
+
+    def _ask(self, host: int, method: Method, *given: object) -> Asked:
+        reply = self._channel.send(host, ASKED, (method,), given)
+        return Asked(self._home.processes[host], reply)
+
+    def _tell(self, host: int, method: Method, *given: object) -> None:
+        self._channel.send(host, TOLD, (method,), given)
 
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
-        found = self._wait_for(asked, timeout, None)
-        return [unpack(each, own=True) for each in found]
+        return self._wait_for(asked, timeout, None)
 
     def _wait_for(
         self, asked: Sequence[Asked], timeout: float | None, deadline_s: float | None
@@ -113,6 +132,13 @@ class RayCluster(HostedCluster):
             return self.watch.get(asked, timeout, needed=needed, deadline_s=deadline_s)
         except DaftError as error:
             raise self._fail(error) from None
+        finally:
+            if self._channel.interrupted and self.failure is None:
+                self._interrupted()
+
+    def unload(self, handle: Handle) -> None:
+        super().unload(handle)
+        self._sent.forget(handle.id)
 
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
@@ -125,20 +151,19 @@ class RayCluster(HostedCluster):
         if self.device.type == "cuda":
             check_groups([*self._tags, *new], self._host_of)
         self._tags.update((key, len(self._tags) + i) for i, key in enumerate(new))
-        hosts = self._home.processes if new else []
+        hosts = range(len(self.hosts)) if new else ()
         if self.device.type == "cuda":  # over NCCL the hosts connect here
-            self._connect([Asked(host, host.call(Ranks.open, self._tags)) for host in hosts])
+            self._connect([self._ask(host, Ranks.open, self._tags) for host in hosts])
         else:
             for host in hosts:
-                host.tell(Ranks.open, self._tags)
-        shipped = _ray.put(handle.program)
-        for host, sites in zip(self._home.processes, handle.report.lists, strict=True):
+                self._tell(host, Ranks.open, self._tags)
+        program = Pickled.of(handle.program)
+        for host, sites in enumerate(handle.report.lists):
             self.calls += 1
-            host.tell(Ranks.ask, Worker.load, handle.id, sites, values=[shipped])
+            self._tell(host, Ranks.load, handle.id, sites, program)
 
     def _provide(self, needed: Needed) -> None:
-        hosts = self._home.processes
-        asked = [Asked(host, host.call(Ranks.provide, needed)) for host in hosts]
+        asked = [self._ask(host, Ranks.provide, needed) for host in range(len(self.hosts))]
         lacking = self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
         if lost := dict(pair for each in lacking for pair in each):
             facts = "".join(f"\n  {name}: {reason}" for name, reason in sorted(lost.items()))

@@ -21,14 +21,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
-from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, key_of
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.run.transport import (
     DIVIDED,
+    Begin,
     LocalTransport,
     Pending,
     Transport,
@@ -100,33 +102,44 @@ class ExchangeTransport(Transport):
         self._wire.open(tags)
         self._tags.update(tags)
 
-    def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
-        if self._host_of[rank] == self._host_of[send.to]:
-            return self._local.start_send(rank, send, value)
-        if send.buffer.variable:
-            return self._start_variable_send(key_of(rank, send), send.to, value)
-        sends = {send.to: as_bytes(value)}
-        return _Posted(self._post(key_of(rank, send), sends, {}), tuple, sends)
+    def begin(self, rank: int, start: Start) -> Begin:
+        key = key_of(rank, start)
+        match start:
+            case Send():
+                if self._host_of[rank] == self._host_of[start.to]:
+                    return self._local.begin(rank, start)
+                if start.buffer.variable:
+                    return lambda values: self._start_variable_send(key, start.to, values[0])
+                return lambda values: self._start_send(key, start.to, values[0])
+            case Recv():
+                if self._host_of[rank] == self._host_of[start.source_rank]:
+                    return self._local.begin(rank, start)
+                if start.buffer.variable:
+                    return lambda values: self._start_variable_recv(key, start)
+                return lambda values: self._start_recv(key, start)
+            case Collective():
+                if key not in self._tags:
+                    return self._local.begin(rank, start)
+                total = sum(buffer.nbytes for buffer in start.in_buffers)
+                large = len(start.group) > 2 and total > SMALL_BYTES
+                if start.kind == "all_reduce" and large:
+                    return partial(self._start_large_all_reduce, rank, start, key)
+                return partial(self._start_collective, rank, start, key)
+            case _:
+                assert_never(start)
 
-    def start_recv(self, rank: int, recv: Recv) -> Pending:
-        if self._host_of[rank] == self._host_of[recv.source_rank]:
-            return self._local.start_recv(rank, recv)
-        buffer = recv.buffer
-        if buffer.variable:
-            return self._start_variable_recv(key_of(rank, recv), recv)
-        data = self._wire.empty(buffer.nbytes)
-        works = self._post(key_of(rank, recv), {}, {recv.source_rank: data})
-        return _Posted(works, lambda: (from_bytes(data, buffer),))
+    def _start_send(self, key: Key, to: int, value: Tensor) -> Pending:
+        sends = {to: as_bytes(value)}
+        return _Posted(self._post(key, sends, {}), tuple, sends)
 
-    def start_collective(
-        self, rank: int, collective: Collective, values: Sequence[Tensor]
+    def _start_recv(self, key: Key, recv: Recv) -> Pending:
+        data = self._wire.empty(recv.buffer.nbytes)
+        works = self._post(key, {}, {recv.source_rank: data})
+        return _Posted(works, lambda: (from_bytes(data, recv.buffer),))
+
+    def _start_collective(
+        self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
-        key = key_of(rank, collective)
-        if key not in self._tags:
-            return self._local.start_collective(rank, collective, values)
-        total = sum(buffer.nbytes for buffer in collective.in_buffers)
-        if collective.kind == "all_reduce" and len(collective.group) > 2 and total > SMALL_BYTES:
-            return self._start_large_all_reduce(rank, collective, values, key)
         me = collective.group.index(rank)
         whole = None if collective.kind in DIVIDED else pack_bytes(values)
         sends: dict[int, Tensor] = {}
@@ -187,7 +200,7 @@ class ExchangeTransport(Transport):
         return self._wire.later(key, rest)
 
     def _start_large_all_reduce(
-        self, rank: int, collective: Collective, values: Sequence[Tensor], key: Key
+        self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
         group, op = collective.group, collective.op
         assert op is not None

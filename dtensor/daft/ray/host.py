@@ -4,22 +4,41 @@ Example (the controller does this, `processes.py`):
 
     actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Objects)
     actor.call.remote((Objects.call, 0, 8, task), ref)   # a method of what it hosts, and arguments
+    actor.serve.remote(invitation)                       # or: calls come over a connection
+
+Calls come from Ray, or, while it serves, over the connection alone (`run_channel.py`): the thread
+that carries out Ray's calls reads them there, and blocks where there are none.
 
 Invariants: calls are carried out one at a time, in the order of their submission. What a `tell`
 raises, which nobody reads, the next `call` raises. It knows nothing of what it hosts (`ranks.py`,
-`objects.py`) and does not import Ray.
+`objects.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dtensor.daft.ray.messages import (
+    ASKED,
+    GAVE,
+    RAISED,
+    Data,
+    Invitation,
+    Message,
+    encoded,
+    incoming,
+    join,
+    send,
+)
 from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.ray.starting import START_S
 
 LARGEST_KEPT = 1 << 25
 """Bytes of a block of freed memory that stays with the process: what glibc's own threshold may grow
@@ -62,6 +81,42 @@ class Host:
             method(self._hosted, *given, *values)
         except Exception as error:
             self._unread = self._unread or error
+
+    def serve(self, invitation: Invitation) -> None:
+        """Carry out what comes over a connection, until the controller ends that."""
+        with join(invitation, START_S) as sock:
+            try:
+                for message in incoming(sock):
+                    if message is not None and (answer := self._answer(message)):
+                        send(sock, answer)
+            except (EOFError, ConnectionError):
+                return
+
+    def _answer(self, message: Message) -> Sequence[Data]:
+        """What goes back: nothing to what was told."""
+        if message.kind != ASKED:
+            try:
+                what = (*message.functions, *message.value())
+            except Exception as error:  # it does not unpickle here
+                self._unread = self._unread or error
+            else:
+                self.tell(what)
+            return ()
+        try:
+            made = self.call((*message.functions, *message.value()))
+            return encoded(message.number, GAVE, (), made)
+        except Exception as error:
+            return encoded(message.number, RAISED, (), _as_sent(error))
+
+
+def _as_sent(error: Exception) -> tuple[Exception, str]:
+    """An exception that arrives as it is, if it can, and its traceback."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does there
+        return RuntimeError(f"{type(error).__name__}: {error}"), text
+    return error, text
 
 
 def keep_freed_memory() -> bool:

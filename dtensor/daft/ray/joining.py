@@ -39,7 +39,9 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.nccl import join_nccl
-from dtensor.daft.ray.starting import START_S, own_address
+from dtensor.daft.ray.neighbours import own_place
+from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
+from dtensor.daft.ray.starting import START_S, own_address, own_node
 from dtensor.daft.run.transport import LocalTransport, Transport
 
 MAX_GROUPS = 24
@@ -87,24 +89,32 @@ class Joined:
     @staticmethod
     def by(join: Join, index: int, ranks: Sequence[int], device: torch.device) -> Joined:
         """As host `index` of these; blocks until all have come. Over gloo they connect here, over
-        NCCL in `open`."""
+        NCCL in `open`; those of one machine share memory."""
         if len(join.hosts) == 1 and device.type == "cpu":
             return Joined(LocalTransport(), join, ranks)
         start = timedelta(seconds=START_S)
         store = TCPStore(join.address, join.port, None, False, start, wait_for_workers=False)
         prefixed = PrefixStore(join.prefix, store)
-        meet(store, prefixed, join, index)
         if device.type == "cuda":
+            meet(store, prefixed, join, index)
             wire = join_nccl(prefixed, ranks, len(join.hosts), join.patience_s)
+            transport: ExchangeTransport | SameHostTransport = ExchangeTransport(wire, join.host_of)
         else:
-            wire = join_gloo(prefixed, index, join.host_of, own_address())
-        joined = Joined(ExchangeTransport(wire, join.host_of), join, ranks)
+            transport = join_same_host(
+                prefixed,
+                own_place(own_node()),
+                index,
+                join.host_of,
+                meet=lambda card: meet(store, prefixed, join, index, card),
+                connect=lambda: join_gloo(prefixed, index, join.host_of, own_address()),
+            )
+        joined = Joined(transport, join, ranks)
         joined.open(join.tags)
         return joined
 
     def open(self, tags: Mapping[Key, int]) -> None:
         """Make ready for the keys of a program that is about to be loaded."""
-        if isinstance(self.transport, ExchangeTransport):
+        if isinstance(self.transport, ExchangeTransport | SameHostTransport):
             self.transport.open(tags)
 
     def check(self) -> None:
@@ -160,10 +170,11 @@ def check_groups(keys: Iterable[Key], host_of: Sequence[int]) -> None:
         )
 
 
-def meet(store: Store, prefixed: Store, join: Join, index: int) -> None:
+def meet(store: Store, prefixed: Store, join: Join, index: int, card: str = "") -> None:
     """Blocks until all have come, as gloo would, but not for one that is lost. Others may come
-    hours later: from a method, or from runs of other programs."""
-    prefixed.set(f"here{index}", "")
+    hours later: from a method, or from runs of other programs. `card`: to be read under
+    `here<index>`."""
+    prefixed.set(f"here{index}", card)
     others = [f"here{other}" for other in range(len(join.hosts))]
     while not prefixed.check(others):  # the store's own `wait` logs each time that it times out
         for host in join.hosts:

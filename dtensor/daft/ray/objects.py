@@ -16,6 +16,7 @@ others as they are.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,7 +32,6 @@ from dtensor.daft.errors import ActorLost, Failure
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import HostFailed, Join, Joined, host_failed
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.ray.ranks import read_only
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.undone import Undone
 from dtensor.daft.tasks.frozen import SELF
@@ -152,3 +152,11 @@ def message_of(outcome: Given) -> Tensor:
 
 def _messages(outcomes: Sequence[Given]) -> list[Tensor]:
     return [message_of(outcome) for outcome in outcomes]
+
+
+def read_only(data: Bytes) -> Tensor:
+    """Bytes in memory of Ray's."""
+    with warnings.catch_warnings():
+        # torch warns that the array is read-only: whoever reads it copies.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(data)  # pyright: ignore[reportUnknownMemberType]

@@ -5,8 +5,9 @@
     ref = process.call(Ranks.get, {0: ("w",)})       # Ray's reference to what it will give
     home.close()                                     # all end, and Ray if it was started here
 
-How a call reaches a host is here, and here alone. On this machine there is also a handle to the
-process, which ends it even when it is stopped: Ray's kill needs the process to answer.
+How a call of Ray's reaches a host is here, and here alone; one that `serves` is called over a
+connection instead (`run_channel.py`). On this machine there is also a handle to the process, which
+ends it even when it is stopped: Ray's kill needs the process to answer.
 
 Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
 """
@@ -25,11 +26,14 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
+import ray.exceptions
 from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.ray.host import Host
+from dtensor.daft.ray.messages import Invitation
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.ray.starting import missing_environment, own_address, start_ray
+from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
+from dtensor.daft.ray.starting import LOOPBACK, missing_environment, own_address, start_ray
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 END_S = 30.0
@@ -60,6 +64,7 @@ class HostProcess:
         self.actor = actor
         self.started = time.monotonic()
         self.answered = False  # a call: then it has started, though its counter may not be seen
+        self._serving: Any = None  # Ray's reference to the call that it ends with
         self._process: int | None = None
         self._ended = False  # before anybody held on to it
 
@@ -84,6 +89,23 @@ class HostProcess:
     ) -> Any:
         """Nobody reads what it gives; what it raises comes with the next call."""
         return self.actor.tell.remote((method, *given), *values)
+
+    def serve(self, invitation: Invitation) -> None:
+        """From now on it is called over a connection, until that is closed."""
+        self._serving = self.actor.serve.remote(invitation)
+
+    def ended(self, patience_s: float = 0.0) -> str | None:
+        """What Ray says of the end of one that serves, if it has ended."""
+        if self._serving is None or not _ray.wait([self._serving], timeout=patience_s)[0]:
+            return None
+        try:
+            _ray.get(self._serving)
+        except ray.exceptions.RayTaskError as error:
+            return f"it could not serve: {error.cause}"
+        except ray.exceptions.RayError as error:
+            # Its frames hold it, and would hold this and the actor until a collection.
+            return str(error.with_traceback(None))
+        return "it was told to serve no longer."
 
     @property
     def id(self) -> str:
@@ -152,6 +174,43 @@ class HostProcess:
         return bool(poll.poll(int(seconds * 1000)))
 
 
+class RayCalls:
+    """What has become of calls of Ray's."""
+
+    def get(self, refs: Sequence[Any], seconds: float) -> list[Any]:
+        """As `RunChannel.get`."""
+        try:
+            return _ray.get(list(refs), timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise NotYet from None
+        except ray.exceptions.RayTaskError as error:
+            cause: object = error.cause
+            if isinstance(cause, ray.exceptions.RayError):
+                raise CallLost(str(cause)) from None
+            if isinstance(cause, Exception):
+                raise cause from error
+            raise
+        except ray.exceptions.RayError as error:
+            raise CallLost(str(error)) from None
+
+    def failure(self, ref: Any) -> Exception | None:
+        """As `RunChannel.failure`."""
+        try:
+            self.get([ref], 0)
+        except NotYet:
+            return None
+        except Exception as error:  # whatever it is that the call has raised
+            return error
+        return None
+
+    def came(self, refs: Sequence[Any]) -> bool:
+        refs = list(refs)
+        return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def broken(self) -> Sequence[int]:
+        return ()
+
+
 class Home:
     """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
     files, its processes, and the store where those find each other."""
@@ -159,6 +218,7 @@ class Home:
     def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
         self._store: TCPStore | None = None
+        self._channel: RunChannel | None = None
         with ExitStack() as ending:
             folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
             self._folder = Path(ending.enter_context(folder))
@@ -180,6 +240,18 @@ class Home:
         self.processes.append(HostProcess(index, counter, actor))
         return self.processes[-1]
 
+    def connect(self, count: int) -> RunChannel:
+        """To processes 0, 1, ... `count` of this launch, which are told to serve it."""
+        address = own_address()
+        elsewhere = address if address != LOOPBACK else None
+        self._channel = RunChannel(self._folder, count, elsewhere)
+        return self._channel
+
+    def hang_up(self) -> None:
+        """The processes that serve end that, once they have done what they were asked."""
+        if self._channel is not None:
+            self._channel.close()
+
     @property
     def store(self) -> TCPStore:
         if self._store is None:
@@ -194,6 +266,7 @@ class Home:
     def close(self) -> None:
         """End all of it, waiting until it has ended. Twice is fine."""
         processes, self.processes = self.processes, []
+        self.hang_up()
         self._store = None  # and its port: somebody may hold on to a future, and so to this
         with self._ending as ending:  # the last first; each is done, whichever raises
             for process in processes:

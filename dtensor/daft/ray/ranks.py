@@ -1,32 +1,83 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
+Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
+(`Sent`): by what was sent, not by what became of the run.
+
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
     ranks.connect(join, 0)
     ranks.ask(Worker.load, 7, sites, program)
-    ranks.run(0, Worker.run, 7, {0: {"x": packed}})              # run 0 of program 7
+    ranks.run(Worker.run, 0, 7, {0: {"x": x}})                   # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
-(`joining.py`). Tensors go between controller and host as `Packed`; what arrives is read-only memory
-of Ray's, and the worker copies it. It does not import Ray.
+(`joining.py`). Nobody else has the memory of a tensor that arrives, and the worker copies it.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+import marshal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-import numpy
 import torch
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.joining import Join, Joined
+from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import Values, Worker
+from dtensor.daft.verification.pairing import Site
+
+Plain: TypeAlias = dict[int, dict[str, bytes | int]]
+"""By rank and name, data as marshal has it, or the run of the program that had the same."""
+
+
+class Sent:
+    """What plain data the hosts were last sent, as the controller knows it."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+
+    def split(self, handle: int, inputs: Values) -> tuple[Values, Plain]:
+        """The inputs of a run of a program that go as they are, and the others."""
+        rest: dict[int, dict[str, object]] = {}
+        plain: Plain = {}
+        for rank, named in inputs.items():
+            own: dict[str, Any] = dict(named)
+            rest[rank] = own
+            for name, value in tuple(own.items()):
+                if type(value) in _CONTAINERS and _is_plain(value):
+                    data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
+                    run, known = self._sent.get((handle, rank, name), (-1, b""))
+                    plain.setdefault(rank, {})[name] = run if known == data else data
+                    del own[name]
+        return rest, plain
+
+    def note(self, run: int, handle: int, plain: Plain) -> None:
+        """This was sent."""
+        for rank, named in plain.items():
+            for name, data in named.items():
+                if isinstance(data, bytes):
+                    self._sent[handle, rank, name] = run, data
+
+    def forget(self, handle: int) -> None:
+        for key in [key for key in self._sent if key[0] == handle]:
+            del self._sent[key]
+
+
+_CONTAINERS = frozenset({tuple, list, dict})
+_ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Of these types alone, and not of classes that derive from them: marshal takes numpy's numbers
+    for bytes, and what can be changed may change unseen."""
+    kind: type[Any] = type(value)
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
 class Ranks:
@@ -36,6 +87,7 @@ class Ranks:
         self._device = torch.device(device)
         self._joined: Joined | None = None
         self._worker: Worker | None = None
+        self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
 
     def connect(self, join: Join, index: int) -> None:
         self._joined = Joined.by(join, index, self._ranks, self._device)
@@ -53,78 +105,41 @@ class Ranks:
         """Call a method of the worker."""
         joined, worker = self._connected
         joined.check()
-        return pack(method(worker, *map(unpack, arguments)))
+        return method(worker, *arguments)
 
-    def run(self, run: int, method: Callable[..., Any], handle: int, *arguments: object) -> Any:
+    def load(self, handle: int, sites: Sequence[Site], program: Pickled) -> None:
+        self.ask(Worker.load, handle, sites, program.value())
+
+    def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
         """Call one that runs a program, or a step of it."""
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
         with joined.running(run):
-            made = pack(method(worker, handle, *map(unpack, arguments)))
+            made = method(worker, handle, *arguments)
         self._counter.end()
         return made
+
+    def run_program(
+        self,
+        run: int,
+        handle: int,
+        inputs: dict[int, dict[str, object]],
+        plain: Plain,
+        *arguments: object,
+    ) -> Any:
+        """`Worker.run`, with the plain data that was sent now or before among the inputs."""
+        for rank, named in plain.items():
+            for name, data in named.items():
+                if isinstance(data, bytes):
+                    self._plain[handle, rank, name] = run, data
+                since, known = self._plain[handle, rank, name]
+                if since != (run if isinstance(data, bytes) else data):
+                    raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
+                inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+        return self.run(Worker.run, run, handle, inputs, *arguments)
 
     @property
     def _connected(self) -> tuple[Joined, Worker]:
         assert self._joined is not None and self._worker is not None, "connect comes first"
         return self._joined, self._worker
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A tensor's bytes. Ray moves numpy arrays without copying them, and torch tensors by pickling
-    whole storages; bf16 has no numpy dtype."""
-
-    data: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def pack(by_rank: Any) -> Any:
-    """By rank, a mapping or a tuple of values: the tensors as `Packed`. Anything else as it is."""
-    return _each(by_rank, _packed)
-
-
-def unpack(by_rank: Any, *, own: bool = False) -> Any:
-    """The inverse, without a copy and not to be written to, unless tensors are to be one's `own`:
-    Ray's memory lives as long as anything refers to it."""
-    return _each(by_rank, lambda value: _unpacked(value, own))
-
-
-def _each(by_rank: Any, change: Callable[[Any], Any]) -> Any:
-    """Two levels and no more: a walk of pytrees adds 5 % to a small step."""
-
-    def one(own: Any) -> Any:
-        if isinstance(own, Mapping):
-            named = cast(Mapping[str, Any], own)
-            return {name: change(value) for name, value in named.items()}
-        return tuple(map(change, cast(tuple[Any, ...], own))) if isinstance(own, tuple) else own
-
-    if not isinstance(by_rank, dict):
-        return by_rank
-    return {rank: one(own) for rank, own in cast(dict[int, Any], by_rank).items()}
-
-
-def _packed(value: object) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return Packed(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
-
-
-def _unpacked(value: object, own: bool) -> object:
-    if not isinstance(value, Packed):
-        return value
-    if value.data.size == 0:
-        return torch.empty(value.shape, dtype=value.dtype)
-    tensor = read_only(value.data).view(value.dtype).reshape(value.shape)
-    return tensor.clone() if own else tensor
-
-
-def read_only(data: numpy.ndarray[Any, numpy.dtype[numpy.uint8]]) -> torch.Tensor:
-    """Bytes in memory of Ray's."""
-    with warnings.catch_warnings():
-        # torch warns that the array is read-only: whoever reads it copies.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(data)  # pyright: ignore[reportUnknownMemberType]

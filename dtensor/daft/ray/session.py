@@ -27,7 +27,7 @@ from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
 from dtensor.daft.ray.joining import Join, check_routes
 from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
-from dtensor.daft.ray.processes import Home, HostProcess
+from dtensor.daft.ray.processes import Home, HostProcess, RayCalls
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.starting import own_address
 from dtensor.daft.ray.watch import Asked, HostWatch
@@ -59,7 +59,12 @@ class RaySession(Session):
         self.failure: DaftError | None = None  # none is of all actors
         self._home = Home(address, deadline_s)
         self.watch = HostWatch(
-            self, self._home, deadline_s=deadline_s, call_deadline_s=call_deadline_s, moves=False
+            self,
+            self._home,
+            RayCalls(),
+            deadline_s=deadline_s,
+            call_deadline_s=call_deadline_s,
+            moves=False,
         )
         self._loaded: list[Frozen] = []
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is

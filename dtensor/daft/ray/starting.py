@@ -32,6 +32,7 @@ START_S = 180.0
 
 ANSWER_S = 10.0
 """How long an address may take to answer: Ray is perhaps just starting there."""
+LOOPBACK = "127.0.0.1"
 RETRY_S = 0.2
 ATTEMPT_S = 41.0
 """What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
@@ -183,5 +184,10 @@ def own_address() -> str:
     """Where actors reach this machine: loopback, unless Ray spans several machines."""
     nodes: list[dict[str, Any]] = _ray.nodes()
     if sum(bool(node["Alive"]) for node in nodes) == 1:
-        return "127.0.0.1"
+        return LOOPBACK
     return str(_ray.util.get_node_ip_address())
+
+
+def own_node() -> str:
+    """What Ray calls the machine that this process is on."""
+    return str(_ray.get_runtime_context().get_node_id())

@@ -1,7 +1,7 @@
 """The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
 
-    watch = HostWatch(controller, home, deadline_s=60.0, call_deadline_s=3600.0, moves=True)
-    watch.get([Asked(process, process.call(Ranks.get, names))])     # or the root cause of a failure
+    watch = HostWatch(controller, home, RayCalls(), deadline_s=60.0, call_deadline_s=3600.0, ...)
+    watch.get([Asked(process, process.call(Objects.failures))])     # or the root cause of a failure
 
 A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
 killed, host 0 says "Connection closed by peer": the root is `ActorLost` for host 1, with the
@@ -24,17 +24,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import ray
-import ray.exceptions
-
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ray.joining import HostFailed, lost_key
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
+from dtensor.daft.ray.run_channel import CallLost, NotYet
 from dtensor.daft.ray.starting import START_S
 
 SLICE_S = 0.25  # how often a waiting controller looks at the hosts
 SETTLE_S = 5.0  # how long after a first failure it looks for its root
+ENDING_S = 1.0  # how long Ray may take to say how a process ended that is gone
 STALE_S = 5.0
 """A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
 has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
@@ -42,12 +41,11 @@ COMPUTES = 0.05
 """Of a core: a process that used so much of it over `deadline_s` computes, if slowly on a loaded
 machine. What Ray's threads use in an idle one is an eighth of that."""
 
-_ray: Any = ray  # Ray's stubs leave most of its types unknown
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call under way: who was called, Ray's reference to the result, and when that was."""
+    """A call under way: who was called, what stands for the result (of Ray's or of the run
+    channel's), and when that was."""
 
     host: HostProcess
     ref: Any
@@ -84,6 +82,24 @@ class Controller(Protocol):
         ...
 
 
+class Calls(Protocol):
+    """What has become of calls, by what stands for their results."""
+
+    def get(self, refs: Sequence[Any], seconds: float, /) -> list[Any]:
+        """What they gave; raises `NotYet`, `CallLost`, or what one has raised."""
+        ...
+
+    def failure(self, ref: Any, /) -> Exception | None:
+        """What one has raised, `CallLost` too, so far."""
+        ...
+
+    def came(self, refs: Sequence[Any], /) -> bool: ...
+
+    def broken(self) -> Sequence[int]:
+        """The hosts that can be called no longer."""
+        ...
+
+
 class HostWatch:
     """`moves`: whether hosts have to move on; a method of a spawned actor may take as long as it
     likes."""
@@ -92,6 +108,7 @@ class HostWatch:
         self,
         controller: Controller,
         home: Home,
+        calls: Calls,
         *,
         deadline_s: float,
         call_deadline_s: float,
@@ -102,6 +119,7 @@ class HostWatch:
         self.lost: dict[int, ActorLost] = {}
         self._controller = controller
         self._home = home
+        self._calls = calls
         self._moves = moves
         self._seen: dict[int, _Sighting] = {}
         self._told: set[tuple[int, int, int]] = set()
@@ -120,21 +138,14 @@ class HostWatch:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
-            try:
-                found = _ray.get([each.ref for each in asked], timeout=left)
-            except ray.exceptions.GetTimeoutError:
+            try:  # what else is raised is the caller's fault, such as an unknown name
+                found = self._calls.get([each.ref for each in asked], left)
+            except NotYet:
                 pass
-            except ray.exceptions.RayTaskError as error:
-                cause: object = error.cause
-                if isinstance(cause, HostFailed):
-                    raise self._root(asked, cause.hosts) from None
-                if isinstance(cause, ray.exceptions.RayError):
-                    raise self._root(asked, (), str(cause)) from None
-                if isinstance(cause, Exception):
-                    raise cause from error  # the caller's fault, such as an unknown name
-                raise
-            except ray.exceptions.RayError as error:
-                raise self._root(asked, (), str(error)) from None
+            except HostFailed as failed:
+                raise self._root(asked, failed.hosts) from None
+            except CallLost as lost:
+                raise self._root(asked, (), str(lost)) from None
             else:
                 for each in asked:
                     each.host.answered = True
@@ -152,13 +163,12 @@ class HostWatch:
         """The first of these that is lost, if any is."""
         for host in self._home.processes:
             if host.index in hosts and host.gone:
-                self.lose(host, "the process died.")
+                self._lose_dead(host)
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
 
     def came(self, asked: Sequence[Asked]) -> bool:
         """Whether all these calls have come back."""
-        refs = [each.ref for each in asked]
-        return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+        return self._calls.came([each.ref for each in asked])
 
     def _look(self, asked: Sequence[Asked], deadline_s: float) -> None:
         """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
@@ -171,8 +181,8 @@ class HostWatch:
             self._look_for_one_that_stands(asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
-        if host.gone:
-            self.lose(host, "the process died.")
+        if host.gone or host.ended() is not None:
+            self._lose_dead(host)
             return
         if at.beat_s is None:
             waited_s = 0.0 if host.answered else now - host.started
@@ -220,6 +230,12 @@ class HostWatch:
             self._home.announce(lost_key(host.index))
         return self.lost[host.index]
 
+    def _lose_dead(self, host: HostProcess, text: str = "") -> None:
+        """`text`: what Ray said of it, if it has said something."""
+        text = text or host.ended(ENDING_S) or ""
+        line = next(iter(text.strip().splitlines()), "")
+        self.lose(host, f"the process died. {line}".strip())
+
     def end(self, host: HostProcess, reason: str) -> None:
         """End one that cannot go on, so that what waits for it fails."""
         self.lose(host, reason)
@@ -250,20 +266,17 @@ class HostWatch:
         while True:
             errors: list[DaftError] = []
             for each in asked:
-                try:
-                    _ray.get(each.ref, timeout=0)
-                except ray.exceptions.GetTimeoutError:
-                    continue
-                except ray.exceptions.RayTaskError as error:
-                    if isinstance(cause := error.cause, HostFailed):
-                        errors.append(cause.error)
-                except ray.exceptions.RayError as error:
-                    text = text or str(error)
-            line = next(iter(text.strip().splitlines()), "")
+                match self._calls.failure(each.ref):
+                    case HostFailed(error=error):
+                        errors.append(error)
+                    case CallLost() as lost:
+                        text = text or str(lost)
+                    case _:
+                        pass
             processes = self._home.processes
             for host in processes:
-                if host.gone or host.id in text:
-                    self.lose(host, f"the process died. {line}".strip())
+                if host.gone or host.id in text or host.ended() is not None:
+                    self._lose_dead(host, text)
             named = [host.index for host in processes if host.id in text]
             among = (*named, *(sorted(hosts) or range(len(processes))))
             roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
@@ -271,6 +284,11 @@ class HostWatch:
             if roots or time.monotonic() > end:
                 break
             time.sleep(0.05)
+        if not (roots or errors):
+            alive = "its connection to the controller broke, though the process is alive."
+            broken = self._calls.broken()
+            roots = [self.lose(host, alive) for host in processes if host.index in broken]
+        line = next(iter(text.strip().splitlines()), "")
         root, *_ = (*roots, *errors, ActorLost(Failure(rank=None, reason=line)))
         for error in errors:
             if error.failure != root.failure:

@@ -27,7 +27,6 @@ that owns the table does both.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias, assert_never
@@ -49,8 +48,9 @@ from dtensor.daft.ir.instructions import (
     key_of,
     outputs_of,
 )
-from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
+from dtensor.daft.run.stamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
 from dtensor.daft.run.undone import (
     Fault,
@@ -62,25 +62,19 @@ from dtensor.daft.run.undone import (
 )
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
 
-TIMES = "daft.times"
-"""Output of a timed run: for each instruction of the rank (its index, begin, end), in seconds of
-the host's monotonic clock."""
-
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
 """Where a value is: the table that it is in, and its key there."""
 Inputs: TypeAlias = dict[int, dict[str, object]]
 """Values fed to each rank. A run takes them out, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
-Times: TypeAlias = dict[int, list[tuple[int, float, float]]]
-"""By rank, (index, begin, end) of its instructions."""
-
 
 CPU = torch.device("cpu")
 
 
 class Engine:
-    """`device`: of the ranks here, and of what they send in place of values that were not made."""
+    """`device`: of the ranks here, and of what they send in place of values that were not made.
+    `number`: of the program, among those that its hosts load over this transport."""
 
     def __init__(
         self,
@@ -89,12 +83,14 @@ class Engine:
         table: Table,
         transport: Transport,
         device: torch.device = CPU,
+        number: int = 0,
     ) -> None:
         self.program = program
         self.sites = tuple(sites)
         self.values: Table = {}  # of the run: all but state
         self._table = table
-        self._transport = transport
+        # first, so that all hosts prepare the same programs, whatever else fails on one of them
+        self._prepared = transport.prepare(program, self.sites, number)
         self._device = device
         self._state = frozenset(
             (rank, name) for rank, own in enumerate(program.ranks) for name in own.state
@@ -111,6 +107,8 @@ class Engine:
         self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
         self._undoable = _undoable(program, ranks)
         self._leaks = _communicates(program) and not _commits(program)
+        self._stamps: Stamps | None = None  # of timed runs
+        self._stamped: list[Step] = []
         # of the run under way
         self._running = self._steps
         self._keeps = False
@@ -127,21 +125,30 @@ class Engine:
     ) -> dict[int, dict[str, object]] | Undone:
         """Run all steps; `counter[0]` (if given) is always the position of the current one.
 
-        ``timed``: the results have `TIMES` too. ``keeps``: some stay here for later runs.
+        ``timed``: the results have those of `Stamps` too. ``keeps``: some stay here for later runs.
         """
         ranks = tuple(inputs)
-        times: Times = {rank: [] for rank in ranks}
-        steps = [*map(timing(times), self.sites, self._steps)] if timed else self._steps
-        self.begin(inputs, steps, keeps=keeps)
+        self.begin(inputs, self._timed_steps() if timed else None, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
         counter[0] = 0
         self._go(self._order, counter)
         results = self.finish(ranks)
-        if timed and not isinstance(results, Undone):
+        if timed and self._stamps is not None and not isinstance(results, Undone):
             for rank in ranks:
-                results[rank][TIMES] = times[rank]
+                results[rank] |= self._stamps.taken(rank)
         return results
+
+    def _timed_steps(self) -> list[Step]:
+        if self._stamps is None:
+            functions = {name: self._functions[name] for name in self._built}
+            stamps = self._stamps = Stamps(functions, self._device)
+            for site, step in zip(self.sites, self._steps, strict=True):
+                if isinstance(call := instruction_at(self.program, site), Call):
+                    step = self._prepare_call(site[0], call, stamps.built[call.fn])
+                self._stamped.append(stamps.timed(site, step))
+        self._stamps.begin()
+        return self._stamped
 
     def begin(
         self, inputs: Inputs, steps: list[Step] | None = None, *, keeps: bool = False
@@ -213,6 +220,10 @@ class Engine:
                 self.values.pop((rank, name), None)
         return results
 
+    def close(self) -> None:
+        """The program is unloaded."""
+        self._prepared.close()
+
     def _place(self, rank: int, name: str) -> Place:
         key = (rank, name)
         return (self._table if key in self._state else self.values), key
@@ -222,7 +233,7 @@ class Engine:
         instruction = instruction_at(self.program, site)
         match instruction:
             case Call():
-                return self._prepare_call(rank, instruction)
+                return self._prepare_call(rank, instruction, self._built[instruction.fn])
             case Send() | Recv() | Collective():
                 return self._prepare_start(site, instruction)
             case Wait():
@@ -297,8 +308,7 @@ class Engine:
                     pass
         return frozenset(found)
 
-    def _prepare_call(self, rank: int, call: Call) -> Step:
-        fn = self._built[call.fn]
+    def _prepare_call(self, rank: int, call: Call, fn: Built) -> Step:
         inputs = [self._place(rank, value) for value in call.inputs]
         outputs = [self._place(rank, value) for value in call.outputs]
 
@@ -316,35 +326,25 @@ class Engine:
 
     def _prepare_start(self, site: Site, start: Start, *, spoiled: bool = False) -> Step:
         rank, _ = site
-        transport, pending = self._transport, self._pending
+        begin, pending = self._prepared.begins[site], self._pending
         checked = self._or_zeros if spoiled else check_value
         match start:
             case Send(value=name, buffer=buffer):
-                table, key = self._place(rank, name)
-
-                def run_send() -> None:
-                    value = checked(table.get(key), buffer, name)
-                    pending[site] = transport.start_send(rank, start, value)
-
-                return run_send
+                read = [(name, buffer)]
             case Recv():
-
-                def run_recv() -> None:
-                    pending[site] = transport.start_recv(rank, start)
-
-                return run_recv
-            case Collective():
-                wanted = [
-                    (*self._place(rank, n), b, n) for n, b in zip(start.inputs, start.in_buffers)
-                ]
-
-                def run_collective() -> None:
-                    values = [checked(table.get(key), b, name) for table, key, b, name in wanted]
-                    pending[site] = transport.start_collective(rank, start, values)
-
-                return run_collective
+                read = []
+            case Collective(inputs=names, in_buffers=buffers):
+                read = list(zip(names, buffers))
             case _:
                 assert_never(start)
+        wanted = [(*self._place(rank, name), buffer, name) for name, buffer in read]
+
+        def run() -> None:
+            pending[site] = begin(
+                [checked(table.get(key), b, name) for table, key, b, name in wanted]
+            )
+
+        return run
 
     def _or_zeros(self, value: object, buffer: Buffer, name: str) -> torch.Tensor:
         """Zeros, for they are in range of everything that whoever gets them may look up."""
@@ -408,22 +408,6 @@ def _undoable(program: Program, ranks: Sequence[int]) -> dict[int, int]:
             if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it
                 return dict.fromkeys(ranks, 0)
     return {rank: len(program.ranks[rank].instructions) for rank in ranks}
-
-
-def timing(times: Times) -> Callable[[Site, Step], Step]:
-    """Makes of a step one that notes when it began and ended."""
-
-    def timed(site: Site, step: Step) -> Step:
-        rank, index = site
-
-        def run() -> None:
-            begin = time.monotonic()
-            step()
-            times[rank].append((index, begin, time.monotonic()))
-
-        return run
-
-    return timed
 
 
 def describe(program: Program, site: Site, reason: str, line: str | None = None) -> Failure:

@@ -2,7 +2,9 @@
 
 A transport starts transfers and collectives; each start gives a `Pending`, whose `wait` gives the
 values made (none for a send). `LocalTransport` serves ranks of one process, `ExchangeTransport`
-(`ray/exchange.py`) ranks of several, over gloo or NCCL.
+(`ray/exchange.py`) ranks of several, over gloo or NCCL, and `SameHostTransport`
+(`ray/same_host.py`) those of one host, through memory. A program's starts are `Prepared` when it is
+loaded, so that one that is made each step looks nothing up.
 
 Invariants: a start never blocks; the tensors handed to it stay unchanged until its `wait` (the
 verifier sees to that); what `wait` returns is contiguous and shares no storage with anything.
@@ -12,12 +14,16 @@ Reductions are `numerics.fold` in group order, so that every transport gives the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
+from dtensor.daft.ir.program import Program
+from dtensor.daft.verification.pairing import Site, instruction_at
 from dtensor.numerics import fold
 
 DIVIDED = ("reduce_scatter", "all_to_all")
@@ -32,17 +38,34 @@ class Pending(ABC):
         """Block until complete; the values made, in the order of the instruction's outputs."""
 
 
+Begin: TypeAlias = Callable[[Sequence[Tensor]], Pending]
+"""Starts one instruction of a program, with the values that it reads."""
+
+
+class Prepared:
+    """The starts of a loaded program's list, by their sites."""
+
+    def __init__(self, begins: Mapping[Site, Begin]) -> None:
+        self.begins = begins
+
+    def close(self) -> None:
+        """The program is unloaded."""
+
+
 class Transport(ABC):
-    @abstractmethod
-    def start_send(self, rank: int, send: Send, value: Tensor) -> Pending: ...
+    def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
+        """Make ready for a program, of which `sites` is this process's list. All processes that run
+        it prepare it, under this `number`, and in one order with the others that they share."""
+        begins: dict[Site, Begin] = {}
+        for site in sites:
+            instruction = instruction_at(program, site)
+            if isinstance(instruction, Send | Recv | Collective):
+                begins[site] = self.begin(site[0], instruction)
+        return Prepared(begins)
 
     @abstractmethod
-    def start_recv(self, rank: int, recv: Recv) -> Pending: ...
-
-    @abstractmethod
-    def start_collective(
-        self, rank: int, collective: Collective, values: Sequence[Tensor]
-    ) -> Pending: ...
+    def begin(self, rank: int, start: Start) -> Begin:
+        """What starts this instruction of a rank's, once for each run."""
 
     @abstractmethod
     def close(self) -> None:
@@ -119,16 +142,8 @@ class LocalTransport(Transport):
     def __init__(self) -> None:
         self._channels: dict[Key, _Channel] = {}
 
-    def start_send(self, rank: int, send: Send, value: Tensor) -> Pending:
-        return self._start(rank, send, (value,))
-
-    def start_recv(self, rank: int, recv: Recv) -> Pending:
-        return self._start(rank, recv, ())
-
-    def start_collective(
-        self, rank: int, collective: Collective, values: Sequence[Tensor]
-    ) -> Pending:
-        return self._start(rank, collective, values)
+    def begin(self, rank: int, start: Start) -> Begin:
+        return partial(self._start, rank, start)
 
     def close(self) -> None:
         self._channels.clear()

@@ -13,7 +13,9 @@ number of the run among those that were not undone, whether the controller knows
 not; for it may be two runs ahead.
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
-the CPU; nothing outside aliases the table. It is used by one thread at a time.
+the CPU; nothing outside aliases the table. Where whoever asks for a run waits for its end, its
+inputs may be `lent`: they are read where they are, but for those that a call writes to. It is used
+by one thread at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from types import MappingProxyType
 import torch
 
 from dtensor.daft.errors import Failure, TaskError
+from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import Transport
@@ -64,7 +67,7 @@ MOST_UNDONE = 64
 
 
 class Worker:
-    """`counter[0]`, if given, is always the position in the list that runs."""
+    """`counter[0]`, if given, is always the position in the list that runs. `lent`: of inputs."""
 
     def __init__(
         self,
@@ -72,12 +75,16 @@ class Worker:
         device: torch.device,
         transport: Transport,
         counter: memoryview | None = None,
+        *,
+        lent: bool = False,
     ) -> None:
         self.ranks = ranks
         self.device = device
         self.transport = transport
         self.engines: dict[int, Engine] = {}
         self._counter = counter
+        self._lent = lent
+        self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
         self._runs = 0
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
@@ -108,10 +115,14 @@ class Worker:
                 del self._table[rank, name]
 
     def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
-        self.engines[handle] = Engine(program, sites, self._table, self.transport, self.device)
+        transport, device = self.transport, self.device
+        self.engines[handle] = Engine(program, sites, self._table, transport, device, handle)
+        calls = (i for own in program.ranks for i in own.instructions if isinstance(i, Call))
+        self._written[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
-        del self.engines[handle]
+        self.engines.pop(handle).close()
+        del self._written[handle]
 
     def run(
         self,
@@ -123,14 +134,15 @@ class Worker:
     ) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks."""
         engine = self.engines[handle]
-        fed = self._in(inputs, keep, counted)
+        fed = self._in(handle, inputs, keep, counted)
         made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
 
     def begin(
         self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
     ) -> None:
-        self.engines[handle].begin(self._in(inputs, keep, counted), keeps=bool(keep))
+        fed = self._in(handle, inputs, keep, counted)
+        self.engines[handle].begin(fed, keeps=bool(keep))
 
     def step(self, handle: int, position: int) -> None:
         if self._counter is not None:
@@ -147,14 +159,17 @@ class Worker:
         self.transport.close()
 
     def _in(
-        self, inputs: Values, keep: Mapping[str, str], counted: Counted | None
+        self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
     ) -> dict[int, dict[str, object]]:
         self._now = keep, counted
         self._runs += 1
+        written = self._written[handle]
         fed = {
             rank: {
                 name: self._find(rank, value.name)
                 if isinstance(value, Stored)
+                else self._lend(value)
+                if self._lent and name not in written
                 else copy_to(value, self.device)
                 for name, value in named.items()
             }
@@ -167,6 +182,14 @@ class Worker:
                 if isinstance(number, int):
                     named[counted.input] = number - unknown
         return fed
+
+    def _lend(self, value: object) -> object:
+        """A tensor that is as a copy would be: itself."""
+        if isinstance(value, torch.Tensor) and value.device == self.device:
+            plain = not (value.is_inference() or value.is_conj() or value.is_neg())
+            if plain and value.is_contiguous():
+                return value.detach()
+        return copy_to(value, self.device)
 
     def _out(
         self, handle: int, results: dict[int, dict[str, object]] | Undone

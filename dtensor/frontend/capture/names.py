@@ -178,8 +178,17 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
             names.update(_tuple_names(statement, targets))
             continue
         seen = [n for n in statement if n in returned or any(place.get(u, -1) > i for u in n.users)]
-        names[(seen or statement)[-1]] = targets[0]
+        names[_first_part(seen or statement)] = targets[0]
     return names
+
+
+def _first_part(nodes: Sequence[fx.Node]) -> fx.Node:
+    """The last of them; of parts of one of the project's ops the first: `x = x + y`, normed later,
+    is one op of which the sum comes first."""
+    made = nodes[-1].args[:1]
+    if nodes[-1].target is operator.getitem and op_text(made[0]).startswith("dt."):  # type: ignore[arg-type]
+        return next(n for n in nodes if n.target is operator.getitem and n.args[:1] == made)
+    return nodes[-1]
 
 
 def _tuple_names(statement: Sequence[fx.Node], targets: Sequence[str]) -> dict[fx.Node, str]:

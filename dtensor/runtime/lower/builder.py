@@ -24,6 +24,8 @@ from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
 from dtensor.runtime.lower.finite import DetectNan
+from dtensor.runtime.lower.overlap import early, reductions_of
+from dtensor.runtime.schedule import Kind as ActionKind
 from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
@@ -42,12 +44,13 @@ class Roles:
     """What the program does besides computing: see step_end.py.
 
     gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
-    step); state: plan input to the table's name, for parameters, buffers and constants;
-    detect_nan: check what each op gives (finite.py).
+    step); groups: of its parameters (none: it has one of all); state: plan input to the table's
+    name, for parameters, buffers and constants; detect_nan: check what each op gives (finite.py).
     """
 
     gradients: bool = False
     optimizer: str | None = None
+    groups: tuple[tuple[str, ...], ...] = ()
     state: Mapping[str, str] = field(default_factory=dict[str, str])
     detect_nan: DetectNan = False
 
@@ -72,7 +75,8 @@ class Shared:
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
         self._calls: dict[object, OpCall] = {}
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[int, tuple[float, float]] = {}
+        self._overlapped: dict[tuple[ActionKind, int], tuple[tuple[Step, ...], frozenset[int]]] = {}
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
@@ -145,11 +149,24 @@ class Shared:
             self._calls[key] = step.rule.local_call(step.op.call, local)
         return self._calls[key]
 
-    def seconds(self, step: Step) -> float:
-        """Of the step's own work."""
+    def seconds(self, step: Step) -> tuple[float, float]:
+        """Of the step's own work, and of its messages."""
         if id(step) not in self._seconds:
-            self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)[0]
+            self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)
         return self._seconds[id(step)]
+
+    def overlapped(self, kind: ActionKind, stage: int) -> tuple[tuple[Step, ...], frozenset[int]]:
+        """The steps of an action in the order in which they run; see `early`. Those of the end of
+        the step that are among them do not come again there."""
+        key = kind, stage
+        if key not in self._overlapped:
+            own = self.actions.steps(kind, stage)
+            reductions = reductions_of(self.plan, own) if kind == "B" else ()
+            order, late = early((*own, *reductions), self.seconds)
+            stay = {id(step) for step in reductions} - late
+            order = tuple(step for step in order if id(step) not in stay)
+            self._overlapped[key] = order, late
+        return self._overlapped[key]
 
 
 @dataclass(slots=True)
@@ -279,7 +296,7 @@ class RankBuilder:
     def price(self, step: Step) -> None:
         """Count the step's own work as the open segment's."""
         if self.shared.priced and self._open is not None:
-            self._open.seconds += self.shared.seconds(step)
+            self._open.seconds += self.shared.seconds(step)[0]
 
     # -- communication -------------------------------------------------------------------------
 

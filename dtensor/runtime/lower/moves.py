@@ -10,8 +10,9 @@ without a copy where it is one block. A bucket sends each peer one flat buffer o
 (`packed`, `unpacked`, `gathered`, `written`), so daft sees plain flat messages, and the fold in
 rank order makes its elements what each value's own message would make them.
 
-A gather of parameters is started where its step stands in the plan, and completed by `finish`
-before the first step that reads one of its results: meanwhile the rank computes.
+A gather of parameters is started where its step stands in the plan, others where overlap.py says,
+and completed by `finish` before the first step that reads one of its results: meanwhile the rank
+computes.
 """
 
 from __future__ import annotations
@@ -43,15 +44,32 @@ Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
 """Per value: its shape, and for each peer the shape of its block and where it stands."""
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A collective that has been started and not been waited for; ``pieces``: what it makes, by
+    their names in the table."""
+
+    step: Convert | Bucket
+    pieces: tuple[str, ...]
+    label: str
+    source: str | None = None
+
+
 # -- one value -------------------------------------------------------------------------------------
 
 
-def convert(b: RankBuilder, step: Convert) -> None:
+def convert(b: RankBuilder, step: Convert, *, wait: bool = True) -> Started | None:
+    """``wait=False``: a message is started, and to be finished before its result is read."""
+    started = None
     if step.move.kind in FREE_KINDS:
         _free_move(b, step)
     else:
-        _communicate(b, step)
+        started = _start(b, step)
     b.record(step.result, step.move.dst)
+    if wait and started is not None:
+        finish(b, started)
+        return None
+    return started
 
 
 def _free_move(b: RankBuilder, step: Convert) -> None:
@@ -69,28 +87,42 @@ def _free_move(b: RankBuilder, step: Convert) -> None:
         code.apply(rest_of, operands, results, "softmax", source=source)
 
 
-def _communicate(b: RankBuilder, step: Convert) -> None:
-    """The collective of one move: pack, start, wait, put together."""
-    move, here, source = step.move, b.here, step.source or None
+def _start(b: RankBuilder, step: Convert) -> Started:
+    """The collective of one move: pack, start."""
+    move, source = step.move, step.source or None
     what, result = f"{step.operand} over {move.axis}", step.result
     whole = (b.held(step.operand, move.src),)
+    op = None
     match move.kind:
         case "all_reduce" | "reduce_scatter":
             sent = whole if move.kind == "all_reduce" else _cut(b, step)
-            made = (b.held(result, move.dst),)
-            b.collective(move.kind, move.axis, sent, made, what, op=_op_of(move), source=source)
+            made, op = (b.held(result, move.dst),), _op_of(move)
         case "all_gather" | "all_to_all":
             sent = whole if move.kind == "all_gather" else _cut(b, step)
-            wheres = [taken(move.src, move.dst, peer, here) for peer in _peers(b, move.axis)]
-            buffers = [Buffer(shape_of(where), move.dst.dtype) for where in wheres]
-            pieces = {f"{result}_from{i}": f"{b.value(result)}.{i}" for i in range(len(wheres))}
-            made = tuple(zip(pieces.values(), buffers, strict=True))
-            b.collective(move.kind, move.axis, sent, made, what, source=source)
-            segment, shape = b.segment(), move.dst.local_shape(here)
-            segment.table.update(pieces)
-            segment.code.apply(join, [[*pieces]], [result], shape, *wheres, source=source)
+            pieces = (f"{b.value(result)}.{i}" for i in range(b.plan.mesh.axis_size(move.axis)))
+            buffers = (Buffer(shape_of(where), move.dst.dtype) for where in _taken(b, move))
+            made = tuple(zip(pieces, buffers, strict=True))
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{move.kind} does not communicate")
+    b.collective(move.kind, move.axis, sent, made, what, op=op, source=source, wait=False)
+    label = f"{b.label}: {move.kind} {what}"
+    return Started(step, tuple(name for name, _ in made), label, source)
+
+
+def _join(b: RankBuilder, step: Convert, pieces: Sequence[str]) -> None:
+    """Put together what came from each peer, where it came in pieces."""
+    move, result = step.move, step.result
+    if move.kind in ("all_gather", "all_to_all"):
+        segment, shape = b.segment(), move.dst.local_shape(b.here)
+        local = [f"{result}_from{i}" for i in range(len(pieces))]
+        segment.table.update(zip(local, pieces, strict=True))
+        wheres, source = _taken(b, move), step.source or None
+        segment.code.apply(join, [local], [result], shape, *wheres, source=source)
+
+
+def _taken(b: RankBuilder, move: Move) -> list[Where]:
+    """Where what comes from each peer stands."""
+    return [taken(move.src, move.dst, peer, b.here) for peer in _peers(b, move.axis)]
 
 
 def _cut(b: RankBuilder, step: Convert) -> tuple[tuple[str, Buffer], ...]:
@@ -157,37 +189,31 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
 # -- buckets ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """A gather that has been started and not been waited for."""
-
-    step: Bucket
-    pieces: tuple[str, ...]  # names in the table
-    label: str
-
-
-def bucket(b: RankBuilder, step: Bucket) -> Gather | None:
-    """A reduction; or a gather, which is to be finished before its results are read."""
+def bucket(b: RankBuilder, step: Bucket, *, wait: bool = True) -> Started | None:
+    """A reduction; or a gather, which is to be finished before its results are read, as the former
+    are with ``wait=False``."""
     match step.kind:
         case "all_reduce":
-            _reduce(b, step)
+            started = _start_reduction(b, step)
         case "reduce_scatter":
-            _scatter(b, step)
+            started = _start_scatter(b, step)
         case "all_gather":
             return _start_gather(b, step)
         case _:
             raise AssertionError(f"a bucket does not {step.kind}")
+    if not wait:
+        return started
+    finish(b, started)
     return None
 
 
-def _reduce(b: RankBuilder, step: Bucket) -> None:
+def _start_reduction(b: RankBuilder, step: Bucket) -> Started:
     sent = (b.held(name, m.src) for name, m in zip(step.operands, step.moves, strict=True))
     sums = (b.held(name, m.dst) for name, m in zip(step.results, step.moves, strict=True))
-    _send(b, step, tuple(sent), tuple(sums))
-    _record(b, step)
+    return _send(b, step, tuple(sent), tuple(sums))
 
 
-def _scatter(b: RankBuilder, step: Bucket) -> None:
+def _start_scatter(b: RankBuilder, step: Bucket) -> Started:
     here = b.here
     peers = _peers(b, step.axis)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
@@ -203,15 +229,10 @@ def _scatter(b: RankBuilder, step: Bucket) -> None:
     sent = tuple((name, Buffer((n,), src)) for name, n in zip(flat, sizes, strict=True))
     b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
     total = f"{base}.total"
-    _send(b, step, sent, ((total, Buffer((sum(map(math.prod, shapes)),), dst)),))
-    segment = b.segment()
-    segment.table[f"{step.name}_total"] = total
-    whole = [[f"{step.name}_total"]]
-    segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
-    _record(b, step)
+    return _send(b, step, sent, ((total, Buffer((sum(map(math.prod, shapes)),), dst)),))
 
 
-def _start_gather(b: RankBuilder, step: Bucket) -> Gather:
+def _start_gather(b: RankBuilder, step: Bucket) -> Started:
     """Send this rank's shards, or its slices of what it holds whole, as one flat buffer."""
     here, dtype = b.here, step.moves[0].src.dtype
     sizes = [
@@ -227,19 +248,34 @@ def _start_gather(b: RankBuilder, step: Bucket) -> Gather:
     mine = Buffer((sizes[here[step.axis]],), dtype)
     b.nbytes[flat] = mine.nbytes
     pieces = tuple((f"{base}.{i}", Buffer((size,), dtype)) for i, size in enumerate(sizes))
-    _send(b, step, ((flat, mine),), pieces, wait=False)
-    label = f"{b.label}: all_gather {_what(step)}"
-    return Gather(step, tuple(name for name, _ in pieces), label)
+    return _send(b, step, ((flat, mine),), pieces)
 
 
-def finish(b: RankBuilder, started: Gather) -> None:
-    """Wait for the pieces of a gather and put whole values together; of updated parameters, write
-    each piece where it stands in them."""
-    step = started.step
-    b.start(Wait(started.pieces[:1], label=started.label))
+def finish(b: RankBuilder, started: Started) -> None:
+    """Wait for what was started, and make the values of it that later steps read."""
+    step, pieces = started.step, started.pieces
+    b.start(Wait(pieces[:1], label=started.label, source=started.source))
+    match step:
+        case Convert():
+            _join(b, step, pieces)
+        case Bucket(kind="all_gather"):
+            _spread(b, step, pieces)
+        case Bucket(kind="reduce_scatter"):
+            segment, shapes = b.segment(), tuple(m.dst.local_shape(b.here) for m in step.moves)
+            segment.table[f"{step.name}_total"] = pieces[0]
+            whole = [[f"{step.name}_total"]]
+            segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
+            _record(b, step)
+        case Bucket():
+            _record(b, step)
+
+
+def _spread(b: RankBuilder, step: Bucket, pieces: Sequence[str]) -> None:
+    """Put whole values together from the pieces of a gather; of updated parameters, write each
+    piece where it stands in them."""
     segment = b.segment()
-    local = [f"{step.name}_from{i}" for i in range(len(started.pieces))]
-    segment.table.update(zip(local, started.pieces, strict=True))
+    local = [f"{step.name}_from{i}" for i in range(len(pieces))]
+    segment.table.update(zip(local, pieces, strict=True))
     layout = _layout(b, step)
     if step.in_place:
         segment.code.apply(written, [step.operands, local], (), layout=layout)
@@ -255,17 +291,11 @@ def _send(
     step: Bucket,
     sent: tuple[tuple[str, Buffer], ...],
     made: tuple[tuple[str, Buffer], ...],
-    *,
-    wait: bool = True,
-) -> None:
-    kind = step.kind
+) -> Started:
+    kind, what = step.kind, f"{step.name} over {step.axis}"
     assert kind in ("all_reduce", "reduce_scatter", "all_gather")
-    op = _op_of(step.moves[0])
-    b.collective(kind, step.axis, sent, made, _what(step), op=op, wait=wait)
-
-
-def _what(step: Bucket) -> str:
-    return f"{step.name} over {step.axis}"
+    b.collective(kind, step.axis, sent, made, what, op=_op_of(step.moves[0]), wait=False)
+    return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}")
 
 
 def _record(b: RankBuilder, step: Bucket) -> None:

@@ -19,7 +19,7 @@ the program cannot hang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -126,7 +126,8 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         walk.action(action)
     b.label, b.microbatch = "optimizer", None
     walk.wait_sends(None)
-    walk.steps([s for s in plan.steps if s.phase == "optimizer" and walk.concerns(s)])
+    end = (s for s in plan.steps if s.phase == "optimizer" and id(s) not in walk.begun)
+    walk.steps([s for s in end if walk.concerns(s)])
     outputs = walk.finish()
     names = [b.value(i.name) for i in state]
     fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
@@ -149,7 +150,9 @@ def lower_rank(b: RankBuilder) -> RankProgram:
 class _Walk:
     b: RankBuilder
     sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
-    gathers: dict[str, moves.Gather] = field(default_factory=dict)  # started; by value
+    started: dict[str, moves.Started] = field(default_factory=dict)  # not finished; by value
+    reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
+    begun: set[int] = field(default_factory=set)  # ids of steps that an action had before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
 
     def action(self, action: Action) -> None:
@@ -158,34 +161,42 @@ class _Walk:
         b.microbatch = action.microbatch
         b.close()
         b.posted, b.began = b.began, len(b.instructions)
-        steps = b.shared.actions.steps(action.kind, action.stage)
-        self.steps(steps, action.stage)
+        steps, late = b.shared.overlapped(action.kind, action.stage)
+        self.steps(steps, action.stage, late)
+        self._finish(tuple(name for step in steps for name, _ in results_of(step)))
         step_end.accumulate(b, action, self.owned)
         b.close()
 
-    def steps(self, steps: Sequence[Step], stage: int | None = None) -> None:
+    def steps(
+        self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
+    ) -> None:
+        """``late``: the ids of those that are waited for before their results are read."""
         b = self.b
         for step in steps:
-            self._finish_gathers(operands_of(step))
+            self._finish(operands_of(step))
+            started = None
             match step:
                 case Compute():
                     self._compute(step)
                 case Convert():
-                    moves.convert(b, step)
+                    started = moves.convert(b, step, wait=id(step) not in late)
                 case Transfer():
                     sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
                 case Bucket() if not step.in_place:
-                    started = moves.bucket(b, step)
-                    if started is not None:
-                        for name in step.results:
-                            self.gathers[b.value(name)] = started
+                    if step.phase == "optimizer" and id(step) in late:
+                        self.begun.add(id(step))
+                        self._finish(self.reduced)  # one at a time: it frees what it read
+                        self.reduced = step.results
+                    started = moves.bucket(b, step, wait=id(step) not in late)
                 case TieSum():
                     step_end.tie_sum(b, step)
                 case Norm():
                     step_end.norm(b, step)
                 case Accumulate() | Update() | Bucket():
                     continue  # accumulation follows its action; updates are one call, at the end
+            if started is not None:
+                self.started |= {b.value(name): started for name, _ in results_of(step)}
             b.price(step)
 
     def finish(self) -> dict[str, str]:
@@ -231,13 +242,13 @@ class _Walk:
         for name, spec in results:
             b.record(name, spec)
 
-    def _finish_gathers(self, values: Sequence[str]) -> None:
-        """Complete the gathers that make these plan values."""
-        for value in values if self.gathers else ():
-            started = self.gathers.get(self.b.value(value))
+    def _finish(self, values: Sequence[str]) -> None:
+        """Complete what has been started and makes these plan values."""
+        for value in values if self.started else ():
+            started = self.started.get(self.b.value(value))
             if started is not None:
                 moves.finish(self.b, started)
-                self.gathers = {v: g for v, g in self.gathers.items() if g is not started}
+                self.started = {v: s for v, s in self.started.items() if s is not started}
 
     def wait_sends(self, step: int | None) -> None:
         """Complete the sends whose receives start at earlier steps; all of them for None.

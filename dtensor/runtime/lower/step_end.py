@@ -24,20 +24,36 @@ published ones is that of microbatches; later steps find it by `RankBuilder.accu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from dtensor.daft import Buffer, Commit, Vote
 from dtensor.daft.ir.instructions import WORD
-from dtensor.numerics import is_narrow
+from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import tuple_text
 from dtensor.runtime.schedule import Action
-from dtensor.runtime.shard_optimizer import ShardOptimizer, clip_coefficient, sum_of_squares
+from dtensor.runtime.shard_optimizer import (
+    ShardOptimizer,
+    clip_divisor,
+    has_kernel,
+    sum_of_squares,
+)
 from dtensor.sharding.plan.record import PlannedInput
-from dtensor.sharding.plan.steps import Accumulate, Bucket, Norm, TieSum, Update
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    TieSum,
+    Update,
+    results_of,
+)
+from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate
 from dtensor.sharding.spec.shards import Where, block, given, write
@@ -130,7 +146,7 @@ def counts(b: RankBuilder, spec: TensorSpec) -> bool:
 
 
 def norm(b: RankBuilder, step: Norm) -> None:
-    """Sum of squares here, folded over each axis of the mesh, then the clip coefficient."""
+    """Sum of squares here, folded over each axis of the mesh, then what divides the gradients."""
     counted = [
         value
         for (stage, value, _), spec in zip(step.operands, step.specs, strict=True)
@@ -141,7 +157,7 @@ def norm(b: RankBuilder, step: Norm) -> None:
     b.nbytes[name] = 4
     name = _summed(b, name)
     pair = (step.result, f"{step.result}_clip")
-    b.segment().code.apply(clip_coefficient, [name], pair, step.max_norm)
+    b.segment().code.apply(clip_divisor, [name], pair, step.max_norm)
     b.nbytes.update(dict.fromkeys(pair, 4))
 
 
@@ -234,8 +250,14 @@ def update(b: RankBuilder) -> None:
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
     labels = code.bind("labels", tuple(s.parameter for s in updates))
+    cut = tuple(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
+    own = _made_anew(b, updates) if clip else ()
     given = f"{labels}, {tuple_text(parts)}, {tuple_text(gradients)}, {clip}"
+    given += f", {code.bind('parts', cut)}, {code.bind('own', own)}" if cut or own else ""
     reads = ["optimizer", "options", *parts, *gradients, *([clip] if clip else [])]
+    copied = _copied_bytes(b, updates, own if clip else None)
+    if copied:
+        code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, options, {given})", reads, ())
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
@@ -265,6 +287,82 @@ def _slice(b: RankBuilder, item: PlannedInput, step: Update) -> str:
     return part
 
 
+_ANEW = frozenset(
+    f"aten.{op}"
+    for op in (
+        *("add", "addmm", "bmm", "convolution_backward", "embedding_dense_backward", "mean"),
+        *("mm", "mul", "native_layer_norm_backward", "sum"),
+    )
+)
+"""Ops whose results share memory with nothing."""
+
+
+def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
+    """The parameters whose gradients a kernel may write to: made by a sum or a message, and read
+    by nobody but the update. What may be a view of such a one is not among them, so it is copied
+    before."""
+    if b.roles.gradients:
+        return ()
+    producers = {name: step for step in b.plan.steps for name, _ in results_of(step)}
+    taken: dict[str, str] = {}  # gradient to the first parameter that it is of
+    for update in updates:
+        match producers.get(update.gradient):
+            case Compute() as step:
+                name = b.shared.local_call(step, b.here).name  # aten.sum.dim_IntList
+                anew = name.rpartition(".")[0] in _ANEW
+            case Accumulate():
+                anew = b.plan.num_microbatches > 1
+            case Bucket() | TieSum():
+                anew = True
+            case Convert() as step:
+                anew = step.move.kind not in FREE_KINDS
+            case _:
+                anew = False
+        if anew:
+            taken.setdefault(update.gradient, update.parameter)
+    return tuple(taken.values())
+
+
+def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] | None) -> int:
+    """What the update copies of the gradients: small ones, to stand end to end as their parameters
+    do (flat.py), unless they come so, as parts of one message; those of another dtype than what is
+    updated; and, where there is a norm, what is not the kernel's to write to (``own``). Copied and
+    not known here: gradients whose elements are not in order in memory; and, if the user chose an
+    implementation of the update and there is a norm, all."""
+    scattered = {
+        name: (step.name, at)
+        for step in b.plan.steps
+        if isinstance(step, Bucket) and step.kind == "reduce_scatter"
+        for at, name in enumerate(step.results)
+    }
+    specs = b.plan.value_specs()
+    by_label = {update.parameter: update for update in updates}
+    dtypes = {u.parameter: torch.float32 if u.master_bytes else u.spec.dtype for u in updates}
+    device = b.shared.device
+    fused = all(has_kernel(u.optimizer, dtypes[u.parameter], device) for u in updates)
+    total = 0
+    for group in b.roles.groups or (tuple(by_label),):
+        alike: dict[tuple[torch.dtype, torch.dtype], list[Update]] = {}
+        for update in (by_label[label] for label in group if label in by_label):
+            key = update.spec.dtype, dtypes[update.parameter]
+            alike.setdefault(key, []).append(update)
+        for (_, dtype), some in alike.items():
+            sizes = [math.prod(update.spec.local_shape(b.here)) for update in some]
+            for run in together(sizes):
+                found = [specs[some[at].gradient] for at in run]
+                places = [scattered.get(some[at].gradient, ("", -at)) for at in run]
+                first, begin = places[0]
+                stands = (
+                    places == [(first, begin + i) for i in range(len(run))]
+                    and all(spec.dtype == dtype for spec in found)
+                    and all(sizes[at] == filled(sizes[at], dtype) for at in run)
+                )
+                written = own is None or (fused and all(some[at].parameter in own for at in run))
+                if not (stands and written):
+                    total += sum(spec.local_nbytes(b.here) for spec in found)
+    return total
+
+
 def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
     """Give the values that the program returns their output names."""
     b.close()
@@ -290,11 +388,9 @@ def step_optimizer(
     shards: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
     clip: torch.Tensor | None,
+    parts: tuple[str, ...] = (),
+    own: tuple[str, ...] = (),
 ) -> None:
-    """Runs on actors: scale the gradients by ``clip`` and step."""
-    if clip is not None:
-        wide = (g.float() if is_narrow(g.dtype) else g for g in gradients)
-        gradients = tuple(g * clip.to(g.dtype) for g in wide)
-    optimizer.step(
-        dict(zip(labels, shards, strict=True)), options, dict(zip(labels, gradients, strict=True))
-    )
+    """Runs on actors: `ShardOptimizer.step`."""
+    by_label = dict(zip(labels, shards, strict=True))
+    optimizer.step(by_label, options, dict(zip(labels, gradients, strict=True)), clip, parts, own)

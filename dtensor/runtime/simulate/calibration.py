@@ -27,7 +27,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -46,11 +45,10 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.daft.run.engine import TIMES
+from dtensor.daft.run.stamps import times_of
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
-from dtensor.runtime.simulate.trace import Times
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
@@ -131,7 +129,7 @@ def _seconds(cluster: Cluster, program: Program) -> dict[str, float]:
     for rank, own in enumerate(outputs):
         spent: dict[str, float] = {}
         instructions = program.ranks[rank].instructions
-        for index, begin, end in cast(Times, own[TIMES]):
+        for index, begin, end in times_of(own):
             label = instructions[index].label
             if label:
                 spent[label] = spent.get(label, 0.0) + (end - begin) / NUM_ROUNDS

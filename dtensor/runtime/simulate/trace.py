@@ -20,13 +20,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from dtensor.daft import (
     Call,
     Collective,
     Commit,
     Free,
+    Future,
     Handle,
     Instruction,
     Recv,
@@ -34,7 +35,7 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
-from dtensor.daft.run.engine import TIMES
+from dtensor.daft.run.stamps import Times, times_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text
@@ -42,7 +43,7 @@ from dtensor.showing import html_text, screen
 
 Track = Literal["compute", "wait", "communication"]
 _TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
-_HELD = "at most holds"
+_HIDDEN, _HELD = "hidden", "at most holds"
 CALL = "call"
 """Name of the first span of each rank: it waits for the controller."""
 _WIDTH = 840.0
@@ -100,6 +101,25 @@ class Trace:
             found[span.rank, span.track] += span.seconds
         return found
 
+    def hidden(self, rank: int) -> float:
+        """Seconds in which messages of a rank are under way and it does not wait."""
+        return self._hidden()[rank]
+
+    def _hidden(self) -> Mapping[int, float]:
+        ends: dict[int, list[tuple[float, int, int]]] = {rank: [] for rank in self.ranks}
+        for span in self.spans:
+            if span.track != "compute":  # when, and how many messages and waits more from then on
+                message = int(span.track == "communication")
+                ends[span.rank].append((span.begin, message, 1 - message))
+                ends[span.rank].append((span.end, -message, message - 1))
+        found = dict.fromkeys(self.ranks, 0.0)
+        for rank, own in ends.items():
+            last, under_way, waiting = 0.0, 0, 0
+            for when, messages, waits in sorted(own):
+                found[rank] += when - last if under_way and not waiting else 0.0
+                last, under_way, waiting = when, under_way + messages, waiting + waits
+        return found
+
     @property
     def bubble(self) -> float:
         """The fraction of the ranks' time in which they do not compute."""
@@ -116,7 +136,7 @@ class Trace:
         return self._repr_svg_()
 
     def __str__(self) -> str:
-        rows = [["", *_TRACKS.values(), _HELD], *self._table()]
+        rows = [["", *_TRACKS.values(), _HIDDEN, _HELD], *self._table()]
         return "\n".join([self._head(), *_aligned(rows, 1)])
 
     def _head(self) -> str:
@@ -125,11 +145,11 @@ class Trace:
         return head + f"{100 * self.bubble:.1f}% not computing; {len(self.ranks)} ranks{many}"
 
     def _table(self) -> Iterator[list[str]]:
-        """By rank: its name, seconds of each track, bytes."""
-        spent = self._spent()
+        """By rank: its name, seconds of each track and of what is hidden, bytes."""
+        spent, hidden = self._spent(), self._hidden()
         for rank, held in zip(self.ranks, self.peak_bytes, strict=True):
-            seconds = [seconds_text(spent[rank, track]) for track in _TRACKS]
-            yield [f"rank {rank}", *seconds, size_text(held)]
+            seconds = [*(spent[rank, track] for track in _TRACKS), hidden[rank]]
+            yield [f"rank {rank}", *map(seconds_text, seconds), size_text(held)]
 
     def _lanes(self) -> dict[tuple[int, int], list[Span]]:
         """By rank: 0 is what it computes and waits for, from 1 on messages; nothing overlaps."""
@@ -193,7 +213,7 @@ class Trace:
         several = len(stages) > len({rank for rank, _ in stages})
         boxes = {key: tuple(_boxes(spans, grain, several)) for key, spans in lanes.items()}
         most = max((lane for _, lane in lanes), default=0)
-        spent, words = self._spent(), (*_TRACKS.values(), _HELD)
+        spent, words = self._spent(), (*_TRACKS.values(), _HIDDEN, _HELD)
         rows = [
             RankRow(
                 name=name,
@@ -388,7 +408,17 @@ def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
 
 # -- of a timed run --------------------------------------------------------------------------------
 
-Times = Sequence[tuple[int, float, float]]
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A run. ``called``, ``returned``: when, by the monotonic clock; ``settling``: the seconds for
+    which the call waited before, for what was asked earlier."""
+
+    handle: Handle
+    future: Future
+    called: float
+    settling: float
+    returned: float
 
 
 def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: float) -> Trace:
@@ -397,7 +427,7 @@ def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: f
     What the run took beside the ranks' instructions stands in front of them, as in a simulation:
     clocks of other hosts do not tell how much of it came after.
     """
-    by_rank = [cast(Times, own[TIMES]) for own in outputs]
+    by_rank = [times_of(own) for own in outputs]
     first = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
     last = max((end for own in by_rank for _, _, end in own), default=0.0)
     called = max(0.0, seconds - (last - first))

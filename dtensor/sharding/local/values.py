@@ -60,16 +60,6 @@ def triangle(x: Tensor, upper: bool, diagonal: int, rows: Pieces, columns: Piece
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def mse_loss_over(x: Tensor, y: Tensor, count: int) -> Tensor:
-    """The local part of mse_loss(reduction="mean") over ``count`` elements in all."""
-    return (x - y).square().sum() / count
-
-
-def mse_loss_backward_over(grad: Tensor, x: Tensor, y: Tensor, count: int) -> Tensor:
-    """Its gradient for x: the global count divides, not the local one."""
-    return (x - y) * (2.0 / max(count, 1)) * grad  # of no elements: empty
-
-
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
     """as_strided of a contiguous tensor, whatever strides x has here."""
     return x.contiguous().as_strided(size, stride, offset).clone()

@@ -26,7 +26,7 @@ Not here: class weights, label smoothing, targets that are probabilities.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,10 @@ from dtensor.sharding.ops.library import LIBRARY, define, local_index
 PIECE_ELEMENTS = 1 << 17  # of the logits: half a megabyte in float32
 
 
-def _row_pieces(logits: Tensor) -> Iterator[slice]:
+def _row_pieces(logits: Tensor) -> list[slice]:
     n, v = logits.shape
     rows = max(1, PIECE_ELEMENTS // max(1, v)) if logits.device.type == "cpu" else max(1, n)
-    return (slice(i, i + rows) for i in range(0, n, rows))
+    return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
 
 
 def _empty_rows(logits: Tensor, *more: int) -> Tensor:
@@ -57,10 +57,12 @@ def _ce_stats(
     stats = _empty_rows(logits, 3)
     if logits.shape[1] == 0:
         return rest_of(stats, "softmax")
+    room = stats.new_empty(0)
     for rows in _row_pieces(logits):
         piece = logits[rows]
         maximum = piece.amax(1, keepdim=True).to(stats.dtype)
-        total = (piece - maximum).exp_().sum(1, keepdim=True)
+        room = torch.sub(piece, maximum, out=room.resize_(piece.shape))
+        total = room.exp_().sum(1, keepdim=True)
         # a piece of a vocabulary may be masked as a whole, and -inf - -inf is no number
         total.masked_fill_(maximum == -math.inf, 0)
         picked = piece.gather(1, torch.where(here[rows], local[rows], 0)[:, None])
@@ -103,12 +105,16 @@ def _ce_backward(
     local = torch.where(here, local, 0)[:, None]
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     maximum, total, _ = stats.unbind(1)
+    room = stats.new_empty(0, dtype=wide)
     for rows in _row_pieces(logits) if logits.shape[1] else ():
-        piece = logits[rows] - maximum[rows, None]
-        piece.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], hot[rows])
+        made = out[rows] if out.dtype == wide else room.resize_(out[rows].shape)
+        torch.sub(logits[rows], maximum[rows, None], out=made)
+        made.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], hot[rows])
         # filled in, not multiplied with 0: an ignored row has zero gradient even where grad is
         # infinite (a mean over no rows)
-        out[rows] = piece.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
+        made.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
+        if out.dtype != wide:
+            out[rows] = made
     return out
 
 

@@ -10,6 +10,7 @@ Operands may stand in either order, the square may be a power, a product or a sq
 do nothing may lie between. What is added right before, in the same layer, comes along:
 
     total = residual + x; norm(total)      total, y, _ = dt.add_rms_norm(x, residual, weight, ...)
+    layer_norm(residual + x)               total, y, _, _ = dt.add_layer_norm(x, residual, ...)
 
 Invariants: the ops that are replaced are those that the op runs, in their order and dtypes; where
 one of them rounds elsewhere there is no match. None of their values is used elsewhere.
@@ -18,6 +19,7 @@ one of them rounds elsewhere there is no match. None of their values is used els
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ _ELSEWHERE = "what it computes on the way is used elsewhere"
 
 
 def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
-    """In place. The op that it became, and the node that stands for it. Raises NoMatch."""
+    """In place. The op that it became, and the last node of what it was. Raises NoMatch."""
     wide, eps, nodes = _statistics(rsqrt)
     source = uncast(wide)
     if accumulation_dtype(dtype(source)) != dtype(wide):
@@ -79,18 +81,35 @@ def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.N
     if writes.between(wide, last):
         raise NoMatch("an op changes a value in place within it")
     options = (eps, offset, dtype(rounded), dtype(last))
-    total = _sum_before(source, last, weight, writes)
+    total = _sum_before(source, last, (weight,), writes)
     if total is None:
         call = Writer(graph, last)
         pair = call(dt.rms_norm.default, source, weight, *options)
-        y = call(operator.getitem, pair, 0)
-    else:
-        call = Writer(graph, total)
-        triple = call(dt.add_rms_norm.default, *total.args, weight, *options)
-        y = call(operator.getitem, triple, 1)
-        _take_place(graph, total, call(operator.getitem, triple, 0))
-    _take_place(graph, last, y)
-    return ("dt.rms_norm" if total is None else "dt.add_rms_norm"), y
+        _take_place(graph, last, call(operator.getitem, pair, 0))
+        return "dt.rms_norm", last
+    _add_and_norm(graph, total, last, dt.add_rms_norm.default, weight, *options)
+    return "dt.add_rms_norm", last
+
+
+def layer_norm(graph: fx.Graph, node: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
+    """In place: one of a sum in its layer takes the sum along; else it stays the op that it is."""
+    a = bound(node)
+    x, weight, bias = a["input"], a["weight"], a["bias"]
+    alike = [w is not None and dtype(w) == dtype(x) for w in (weight, bias)]
+    total = _sum_before(x, node, (weight, bias), writes) if all(alike) else None
+    if total is None or len(a["normalized_shape"]) != 1:
+        return "native_layer_norm", node
+    _add_and_norm(graph, total, node, dt.add_layer_norm.default, weight, bias, a["eps"])
+    return "dt.add_layer_norm", node
+
+
+def _add_and_norm(graph: fx.Graph, total: fx.Node, norm: fx.Node, op: Any, *rest: Any) -> None:
+    """The op takes the place of both; its line, and so its name, is that of the sum."""
+    call = Writer(graph, total)
+    parts = call(op, *total.args, *rest)
+    y = call(operator.getitem, parts, 1)
+    _take_place(graph, total, call(operator.getitem, parts, 0))
+    _take_place(graph, norm, y)
 
 
 def _take_place(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
@@ -135,7 +154,9 @@ def _weight(scale: fx.Node, wide: fx.Node) -> tuple[fx.Node, float, list[fx.Node
     return (uncast(scale) if dtype(scale) == dtype(wide) else scale), offset, nodes
 
 
-def _sum_before(source: fx.Node, last: fx.Node, weight: fx.Node, writes: Writes) -> fx.Node | None:
+def _sum_before(
+    source: fx.Node, last: fx.Node, weights: Sequence[fx.Node], writes: Writes
+) -> fx.Node | None:
     """The sum of two values of one shape that is normed, if the op can stand in its place."""
     if not is_op(source, aten.add.Tensor) or not is_plain(source):
         return None
@@ -148,7 +169,7 @@ def _sum_before(source: fx.Node, last: fx.Node, weight: fx.Node, writes: Writes)
         check_together((source, last))
     except NoMatch:
         return None
-    alone = weight.op == "get_attr" and not writes.between(source, last)
+    alone = all(weight.op == "get_attr" for weight in weights) and not writes.between(source, last)
     # Another layer's sum would be a value that two layers share: each has its own graph.
     return source if alone and layer_of(source) == layer_of(last) else None
 

@@ -24,7 +24,7 @@ from dtensor.frontend.capture.recognise.constants import Constants, Writes
 from dtensor.frontend.capture.recognise.gates import gate
 from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, is_op, users
 from dtensor.frontend.capture.recognise.met import Met
-from dtensor.frontend.capture.recognise.norms import rms_norm
+from dtensor.frontend.capture.recognise.norms import layer_norm, rms_norm
 from dtensor.frontend.capture.recognise.rope import rope
 
 aten = torch.ops.aten
@@ -35,14 +35,10 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 Match = Callable[[fx.Graph, fx.Node, Writes], tuple[str, fx.Node]]
 _MATCHES: tuple[tuple[str, Match, tuple[Any, ...]], ...] = (
     ("rms norm", rms_norm, (aten.rsqrt.default,)),
+    ("layer norm", layer_norm, (aten.layer_norm.default,)),
     ("rope", rope, (aten.cat.default,)),
     ("gate", gate, (aten.silu.default, aten.gelu.default, aten.tanh.default)),
 )
-_WHOLE = {
-    aten.layer_norm.default: ("layer norm", "native_layer_norm"),
-    aten.rms_norm.default: ("rms norm", "_fused_rms_norm"),
-}
-"""What torch has as one op already."""
 
 
 def recognise(graph: fx.Graph) -> list[Met]:
@@ -60,9 +56,8 @@ def recognise(graph: fx.Graph) -> list[Met]:
                         met.append((order[node], Met(what, "", str(reason), node.meta)))
                 else:
                     met.append((order[node], Met(what, op, "", new.meta)))
-    for target, (what, op) in _WHOLE.items():
-        for node in graph.find_nodes(op="call_function", target=target):
-            met.append((order[node], Met(what, op, "", node.meta)))
+    for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
+        met.append((order[node], Met("rms norm", "_fused_rms_norm", "", node.meta)))
     met += _attentions(graph, constants, order)
     for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
         if _weighs(node):

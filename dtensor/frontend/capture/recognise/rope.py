@@ -89,7 +89,7 @@ def _halved(first: Any, second: Any) -> fx.Node | None:
             return None
         if not is_op(pieces, aten.chunk.default, aten.split.Tensor) or len(pieces.meta["val"]) != 2:
             return None
-        x = pieces.args[0]
+        x: Any = pieces.args[0]
         return x if _is_last(x, bound(pieces)["dim"]) and _alike(first, second) else None
     if not is_op(first, aten.slice.Tensor) or not is_op(second, aten.slice.Tensor):
         return None

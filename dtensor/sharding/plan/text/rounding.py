@@ -10,10 +10,16 @@ section 4.2), so two orders differ by at most 2(n-1) u = (n-1) eps of it. Sums a
 float32, eps = 2**-23 (float64: 2**-52); a 16-bit value is also rounded where a part or the whole is
 stored, which adds at most 2 eps of its dtype.
 
+Under softmax the sum is of n exponentials exp(x - m), all positive, and the part of each of P ranks
+is scaled once in each step of the fold: 2 eps a step for an exponential and a product, and one eps
+each for the exponentials of either way. Rounding x - m changes a term by eps/2 |x - m| of it, in
+either way; the mean of |x - m|, weighted by the terms, is at most log n (it is the entropy of the
+softmax less the log of the sum). So log n + 2P is added to n - 1.
+
 Invariants: it counts the terms that each element of a result is the sum of, from the op that
 contracts them to the reduction, whatever is linear between them. It bounds one sum for given terms,
 not what its difference becomes further on. Sums that nothing splits are not listed: they keep
-their order. max and min are exact.
+their order. max and min are exact, as are softmax's maximum and its sum of which one term is not 0.
 """
 
 from __future__ import annotations
@@ -38,25 +44,30 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.spec.placements import PARTIAL, Partial
 from dtensor.sharding.spec.spec import TensorSpec
+
+SOFTMAX = Partial("softmax")
 
 
 @dataclass(frozen=True, slots=True)
 class Reordered:
-    """One sum that is taken apart: ``terms`` are added over ``axis`` (mb: microbatches)."""
+    """One sum that is taken apart: ``terms`` are added over ``axis`` (mb: microbatches);
+    ``scaled``: of how many ranks under softmax, 0 for a plain sum."""
 
     name: str
     axis: str
     terms: int
     dtype: torch.dtype
+    scaled: int = 0
 
     @property
     def bound(self) -> float:
         """Two orders differ by at most this, relative to the sum of the terms' magnitudes."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         stored = 0.0 if self.dtype.itemsize >= 4 else 2 * torch.finfo(self.dtype).eps
-        return (self.terms - 1) * torch.finfo(wide).eps + stored
+        scaling = math.log(self.terms) + 2 * self.scaled if self.scaled else 0.0
+        return (self.terms - 1 + scaling) * torch.finfo(wide).eps + stored
 
 
 def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
@@ -73,15 +84,16 @@ def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
                 terms = counted.get(value, 1)
                 if isinstance(step, Accumulate) or value not in makers:
                     terms = max(terms, spec.mesh.axis_size(axis))
-                found.append(Reordered(result, axis, terms, spec.dtype))
+                scaled = spec.mesh.axis_size(axis) if spec.placement(axis) == SOFTMAX else 0
+                found.append(Reordered(result, axis, terms, spec.dtype, scaled))
     return tuple(found)
 
 
 def rounding_text(plan: PlanRecord) -> str:
     """One line for each kind of sum; names of repeated layers together."""
-    groups: dict[tuple[int, str, torch.dtype], list[Reordered]] = {}
+    groups: dict[tuple[int, str, torch.dtype, int], list[Reordered]] = {}
     for one in reordered(plan):
-        groups.setdefault((one.terms, one.axis, one.dtype), []).append(one)
+        groups.setdefault((one.terms, one.axis, one.dtype, one.scaled), []).append(one)
     if not groups:
         return f"rounding of {plan.name}: no sum is taken apart, so no order changes"
     rows = [
@@ -91,7 +103,7 @@ def rounding_text(plan: PlanRecord) -> str:
             ", ".join(collapse([one.name for one in members])),
             f"<= {members[0].bound:.1e} of the sum of magnitudes",
         )
-        for (terms, axis, dtype), members in groups.items()
+        for (terms, axis, dtype, _), members in groups.items()
     ]
     wide = [max(len(row[i]) for row in rows) for i in (0, 1, 3)]
     lines = [f"rounding of {plan.name}: placements reorder these sums"]
@@ -122,8 +134,7 @@ def _sums(step: Step) -> list[tuple[str, str, str, TensorSpec]]:
 
 
 def _pending(spec: TensorSpec, axis: str) -> bool:
-    placement = spec.sharding.get(axis)
-    return isinstance(placement, Partial) and placement.op == "sum"
+    return spec.sharding.get(axis) in (PARTIAL, SOFTMAX)
 
 
 def _any_pending(spec: TensorSpec) -> bool:

@@ -60,11 +60,11 @@ def seconds_text(seconds: float) -> str:
 
 def op_text(call: OpCall) -> str:
     """``mm`` for aten.mm.default, ``dt.attention`` for the project's own."""
-    return _op_name(call.target)
+    return op_name(call.target)
 
 
 @cache
-def _op_name(target: Callable[..., Any]) -> str:
+def op_name(target: Callable[..., Any]) -> str:
     parts = target_name(target).split(".")
     return ".".join(parts[1:2] if parts[0] == "aten" else parts[:2])
 

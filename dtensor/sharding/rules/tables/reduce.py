@@ -183,7 +183,10 @@ def _mse_loss(call: OpCall) -> Rule:
 
 
 def _mse_localizer(call: OpCall, local: Local) -> OpCall:
-    return retarget(call, values.mse_loss_over, *call.args[:2], num_pairs(call, 0))
+    if _is_whole(call, local):
+        return call
+    count, add = num_pairs(call, 0), 2
+    return retarget(call, values.loss_over, call.target, count, *call.args[:2], add)
 
 
 def _mse_loss_backward(call: OpCall) -> Rule:
@@ -195,7 +198,14 @@ def _mse_loss_backward(call: OpCall) -> Rule:
 
 
 def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
-    return retarget(call, values.mse_loss_backward_over, *call.args[:3], num_pairs(call, 1))
+    if _is_whole(call, local):
+        return call
+    count, add = num_pairs(call, 1), 2
+    return retarget(call, values.loss_backward_over, call.target, count, *call.args[:3], add)
+
+
+def _is_whole(call: OpCall, local: Local) -> bool:
+    return all(local.operand_shape(i) == m.shape for i, m in enumerate(call.operands))
 
 
 _BACKWARD: Groups = ((0,),)

@@ -1,0 +1,363 @@
+"""The peers of benchmarks/transformer_block.py: tensor parallelism on two processes, by hand and
+with PyTorch's DTensor, and the shapes of all sides.
+
+    with Peers(shapes) as peers:
+        peers.steps("hand", shape, 3)        # [loss, loss, loss]: three training steps
+        peers.gradients("hand", shape)       # of the whole model, at the present weights
+
+Both cut the block as Megatron does: `qkv` and `up` by columns (whole heads), `proj` and `down` by
+rows; two all_reduces forward, two backward. By hand these are Megatron's f (the identity; an
+all_reduce in its backward) and g (the reverse) around `torch.nn.functional.linear`. PyTorch's
+DTensor cuts the same modules with `parallelize_module`; attention runs on local heads on both.
+
+Two processes, one thread each, block on a pipe from the controller between two calls, so they are
+idle while another side runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from benchmarks.pipelining_peer import Block
+from dtensor.daft.ir.instructions import Buffer, Collective, Wait, key_of
+from dtensor.daft.ir.program import Program, RankProgram
+from dtensor.daft.ray.gloo import join_gloo
+from dtensor.daft.ray.neighbours import own_place
+from dtensor.daft.ray.same_host import join_same_host
+
+NUM_RANKS = 2
+LR = 1e-4
+
+AllReduce = Callable[[Tensor], Tensor]
+"""The sum over both ranks; what it is given is not used again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """``rows`` sequences of ``tokens``, one block."""
+
+    width: int
+    heads: int
+    tokens: int
+    rows: int
+    steps: int  # training steps in one timing
+
+    def model(self) -> Block:
+        """The same weights at each call."""
+        torch.manual_seed(0)
+        return Block(self.width, self.heads)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Input and target, f32[rows, tokens, width]."""
+        generator = torch.Generator().manual_seed(1)
+        size = (self.rows, self.tokens, self.width)
+        return torch.randn(size, generator=generator), torch.randn(size, generator=generator)
+
+
+SHAPES: Mapping[int, Shape] = {
+    shape.width: shape
+    for shape in (
+        Shape(width=64, heads=4, tokens=32, rows=4, steps=10),
+        Shape(width=256, heads=4, tokens=128, rows=4, steps=3),
+        Shape(width=512, heads=8, tokens=256, rows=2, steps=2),
+        Shape(width=1024, heads=16, tokens=512, rows=1, steps=1),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One way to take the step on two processes. ``fused``: of torch's AdamW."""
+
+    fused: bool | None = None
+    own_transport: bool = False
+    torch_dtensor: bool = False
+
+
+KINDS: Mapping[str, Kind] = {
+    "hand": Kind(),
+    "hand, fused AdamW": Kind(fused=True),
+    "hand, our transport": Kind(own_transport=True),
+    "hand, our transport, fused AdamW": Kind(own_transport=True, fused=True),
+    "PyTorch's DTensor": Kind(torch_dtensor=True),
+}
+
+
+# -- the controller's side -------------------------------------------------------------------------
+
+
+class Peers:
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self._stack = ExitStack()
+        context = multiprocessing.get_context("spawn")
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory())
+        self._pipes: list[Connection] = []
+        for rank in range(NUM_RANKS):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, shapes, directory, there), daemon=True
+            )
+            process.start()
+            self._stack.callback(process.join, 10)
+            self._pipes.append(here)
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        self._stack.close()
+
+    def steps(self, kind: str, shape: Shape, count: int) -> list[float]:
+        """Train for ``count`` steps; the losses."""
+        first, second = self._ask("steps", kind, shape, count)
+        assert first == second, (first, second)
+        return first
+
+    def gradients(self, kind: str, shape: Shape) -> dict[str, Tensor]:
+        """The gradients of one step, which changes nothing, whole."""
+        found = self._ask("gradients", kind, shape)
+        return {name: joined(name, [own[name] for own in found]) for name in found[0]}
+
+    def _ask(self, *request: object) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(request)
+        return [pipe.recv() for pipe in self._pipes]
+
+
+# -- a process of two ------------------------------------------------------------------------------
+
+
+def _work(rank: int, shapes: Sequence[Shape], directory: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=NUM_RANKS
+    )
+    own = own_all_reduces(rank, f"{directory}/ours", shapes)
+    sides = {
+        (name, shape): _Side(rank, shape, kind, own[shape] if kind.own_transport else over_gloo)
+        for name, kind in KINDS.items()
+        for shape in shapes
+    }
+    calls: dict[str, Callable[..., object]] = {
+        "steps": lambda name, shape, count: sides[name, shape].steps(count),
+        "gradients": lambda name, shape: sides[name, shape].gradients(),
+    }
+    while (request := pipe.recv()) is not None:
+        name, *arguments = request
+        pipe.send(calls[name](*arguments))
+    dist.destroy_process_group()
+
+
+def over_gloo(value: Tensor) -> Tensor:
+    value = value.contiguous()
+    dist.all_reduce(value)
+    return value
+
+
+def own_all_reduces(rank: int, path: str, shapes: Sequence[Shape]) -> dict[Shape, AllReduce]:
+    """By shape, an all_reduce over what dtensor's own processes use between two on one host."""
+    everyone = tuple(range(NUM_RANKS))
+    store = dist.PrefixStore("ours", dist.FileStore(path, NUM_RANKS))
+
+    def meet(card: str) -> None:
+        store.set(f"here{rank}", card)
+        store.wait([f"here{other}" for other in everyone])
+
+    transport = join_same_host(
+        store,
+        own_place("here"),
+        rank,
+        everyone,
+        meet=meet,
+        connect=lambda: join_gloo(store, rank, everyone, "127.0.0.1"),
+    )
+    found: dict[Shape, AllReduce] = {}
+    for number, shape in enumerate(shapes):
+        buffer = (Buffer((shape.rows, shape.tokens, shape.width), torch.float32),)
+        start = Collective("all_reduce", everyone, ("x",), ("y",), buffer, buffer, "sum", "tp")
+        own = RankProgram(instructions=(start, Wait(("y",))), inputs=("x",), outputs=("y",))
+        program = Program(
+            name=f"d={shape.width}", ranks=(own,) * NUM_RANKS, functions=(), stage_of=(0, 0)
+        )
+        transport.open({key_of(rank, start): 0})
+        begin = transport.prepare(program, [(rank, 0)], number).begins[rank, 0]
+        found[shape] = lambda value, begin=begin: begin([value]).wait()[0]
+    return found
+
+
+class _Side:
+    """One kind on this rank, with its part of a model of its own."""
+
+    def __init__(self, rank: int, shape: Shape, kind: Kind, all_reduce: AllReduce) -> None:
+        whole = shape.model()
+        self.model = LocalBlock(whole, NUM_RANKS)
+        if kind.torch_dtensor:
+            by_torch(self.model, whole)
+        else:
+            by_hand(self.model, whole, rank, all_reduce)
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(parameters, lr=LR, fused=kind.fused)
+        self.batch = shape.batch()
+
+    def forward_backward(self) -> Tensor:
+        x, y = self.batch
+        loss = F.mse_loss(self.model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def steps(self, count: int) -> list[float]:
+        losses: list[Tensor] = []
+        for _ in range(count):
+            losses.append(self.forward_backward())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [float(loss) for loss in losses]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's parts."""
+        self.forward_backward()
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            grad = parameter.grad
+            assert grad is not None, name
+            found[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+        self.optimizer.zero_grad()
+        return found
+
+
+# -- the block, cut --------------------------------------------------------------------------------
+
+
+def cut(name: str, whole: Tensor, rank: int) -> Tensor:
+    """This rank's part of a parameter of `Block`."""
+    match name.split("."):
+        case ["qkv", _]:  # of each of the three, whole heads
+            parts = [third.chunk(NUM_RANKS)[rank] for third in whole.chunk(3)]
+            return torch.cat(parts)
+        case ["up", _]:
+            return whole.chunk(NUM_RANKS)[rank].clone()
+        case ["proj" | "down", "weight"]:
+            return whole.chunk(NUM_RANKS, dim=1)[rank].contiguous()
+        case _:
+            return whole.clone()
+
+
+def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `cut`."""
+    match name.split("."):
+        case ["qkv", _]:
+            thirds = zip(*(part.chunk(3) for part in parts), strict=True)
+            return torch.cat([piece for third in thirds for piece in third])
+        case ["up", _]:
+            return torch.cat(list(parts))
+        case ["proj" | "down", "weight"]:
+            return torch.cat(list(parts), dim=1)
+        case _:
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+            return parts[0]
+
+
+class LocalBlock(nn.Module):
+    """`Block` with a rank's heads; its four linear layers are put in by whoever cuts it."""
+
+    def __init__(self, whole: Block, num_ranks: int) -> None:
+        super().__init__()
+        self.heads = whole.heads // num_ranks
+        self.norm1, self.norm2 = whole.norm1, whole.norm2
+        self.qkv: nn.Module = whole.qkv
+        self.proj: nn.Module = whole.proj
+        self.up: nn.Module = whole.up
+        self.down: nn.Module = whole.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (u.view(b, t, self.heads, -1).transpose(1, 2) for u in (q, k, v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(a.transpose(1, 2).reshape(b, t, -1))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def by_hand(model: LocalBlock, whole: Block, rank: int, all_reduce: AllReduce) -> None:
+    own = {n: nn.Parameter(cut(n, p.detach(), rank)) for n, p in whole.named_parameters()}
+    model.qkv = _Column(own["qkv.weight"], own["qkv.bias"], all_reduce)
+    model.up = _Column(own["up.weight"], own["up.bias"], all_reduce)
+    model.proj = _Row(own["proj.weight"], own["proj.bias"], all_reduce)
+    model.down = _Row(own["down.weight"], own["down.bias"], all_reduce)
+
+
+class _F(torch.autograd.Function):
+    """Megatron's f: the identity; its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, all_reduce: AllReduce) -> Tensor:
+        ctx.all_reduce = all_reduce
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.all_reduce(grads[0]), None
+
+
+class _G(torch.autograd.Function):
+    """Megatron's g: summed over the ranks; its gradient is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, all_reduce: AllReduce) -> Tensor:
+        return all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Column(nn.Module):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, all_reduce: AllReduce) -> None:
+        super().__init__()
+        self.weight, self.bias, self.all_reduce = weight, bias, all_reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(_F.apply(x, self.all_reduce), self.weight, self.bias)
+
+
+class _Row(nn.Module):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter, all_reduce: AllReduce) -> None:
+        super().__init__()
+        self.weight, self.bias, self.all_reduce = weight, bias, all_reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _G.apply(F.linear(x, self.weight), self.all_reduce) + self.bias
+
+
+def by_torch(model: LocalBlock, whole: Block) -> None:
+    """`parallelize_module` cuts `qkv` into two blocks of rows: they are put into the order in which
+    these are the ranks' heads."""
+    with torch.no_grad():
+        for name, parameter in whole.qkv.named_parameters(prefix="qkv"):
+            parameter.copy_(torch.cat([cut(name, parameter, rank) for rank in range(NUM_RANKS)]))
+    column, row = ColwiseParallel(), RowwiseParallel()
+    parallelize_module(
+        model,
+        init_device_mesh("cpu", (NUM_RANKS,)),
+        {"qkv": column, "up": column, "proj": row, "down": row},
+    )

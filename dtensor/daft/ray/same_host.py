@@ -1,0 +1,450 @@
+"""The transport between actors of one host: through memory that they share, without messages.
+
+    transport = join_same_host(store, own_place(node), 0, (0, 1), meet=..., connect=...)
+    engine = Engine(program, sites, table, transport)         # actor 0, of rank 0 of two
+
+`slots.py` says where payloads lie and what a wait takes, `segments.py` has the memory. An
+all_reduce of f32[1024] over ranks 0 and 1:
+
+    start   copy the 4 KB into this start's slot in the own segment; post the other's semaphore
+    wait    take the other's post; fold own value and the other's slot, in rank order: f32[1024]
+
+A large all_reduce of three or more members is folded piece by piece, each by whoever waits already
+and claims it: all members have started then, so a claimed piece is done without further waiting.
+
+Which keys: those whose actors all share memory (`neighbours.py`); the others keep the messages of
+`others`, and so do values of unknown length.
+
+Invariants: a start waits for nothing, and a wait for its partners' starts alone, as the verifier
+has it; so nothing that it accepts hangs, and a slot is not written before all have read it
+(docs/design/0016-same-host.md). What `wait` gives is its own memory. Folds are `numerics.fold` over
+whole values or pieces of them, the bits those of every transport. A partner whose process has
+ended, or that has closed, is noticed within `segments.SLICE_S`; one that has stopped is for the
+controller to end. Windows lie behind one another in the order of loading, the same on all actors,
+and none is used twice, so that loading and unloading need no message: a window begins with what it
+is, which the first wait compares, and the last to unload a program frees its pages. Used by one
+thread at a time. It does not import Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import assert_never
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ray.exchange import ExchangeTransport, Wire
+from dtensor.daft.ray.neighbours import CLOSED, FLAG, Neighbours, whole_pages
+from dtensor.daft.ray.segments import Window, calls, take
+from dtensor.daft.ray.slots import LINE, Arena, Lane, brought, lay_out, pieces_of, placed
+from dtensor.daft.run.transport import (
+    DIVIDED,
+    Begin,
+    Pending,
+    Prepared,
+    Transport,
+    combined,
+    contribution,
+    copied,
+)
+from dtensor.daft.verification.pairing import Site, instruction_at
+from dtensor.numerics import fold
+
+
+def join_same_host(
+    store: Store,
+    place: str,
+    index: int,
+    host_of: Sequence[int],
+    *,
+    meet: Callable[[str], None],
+    connect: Callable[[], Wire],
+) -> ExchangeTransport | SameHostTransport:
+    """Actor `index`'s transport to all others, with shared memory where that can be.
+
+    `meet` puts its argument into `store` as `here<index>` and returns when all have; `connect`
+    gives the wire, and returns when all have called it.
+    """
+    neighbours = Neighbours.create(place, index, host_of)
+    with ExitStack() as failing:
+        everyone = range(max(host_of) + 1)
+        if neighbours is not None:
+            failing.callback(neighbours.close)
+        meet(neighbours.card if neighbours is not None else "")
+        cards = [store.get(f"here{i}").decode() for i in everyone]
+        store.set(f"seen{index}", neighbours.look(cards) if neighbours is not None else "")
+        exchange = ExchangeTransport(connect(), host_of)
+        seen = [store.get(f"seen{i}").decode() for i in everyone]
+        if neighbours is None or not neighbours.settle(seen):
+            return exchange
+        failing.pop_all()
+    return SameHostTransport(neighbours, exchange)
+
+
+class _Link:
+    """Another rank, as a rank here sees it: how many starts either has made that concern the other,
+    as far as was taken."""
+
+    __slots__ = ("inbox", "neighbours", "outbox", "rank", "started", "taken")
+
+    def __init__(self, neighbours: Neighbours, own: int, other: int) -> None:
+        self.neighbours = neighbours
+        self.rank = other
+        self.inbox = neighbours.inbox(own, other)
+        self.outbox = neighbours.inbox(other, own)
+        self.started = 0
+        self.taken = 0
+
+    def take(self, number: int) -> None:
+        """Wait for so many starts of the other's in all."""
+        while self.taken < number:
+            take(self.inbox, self.check)
+            self.taken += 1
+
+    def check(self) -> None:
+        self.neighbours.check(self.rank)
+
+
+# -- the transport ---------------------------------------------------------------------------------
+
+
+class SameHostTransport(Transport):
+    """`neighbours` have settled; `others` carries what does not stay here."""
+
+    def __init__(self, neighbours: Neighbours, others: ExchangeTransport) -> None:
+        self._neighbours = neighbours
+        self._others = others
+        actors = sorted(neighbours.segments)  # the same everywhere
+        self._ends = {actor: neighbours.head_bytes(actor) for actor in actors}
+        self._links: dict[tuple[int, int], _Link] = {}
+        self._loaded: set[_Shared] = set()
+
+    def open(self, tags: Mapping[Key, int]) -> None:
+        """Make ready for the keys of a program that is about to be loaded."""
+        self._others.open(tags)
+
+    def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
+        here = self._neighbours
+        arena = lay_out(program, here.host_of, here.shares)
+        extents: dict[int, tuple[int, int]] = {}
+        for actor, end in tuple(self._ends.items()):
+            if nbytes := whole_pages(arena.window_bytes[actor]):
+                extents[actor] = end, nbytes
+                self._ends[actor] = end + nbytes
+        title = repr((number, program.name, arena.lanes, extents)).encode()
+        shared = _Shared(self, sha256(title).digest(), extents)
+        self._loaded.add(shared)
+        begins = dict(self._others.prepare(program, sites, number).begins)
+        own = [site for site in sites if site in arena.partners]
+        keys = {site: key_of(site[0], _start(program, site)) for site in own}
+        actors = sorted({here.host_of[rank] for key in keys.values() for rank in key[0]})
+        windows = {actor: here.segments[actor].map(*extents[actor]) for actor in actors}
+        if own:
+            here.segments[here.index].write(extents[here.index][0], shared.title)
+        for site, key in keys.items():
+            if (site[0], key) not in shared.members:
+                of = {rank: windows[here.host_of[rank]] for rank in key[0]}
+                member = _Member(arena.lanes[key], site[0], of, shared.title)
+                shared.members[site[0], key] = member
+            links = [self._link(site[0], other) for other, _ in arena.partners[site]]
+            member = shared.members[site[0], key]
+            begins[site] = _begin(program, arena, site, member, links)
+        shared.begins = begins
+        return shared
+
+    def begin(self, rank: int, start: Start) -> Begin:
+        return self._others.begin(rank, start)
+
+    def unload(self, shared: _Shared) -> None:
+        """The pages of a program are freed when all have unloaded it."""
+        if shared not in self._loaded:
+            return
+        self._loaded.remove(shared)
+        shared.release()
+        segments, own = self._neighbours.segments, self._neighbours.index
+        if own not in shared.extents:
+            return
+        segments[own].write(shared.extents[own][0] + FLAG, b"\1")
+        wanted = shared.title + b"\1"
+        if all(segments[a].read(at, FLAG + 1) == wanted for a, (at, _) in shared.extents.items()):
+            for actor, extent in shared.extents.items():
+                segments[actor].drop(*extent)
+
+    def close(self) -> None:
+        for shared in self._loaded:
+            shared.release()
+        self._loaded.clear()
+        self._links.clear()
+        self._neighbours.close()
+        self._others.close()
+
+    def _link(self, own: int, other: int) -> _Link:
+        if (own, other) not in self._links:
+            self._links[own, other] = _Link(self._neighbours, own, other)
+        return self._links[own, other]
+
+
+class _Shared(Prepared):
+    """A loaded program. `title`: what its windows begin with; `extents`: by actor, where the window
+    begins in its segment, and its bytes."""
+
+    def __init__(
+        self, transport: SameHostTransport, title: bytes, extents: Mapping[int, tuple[int, int]]
+    ) -> None:
+        super().__init__({})
+        self.title = title
+        self.extents = extents
+        self.members: dict[tuple[int, Key], _Member] = {}
+        self._transport = transport
+
+    def close(self) -> None:
+        self._transport.unload(self)
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        for member in self.members.values():
+            member.release()
+
+
+# -- what is started and waited for ----------------------------------------------------------------
+
+
+class _Member:
+    """A key's slots as one of its ranks uses them; `windows`: of the actors of its ranks."""
+
+    __slots__ = ("closed", "lane", "me", "same", "started", "title", "views", "windows")
+
+    def __init__(self, lane: Lane, rank: int, windows: Mapping[int, Window], title: bytes) -> None:
+        self.lane = lane
+        self.me = lane.key[0].index(rank)
+        self.windows = [windows[member] for member in lane.key[0]]
+        self.title = title
+        self.same = False  # as the others' program
+        self.started = 0
+        self.closed = False
+        # by slot, for each sort of start on the key: layers repeat
+        self.views: dict[object, list[_Views | None]] = {}
+        if lane.pieces:
+            own = self.windows[self.me].address
+            counted = [own + lane.done[self.me] + at * LINE for at in range(lane.slots)]
+            if self.me == 0:
+                counted += [own + lane.claims + i * LINE for i in range(lane.slots * lane.pieces)]
+            for address in counted:
+                calls().initialise(address, 1, 0)
+
+    def compare(self) -> None:
+        """Once the others have started: that their windows are of this program."""
+        if any(window.bytes[:FLAG].numpy().tobytes() != self.title for window in self.windows):
+            raise RuntimeError("The actors have not loaded the same programs in one order.")
+        self.same = True
+
+    def tensors(self, member: int, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """What a member's slot `at` holds."""
+        begin = self.lane.begins[member] + at * self.lane.slot_bytes[member]
+        return self._cut(member, begin, buffers)
+
+    def results(self, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+        """What has been folded together."""
+        return self._cut(0, self.lane.results + at * self.lane.result_bytes, buffers)
+
+    def claim(self, at: int, piece: int) -> int:
+        line = at * self.lane.pieces + piece
+        return self.windows[0].address + self.lane.claims + line * LINE
+
+    def done(self, member: int, at: int) -> int:
+        """The semaphore that counts the pieces which others have folded for this member."""
+        return self.windows[member].address + self.lane.done[member] + at * LINE
+
+    def release(self) -> None:
+        self.closed = True
+        self.windows.clear()
+        for views in self.views.values():
+            views.clear()
+
+    def _cut(self, member: int, begin: int, buffers: Sequence[Buffer]) -> list[Tensor]:
+        memory = self.windows[member].bytes
+        return [
+            memory[begin + at : begin + at + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
+            for at, buffer in zip(placed(buffers)[0], buffers, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`folds`: of each of its tensors what the members bring, and where the fold goes."""
+
+    claim: int
+    folds: Sequence[tuple[list[Tensor], Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Views:
+    """A slot, as a start sees it: where its own values go, by their number, and what the members
+    bring, in the order of the key. For what is folded together: `pieces`, `results`, the semaphore
+    of what others have `done`, and those by which they are `told`."""
+
+    own: Sequence[tuple[int, Tensor]]
+    parts: Sequence[Sequence[Tensor]]
+    pieces: Sequence[_Piece] = ()
+    results: Sequence[Tensor] = ()
+    done: int = 0
+    told: Sequence[int] = ()
+
+
+class _Begin:
+    """An instruction that starts something; `given`: what each member brings; `links` to the others
+    and how many starts each must be ahead (`slots.py`)."""
+
+    __slots__ = ("_given", "_links", "_member", "_post", "_start", "_views")
+
+    def __init__(
+        self,
+        start: Start,
+        member: _Member,
+        given: tuple[tuple[Buffer, ...], ...],
+        links: Sequence[tuple[_Link, int]],
+    ) -> None:
+        self._start = start
+        self._member = member
+        self._given = given
+        self._links = links
+        self._post = calls().post
+        sort: object = given
+        if isinstance(start, Collective):
+            sort = given, start.kind, start.op, start.out_buffers
+        self._views = member.views.setdefault(sort, [None] * member.lane.slots)
+
+    def __call__(self, values: Sequence[Tensor]) -> Pending:
+        member, post = self._member, self._post
+        if member.closed:
+            raise RuntimeError(CLOSED)
+        at = member.started % member.lane.slots
+        views = self._views[at]
+        if views is None:
+            views = self._views[at] = self._look(at)
+        member.started += 1
+        for number, place in views.own:
+            place.copy_(values[number])
+        if member.me == 0:
+            for piece in views.pieces:
+                post(piece.claim)
+        needed: list[int] = []
+        for link, ahead in self._links:
+            needed.append(link.started + ahead)
+            link.started += 1
+            post(link.outbox)
+        return _Started(self, views, needed, values)
+
+    def complete(
+        self, views: _Views, needed: Sequence[int], values: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        member = self._member
+        if member.closed:
+            raise RuntimeError(CLOSED)
+        for (link, _), number in zip(self._links, needed):
+            if link.taken < number:
+                link.take(number)
+        if not member.same:
+            member.compare()
+        match start := self._start:
+            case Collective():
+                if views.pieces:
+                    return self._fold_together(start, views)
+                parts = [contribution(start, part, member.me) for part in views.parts]
+                parts[member.me] = contribution(start, values, member.me)
+                made = combined(start, parts)
+                return made if start.op is not None else tuple(map(copied, made))
+            case Recv():
+                return tuple(map(copied, views.parts[0]))
+            case Send():
+                return ()
+            case _:
+                assert_never(start)
+
+    def _fold_together(self, start: Collective, views: _Views) -> tuple[Tensor, ...]:
+        """Fold the pieces that nobody has claimed, then wait for those that others have."""
+        op, claim, post = start.op, calls().take, self._post
+        assert op is not None
+        missing, first = 0, self._member.me * len(views.pieces) // len(views.parts)
+        for piece in (*views.pieces[first:], *views.pieces[:first]):
+            if claim(piece.claim):
+                missing += 1
+                continue
+            for parts, result in piece.folds:
+                result.copy_(fold(parts, op, result.dtype))
+            for done in views.told:
+                post(done)
+        for _ in range(missing):
+            take(views.done, self._check)
+        return tuple(map(copied, views.results))
+
+    def _check(self) -> None:
+        """Raises if one of the others is gone."""
+        for link, _ in self._links:
+            link.check()
+
+    def _look(self, at: int) -> _Views:
+        """Slot `at` as this start sees it."""
+        member, start = self._member, self._start
+        brings = tuple(member.tensors(m, at, given) for m, given in enumerate(self._given))
+        divided = isinstance(start, Collective) and start.kind in DIVIDED
+        own = [(i, to) for i, to in enumerate(brings[member.me]) if not divided or i != member.me]
+        cut = pieces_of(start)
+        if not cut or not isinstance(start, Collective):
+            return _Views(own=own, parts=brings)
+        results = member.results(at, start.out_buffers)
+        given = [[tensor.view(-1) for tensor in part] for part in brings]
+        made = [tensor.view(-1) for tensor in results]
+        folds = [
+            [
+                ([part[n][begin:end] for part in given], made[n][begin:end])
+                for n, begin, end in piece
+            ]
+            for piece in cut
+        ]
+        return _Views(
+            own=own,
+            parts=brings,
+            pieces=[_Piece(member.claim(at, n), fold) for n, fold in enumerate(folds)],
+            results=results,
+            done=member.done(member.me, at),
+            told=[member.done(m, at) for m in range(len(brings)) if m != member.me],
+        )
+
+
+class _Started(Pending):
+    """Not a dataclass: one is made for each start, in a hurry."""
+
+    __slots__ = ("begin", "needed", "values", "views")
+
+    def __init__(
+        self, begin: _Begin, views: _Views, needed: Sequence[int], values: Sequence[Tensor]
+    ) -> None:
+        self.begin = begin
+        self.views = views
+        self.needed = needed
+        self.values = values
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.begin.complete(self.views, self.needed, self.values)
+
+
+def _begin(
+    program: Program, arena: Arena, site: Site, member: _Member, links: Sequence[_Link]
+) -> Begin:
+    sites = dict((site, *arena.partners[site]))
+    given = tuple(brought(_start(program, (rank, sites[rank]))) for rank in member.lane.key[0])
+    ahead = list(zip(links, arena.ahead[site], strict=True))
+    return _Begin(_start(program, site), member, given, ahead)
+
+
+def _start(program: Program, site: Site) -> Start:
+    start = instruction_at(program, site)
+    assert isinstance(start, Send | Recv | Collective)
+    return start

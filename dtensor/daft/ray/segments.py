@@ -1,0 +1,209 @@
+"""Memory without a name that processes of one host share, and semaphores in it.
+
+    own = Segment.create(place)                      # a memfd; its first bytes are a nonce
+    there = Segment.open(card)                       # another process's, by what `own.card` says
+    window = there.map(1 << 20, 8192)                # tensors and semaphores in it
+    window.bytes[:4096].view(torch.float32)          # f32[1024], whose writes the other sees
+    semaphore = window.address + 4096
+    take(semaphore, check)                           # until the other has posted it
+
+A segment is a memfd of 4 EiB, of which only pages that were written exist. Others open it as
+`/proc/<pid>/fd/<n>`, and then read its nonce back: so that there is no name that could be left
+behind, and no mistaking another process, or another namespace's, for the one that was meant.
+Semaphores are POSIX's, shared by processes, through ctypes: they order memory on all machines, and
+`sem_trywait` is the only atomic claim that Python can reach.
+
+Invariants: a window is unmapped when nothing refers to it any more, tensors in it included; a
+process's end frees all it held. `take` never spins for long: it asks a few times, then sleeps in
+the kernel, for `SLICE_S` at most before it looks whether there is still something to wait for. It
+does not give its core up in between: a process that yields where others compute gets the core back
+late, so that a 4 KB all_reduce of four took 1.2 ms instead of 0.08.
+
+Linux with glibc 2.30 or later; elsewhere `calls` raises `OSError` or `AttributeError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+import torch
+
+SIZE = 1 << 62  # of a segment; a limit of offsets, not of memory
+MAPPED_BYTES = 1 << 30  # at once, of addresses and not of memory
+SLICE_S = 0.2
+"""How often one that waits looks whether those that it waits for are still there."""
+
+TRIES = 20
+"""How often a semaphore is asked before the process sleeps: some microseconds, what a partner on
+another core needs for a few kilobytes."""
+
+_NONCE_BYTES = 32
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Calls(NamedTuple):
+    """Of the C library; semaphores by their addresses. 0: it went well."""
+
+    initialise: Callable[[int, int, int], int]
+    post: Callable[[int], int]
+    take: Callable[[int], int]
+    """sem_trywait: 0 if it was claimed."""
+    wait: Callable[[int, int, Any], int]
+    """sem_clockwait: without the GIL."""
+    allocate: Callable[[int, int, int, int], int]
+
+
+@cache
+def calls() -> Calls:
+    # PyDLL keeps the GIL: what does not block is over sooner than the GIL is given up.
+    short, long = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    short.sem_init.argtypes = (pointer, number, ctypes.c_uint)
+    short.sem_post.argtypes = (pointer,)
+    short.sem_trywait.argtypes = (pointer,)
+    long.sem_clockwait.argtypes = (pointer, number, ctypes.POINTER(_Timespec))
+    long.fallocate.argtypes = (number, number, ctypes.c_int64, ctypes.c_int64)
+    return Calls(
+        short.sem_init, short.sem_post, short.sem_trywait, long.sem_clockwait, long.fallocate
+    )
+
+
+def take(semaphore: int, check: Callable[[], None]) -> None:
+    """Wait for a post. `check` raises if none can come; it is asked every `SLICE_S`."""
+    _, _, trywait, wait, _ = calls()
+    for _ in range(TRIES):
+        if not trywait(semaphore):
+            return
+    while True:
+        end = time.monotonic_ns() + int(SLICE_S * 1e9)
+        until = _Timespec(end // 1_000_000_000, end % 1_000_000_000)
+        if not wait(semaphore, time.CLOCK_MONOTONIC, ctypes.byref(until)):
+            return
+        error = ctypes.get_errno()
+        if error == errno.ETIMEDOUT:
+            try:
+                check()
+            except RuntimeError:
+                if not trywait(semaphore):  # it came before what is wrong
+                    return
+                raise
+        elif error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Some of a segment, u8[nbytes]. Addresses hold while anything refers to the tensor."""
+
+    bytes: torch.Tensor
+
+    @property
+    def address(self) -> int:
+        return self.bytes.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What another process needs to open a segment. `place`: where `/proc` means the same."""
+
+    place: str
+    pid: int
+    descriptor: int
+    nonce: str
+
+
+class Segment:
+    """`process`: a pidfd of the one whose segment it is."""
+
+    def __init__(self, card: Card, descriptor: int, process: int) -> None:
+        self.card = card
+        self._descriptor = descriptor
+        self._process = process
+        self._mapped = range(0)  # of the segment
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @staticmethod
+    def create(place: str) -> Segment:
+        """This process's."""
+        calls()
+        with ExitStack() as failing:
+            descriptor = os.memfd_create("dtensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            failing.callback(os.close, descriptor)
+            os.ftruncate(descriptor, SIZE)
+            # whoever opens it cannot take pages away from under another's mapping
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            nonce = token_hex(_NONCE_BYTES // 2)
+            os.pwrite(descriptor, nonce.encode(), 0)
+            process = os.pidfd_open(os.getpid())
+            failing.pop_all()
+        return Segment(Card(place, os.getpid(), descriptor, nonce), descriptor, process)
+
+    @staticmethod
+    def open(card: Card) -> Segment | None:
+        """Another's; None if it cannot be had."""
+        with ExitStack() as failing:
+            try:
+                process = os.pidfd_open(card.pid)  # before its nonce: so it is of that process
+                failing.callback(os.close, process)
+                path = f"/proc/{card.pid}/fd/{card.descriptor}"
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                failing.callback(os.close, descriptor)
+                nonce = os.pread(descriptor, _NONCE_BYTES, 0)
+            except OSError:
+                return None
+            if nonce != card.nonce.encode():
+                return None
+            failing.pop_all()
+        return Segment(card, descriptor, process)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def map(self, begin: int, nbytes: int) -> Window:
+        """`begin`: a multiple of `mmap.PAGESIZE`. Windows near each other share a mapping, for each
+        of Python's holds a file descriptor."""
+        end = begin + nbytes
+        if not self._mapped.start <= begin <= end <= self._mapped.stop:
+            self._mapped = range(begin, max(end, min(begin + MAPPED_BYTES, SIZE)))
+            memory = mmap.mmap(self._descriptor, len(self._mapped), offset=begin)
+            self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        first = self._mapped.start
+        return Window(self._memory[begin - first : end - first])
+
+    def read(self, begin: int, nbytes: int) -> bytes:
+        return os.pread(self._descriptor, nbytes, begin)
+
+    def write(self, begin: int, data: bytes) -> None:
+        os.pwrite(self._descriptor, data, begin)
+
+    def drop(self, begin: int, nbytes: int) -> None:
+        """Free the pages of what nobody uses any more."""
+        if calls().allocate(self._descriptor, _PUNCH, begin, nbytes):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+    def close(self) -> None:
+        """Windows stay as long as they are used."""
+        self._mapped, self._memory = range(0), torch.empty(0, dtype=torch.uint8)
+        os.close(self._descriptor)
+        os.close(self._process)

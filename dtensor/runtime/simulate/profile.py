@@ -1,0 +1,154 @@
+"""A profile: where the time of a step goes on each rank, predicted beside measured.
+
+    profile = step.profile(20, tokens, targets)
+    profile.seconds                        # of a step, by the clock
+    profile.ranks[0].kernels["mm"].seconds, .predicted, .times
+    profile.ranks[0].waiting[1,]           # in `Wait`, for rank 1
+    profile.ranks[0].overhead["channel"]
+    print(profile)                         # a table for each rank
+
+Invariants: the parts of a rank are apart from each other, and with `remainder` they add up to
+``seconds``. Not here: what is counted as what (breakdown.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtensor.sharding.plan.text.words import seconds_text
+from dtensor.showing import html_text, screen
+
+SHOWN_OPS = 12
+SHOWN_RANKS = 8
+LAYERS: Mapping[str, str] = {
+    "controller": "Python before the run and after it",
+    "channel": "to the ranks and back",
+    "engine": "between instructions",
+    "starts": "of messages",
+    "dispatch": "of ops",
+}
+"""Of overhead, from the outermost to the innermost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds of a step; ``predicted``: the same, None of what is not predicted; ``times``: how
+    often in a step, 0 of what is not counted."""
+
+    seconds: float
+    predicted: float | None = None
+    times: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """Of one rank; see the module. Dearest first; ``waiting``: by the ranks that were waited for,
+    in order."""
+
+    rank: int
+    kernels: Mapping[str, Spent]
+    waiting: Mapping[tuple[int, ...], Spent]
+    overhead: Mapping[str, Spent]
+    other_ranks: Spent
+    idle: Spent
+
+    @property
+    def seconds(self) -> float:
+        """Of all parts."""
+        return sum(spent.seconds for spent in self._all())
+
+    def _all(self) -> Iterator[Spent]:
+        for part in (self.kernels, self.waiting, self.overhead):
+            yield from part.values()
+        yield from (self.other_ranks, self.idle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Profile:
+    """``seconds``: of a step without stamps, by the controller's clock, each read before the next;
+    ``predicted``: the same on ``hardware``; ``instrumentation``: how much longer those with stamps
+    took, which is no part of any figure; ``num_steps``: of each."""
+
+    name: str
+    seconds: float
+    predicted: float
+    hardware: str
+    instrumentation: float
+    num_steps: int
+    ranks: tuple[RankProfile, ...]
+
+    def remainder(self, rank: int) -> float:
+        """``seconds`` less all parts of a rank: medians do not add up, and steps differ. On a GPU,
+        where timed lines wait for the device, it is negative by what else runs side by side."""
+        return self.seconds - self.ranks[rank].seconds
+
+    def __repr__(self) -> str:
+        took = f"{seconds_text(self.seconds)} a step, ranks: {len(self.ranks):,}"
+        return f"<profile {self.name}: {took}>"
+
+    def _repr_html_(self) -> str:
+        return html_text(screen(str(self)))
+
+    def __str__(self) -> str:
+        steps = f"median of {self.num_steps} steps"
+        side = "less" if self.instrumentation < 0 else "more"
+        lines = [
+            f"profile {self.name}    {seconds_text(self.seconds)} a step, "
+            f"{seconds_text(self.predicted)} predicted for {self.hardware}; {steps}",
+            f"with stamps {seconds_text(abs(self.instrumentation))} {side}, not in the table",
+        ]
+        for own in self.ranks[:SHOWN_RANKS]:
+            lines += ["", *_aligned([*self._rows(own)])]
+        if len(self.ranks) > SHOWN_RANKS:
+            lines += ["", f"and {len(self.ranks) - SHOWN_RANKS} ranks more: profile.ranks"]
+        return "\n".join(lines)
+
+    def _rows(self, own: RankProfile) -> Iterator[tuple[str, ...]]:
+        def row(what: str, spent: Spent) -> tuple[str, ...]:
+            share = f"{100 * spent.seconds / self.seconds:.1f}%" if self.seconds else ""
+            predicted = "" if spent.predicted is None else seconds_text(spent.predicted)
+            times = f"{spent.times:,}" if spent.times else ""
+            return what, _signed(spent.seconds), share, predicted, times
+
+        yield f"rank {own.rank}", "measured", "share", "predicted", "times"
+        yield row("kernels", _sum(own.kernels.values()))
+        ops = list(own.kernels.items())
+        shown = ops if len(ops) <= SHOWN_OPS + 1 else ops[:SHOWN_OPS]
+        for op, spent in shown:
+            yield row(f"  {op}", spent)
+        if rest := ops[len(shown) :]:
+            yield row(f"  {len(rest)} others", _sum([spent for _, spent in rest]))
+        yield row("waiting", _sum(own.waiting.values()))
+        for peers, spent in own.waiting.items():
+            who = ", ".join(map(str, peers))
+            yield row(f"  for rank{'s' * (len(peers) > 1)} {who}", spent)
+        yield row("overhead", _sum(own.overhead.values()))
+        for layer, spent in own.overhead.items():
+            yield row(f"  {layer}: {LAYERS[layer]}", spent)
+        if own.other_ranks.seconds:
+            yield row("turns of other ranks in this process", own.other_ranks)
+        yield row("idle", own.idle)
+        yield row("remainder", Spent(seconds=self.seconds - own.seconds))
+        yield row("step", Spent(seconds=self.seconds, predicted=self.predicted))
+
+
+def _sum(parts: Iterable[Spent]) -> Spent:
+    every = list(parts)
+    known = [spent.predicted for spent in every if spent.predicted is not None]
+    return Spent(
+        seconds=sum(spent.seconds for spent in every),
+        predicted=sum(known) if known else None,
+        times=sum(spent.times for spent in every),
+    )
+
+
+def _signed(seconds: float) -> str:
+    return f"-{seconds_text(-seconds)}" if seconds < 0 else seconds_text(seconds)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for what, *cells in rows:
+        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join([what.ljust(widths[0]), *shown]).rstrip()

@@ -1,0 +1,149 @@
+"""`launch(local="inductor")`: the same bits in all backends and modes, and nearly those without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.session import Backend, session_for
+from dtensor.daft import Mode, Program
+from dtensor.runtime.lower.inductor import Compiled
+from tests.api.training import (
+    SIX,
+    adamw,
+    assert_losses_close,
+    assert_same_bits,
+    batches,
+    make_model,
+)
+from tests.models import Llama, batch, loss_fn
+
+
+def trained(
+    name: str,
+    local: str,
+    backend: Backend = "inprocess",
+    mode: Mode = "compiled",
+    *,
+    llama: bool = False,
+    zero: Mapping[str, int] | None = None,
+    options: Mapping[str, Any] = {},
+    size: int = 4,
+) -> tuple[list[float], dict[str, Any], Program]:
+    placed = SIX[name]
+    torch.manual_seed(0)
+    module = Llama() if llama else make_model()
+    pins = {} if llama else placed.pins
+    model = dt.parallelize(module, placed.mesh, pins, stages=placed.stages, zero=zero)
+    optimizer = adamw(module)
+    step = dt.train_step(model, loss_fn, optimizer, inputs=placed.inputs, **options)
+    data = [batch(seed, size=size) for seed in range(3)]
+    with dt.launch(placed.mesh, backend, mode=mode, local=local):  # type: ignore[arg-type]
+        losses = [float(step(*one)) for one in data]
+        state = dt.gather_state_dict(model, optimizer)
+        [(_, loaded)] = session_for(placed.mesh).loaded.values()
+        assert isinstance(loaded, LoadedProgram)
+        return losses, state, loaded.handle.program
+
+
+def kernels_of(program: Program) -> list[str]:
+    bound = (value for _, function in program.functions for _, value in function.bindings)
+    return sorted({value.__name__ for value in bound if isinstance(value, Compiled)})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_modes_have_the_same_bits() -> None:
+    losses, state, program = trained("tp2", "inductor")
+    assert "fused(add, gelu)" in kernels_of(program)
+    assert "fused(add, add, native_layer_norm)" in kernels_of(program)
+    again, same, _ = trained("tp2", "inductor", mode="interpreted")
+    assert losses == again
+    assert_same_bits(same, state)
+    plain, _, generated = trained("tp2", "generated")
+    assert kernels_of(generated) == []
+    assert_losses_close(losses, plain)
+    texts = [program.ranks[0].text(), generated.ranks[0].text()]
+    assert len(texts[0].splitlines()) == len(texts[1].splitlines())  # calls in the same places
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_on_ray_the_same_bits() -> None:
+    losses, state, _ = trained("tp2", "inductor")
+    there, same, _ = trained("tp2", "inductor", "ray")
+    assert losses == there
+    assert_same_bits(same, state)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("tp2_pp2", dict(options=dict(schedule=dt.OneFOneB(microbatches=2), clip_grad_norm=1.0))),
+        ("dp2", dict(zero={"dp": 3}, size=3)),  # ranks of two rows and of one
+        ("dp2", dict(llama=True)),
+    ],
+)
+def test_other_placements_and_models(name: str, more: dict[str, Any]) -> None:
+    losses, _, program = trained(name, "inductor", **more)
+    assert kernels_of(program)
+    assert_losses_close(losses, trained(name, "generated", **more)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_profile_names_what_was_fused() -> None:
+    mesh = dt.Mesh(tp=2)
+    f = dt.compile(lambda x, y: ((x * y).relu() + x).sum(), mesh)
+    with dt.launch(mesh, local="inductor"):
+        x = dt.distribute(torch.randn(8, 6), mesh, tp=dt.Row())
+        y = dt.distribute(torch.randn(8, 6), mesh, tp=dt.Row())
+        expected = ((x.full_tensor() * y.full_tensor()).relu() + x.full_tensor()).sum()
+        found: Tensor = f(x, y).full_tensor()
+        kernels = f.profile(1, x, y).ranks[0].kernels
+    torch.testing.assert_close(found, expected)
+    assert "fused(mul, relu, add, sum)" in kernels
+
+
+def test_what_it_does_not_go_with() -> None:
+    mesh = dt.Mesh()
+    for wrong, said in (
+        (dict(local="fast"), 'local=\'fast\': it is "generated" or "inductor"'),
+        (dict(local="inductor", device="meta"), "it compiles for CPUs alone"),
+    ):
+        with pytest.raises(dt.PlanningError, match=said), dt.launch(mesh, **wrong):
+            pass
+    model = dt.parallelize(make_model(), mesh, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, loss_fn, optimizer, detect_nan=True)
+    said = "detect_nan looks at each op"
+    with dt.launch(mesh, local="inductor"), pytest.raises(dt.PlanningError, match=said):
+        step(*batches(1)[0])
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_launch_says_so() -> None:
+    code = 'import dtensor as dt\nwith dt.launch(dt.Mesh(), local="inductor"): pass'
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "CXX": "/nowhere/g++"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    last = done.stderr.strip().splitlines()
+    assert done.returncode == 1
+    assert any('local="inductor" needs a C++ compiler' in line for line in last), done.stderr
+    assert last[-1] == "fix: install g++, or set CXX to a compiler; or leave local out"

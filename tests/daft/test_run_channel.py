@@ -1,0 +1,330 @@
+"""The run channel without Ray: a host in a thread serves it, over a unix socket or TCP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from dtensor.daft.ray.host import Host
+from dtensor.daft.ray.messages import ASKED, GAVE, TOLD, Pickled, encoded, incoming, join, send
+from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
+
+LARGE = 1 << 24
+"""Bytes, many times what sockets hold."""
+
+
+class Echo:
+    """What a host of these tests hosts."""
+
+    def __init__(self, counter: ProgramCounter) -> None:
+        self.counter = counter
+        self.kept: list[Any] = []
+        self.go = threading.Event()
+
+    def keep(self, value: Any) -> None:
+        self.kept.append(value)
+
+    def give(self, value: Any) -> Any:
+        return value
+
+    def all(self) -> list[Any]:
+        return self.kept
+
+    def wait(self) -> None:
+        self.go.wait(30.0)
+
+    def fail(self, reason: str) -> None:
+        raise LookupError(reason)
+
+    def fail_oddly(self) -> None:
+        raise Odd(1, 2)
+
+    def give_what_does_not_pickle(self) -> object:
+        return threading.Lock()
+
+
+class Odd(Exception):
+    """Does not unpickle."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@contextmanager
+def channel_of(folder: Path, count: int = 1, address: str | None = None) -> Iterator[Any]:
+    """A channel, its hosts, and that they end."""
+    channel = RunChannel(folder, count, address)
+    hosts, threads = list[Host](), list[threading.Thread]()
+    try:
+        for index in range(count):
+            ProgramCounter.make(folder / f"host{index}")
+            hosts.append(Host(str(folder / f"host{index}"), Echo))
+            invitation = channel.invitation(index)
+            if address is not None:
+                invitation = replace(invitation, path=str(folder / "nowhere"))
+            threads.append(threading.Thread(target=hosts[-1].serve, args=(invitation,)))
+            threads[-1].start()
+        yield channel, [host._hosted for host in hosts]
+    finally:
+        channel.close()
+        for host, thread in zip(hosts, threads, strict=True):
+            cast(Echo, host._hosted).go.set()
+            thread.join(30.0)
+            assert host._counter is not None
+            host._counter.stop()
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def ask(channel: RunChannel, what: Callable[..., Any], *given: object, host: int = 0) -> Any:
+    return channel.send(host, ASKED, (what,), given)
+
+
+@pytest.mark.parametrize("address", [None, "127.0.0.1"])
+def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
+    with channel_of(tmp_path, 2, address) as (channel, _):
+        for value in range(100):
+            channel.send(value % 2, TOLD, (Echo.keep,), (value,))
+        first, second = [ask(channel, Echo.all, host=host) for host in (0, 1)]
+        assert channel.get([second], 30.0) == [list(range(1, 100, 2))]
+        assert channel.get([first, second], 0.0) == [list(range(h, 100, 2)) for h in (0, 1)]
+        assert channel.came([first, second])
+
+
+def test_a_call_that_has_not_come_back(tmp_path: Path) -> None:
+    with channel_of(tmp_path) as (channel, (echo,)):
+        waiting, behind = ask(channel, Echo.wait), ask(channel, Echo.give, 3)
+        with pytest.raises(NotYet):
+            channel.get([waiting, behind], 0.05)
+        assert not channel.came([waiting])
+        echo.go.set()
+        assert channel.get([behind, waiting], 30.0) == [3, None]
+
+
+SOME = [
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.tensor(float("nan")),
+    torch.zeros(0, 3, dtype=torch.int64),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.tensor([1 + 2j]),
+    torch.randn(70_000),
+    torch.randn(100, 2000)[:, ::2],
+]
+
+
+def test_tensors(tmp_path: Path) -> None:
+    with channel_of(tmp_path) as (channel, _):
+        (found,) = channel.get([ask(channel, Echo.give, {"all": SOME})], 30.0)
+        for given, came in zip(SOME, found["all"], strict=True):
+            assert came.dtype == given.dtype and came.shape == given.shape
+            assert torch.equal(came, given) or given.isnan().all()
+            assert came.is_contiguous() and not came.requires_grad
+            came.zero_()  # it is nobody else's
+        parameter = torch.nn.Parameter(torch.ones(2))
+        (found,) = channel.get([ask(channel, Echo.give, parameter)], 30.0)
+        assert isinstance(found, torch.nn.Parameter) and found.requires_grad
+
+
+@pytest.mark.slow
+def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
+    """Each host is sent much while it has much to send, and nobody reads yet."""
+    with channel_of(tmp_path, 2) as (channel, echoes):
+        blocked = [ask(channel, Echo.wait, host=host) for host in (0, 1)]
+        value = torch.arange(LARGE // 8)
+        asked = [ask(channel, Echo.give, value + i, host=i % 2) for i in range(6)]
+        value.zero_()
+        for echo in echoes:
+            echo.go.set()
+        for i, reply in enumerate(asked):
+            (found,) = channel.get([reply], 60.0)
+            assert torch.equal(found, torch.arange(LARGE // 8) + i)
+        channel.get(blocked, 30.0)
+        end = time.monotonic() + 30.0
+        while any(thread.name == "run channel" for thread in threading.enumerate()):
+            assert time.monotonic() < end, "the thread that writes is there with nothing to write"
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
+    with channel_of(tmp_path) as (channel, (echo,)):
+        channel.send(0, ASKED, (Echo.wait,), ())
+        given = torch.ones(LARGE // 4)
+        reply = ask(channel, Echo.give, given)
+        given.fill_(2.0)
+        echo.go.set()
+        assert channel.get([reply], 30.0)[0].eq(1.0).all()
+
+
+def test_a_value_for_several_hosts(tmp_path: Path) -> None:
+    with channel_of(tmp_path, 2) as (channel, echoes):
+        once = Pickled.of({"w": torch.arange(50_000)})
+        for host in (0, 1):
+            channel.send(host, TOLD, (Echo.keep,), (once,))
+            channel.get([ask(channel, Echo.give, None, host=host)], 30.0)
+        for echo in echoes:
+            assert torch.equal(echo.kept[0].value()["w"], torch.arange(50_000))
+
+
+@pytest.mark.slow
+def test_many_buffers(tmp_path: Path) -> None:
+    values = [torch.full((5_000,), float(i)) for i in range(600)]
+    with channel_of(tmp_path) as (channel, _):
+        (found,) = channel.get([ask(channel, Echo.give, values)], 60.0)
+        assert all(came.eq(i).all() for i, came in enumerate(found))
+
+
+def test_threads_get_their_own_answers(tmp_path: Path) -> None:
+    wrong: list[tuple[int, int]] = []
+    with channel_of(tmp_path, 2) as (channel, _):
+
+        def run(me: int) -> None:
+            for i in range(200):
+                (found,) = channel.get([ask(channel, Echo.give, (me, i), host=i % 2)], 30.0)
+                if found != (me, i):
+                    wrong.append(found)
+
+        threads = [threading.Thread(target=run, args=(me,)) for me in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        assert not any(thread.is_alive() for thread in threads) and not wrong
+
+
+def test_what_a_call_raises(tmp_path: Path) -> None:
+    with channel_of(tmp_path) as (channel, _):
+        with pytest.raises(LookupError, match="no such") as caught:
+            channel.get([ask(channel, Echo.fail, "no such")], 30.0)
+        assert "in fail" in str(caught.value.__cause__)
+        with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
+            channel.get([ask(channel, Echo.fail_oddly)], 30.0)
+        with pytest.raises(TypeError, match="cannot pickle"):
+            channel.get([ask(channel, Echo.give_what_does_not_pickle)], 30.0)
+        channel.send(0, TOLD, (Echo.fail,), ("told",))
+        with pytest.raises(LookupError, match="told"):
+            channel.get([ask(channel, Echo.give, 1)], 30.0)
+        assert channel.get([ask(channel, Echo.give, 1)], 30.0) == [1]
+
+
+def test_a_host_that_goes(tmp_path: Path) -> None:
+    """What it gave before is there; what it did not give is lost, and so is what comes later."""
+    channel = RunChannel(tmp_path, 1, None)
+    with join_in_thread(channel) as sock:
+        before, after = ask(channel, Echo.give, 1), ask(channel, Echo.give, 2)
+        host = incoming(sock)
+        message = next(host)
+        assert message is not None
+        send(sock, encoded(message.number, GAVE, (), 1))
+        sock.close()
+        assert channel.get([before], 30.0) == [1]
+        with pytest.raises(CallLost):
+            channel.get([before, after], 30.0)
+        with pytest.raises(CallLost):
+            channel.get([ask(channel, Echo.give, 3)], 30.0)
+        assert channel.broken() == [0]
+    channel.close()
+    channel.close()
+
+
+@contextmanager
+def join_in_thread(channel: RunChannel) -> Iterator[socket.socket]:
+    """The host's end of line 0; the controller has to read meanwhile."""
+    found: list[socket.socket] = []
+    thread = threading.Thread(target=lambda: found.append(join(channel.invitation(0), 30.0)))
+    thread.start()
+    read_while_alive(channel, thread)
+    with found[0] as sock:
+        yield sock
+
+
+def read_while_alive(channel: RunChannel, thread: threading.Thread) -> None:
+    while thread.is_alive():
+        with pytest.raises(NotYet):
+            channel.get([Reply(0)], 0.01)
+    thread.join()
+
+
+def test_a_stranger_is_shown_out(tmp_path: Path) -> None:
+    channel = RunChannel(tmp_path, 1, "127.0.0.1")
+    try:
+        stranger = replace(channel.invitation(0), key=b"x" * 32)
+        failed: list[Exception] = []
+
+        def knock() -> None:
+            try:
+                join(stranger, 30.0)
+            except ConnectionError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=knock)
+        thread.start()
+        read_while_alive(channel, thread)
+        assert len(failed) == 1
+        # a host that is called by another is not taken in either
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            address = other.getsockname()[:2]
+            false = replace(channel.invitation(0), path=None, address=address)
+            caller = threading.Thread(target=lambda: _answer_falsely(other))
+            caller.start()
+            with pytest.raises(ConnectionError, match="not the controller"):
+                join(false, 30.0)
+            caller.join()
+        with join_in_thread(channel), socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(str(tmp_path / "runs"))  # says nothing, and holds up nobody
+            assert channel.broken() == []
+    finally:
+        channel.close()
+
+
+def _answer_falsely(server: socket.socket) -> None:
+    with server.accept()[0] as sock:
+        sock.sendall(os.urandom(32))
+        sock.recv(1 << 16)
+        sock.sendall(os.urandom(32))
+
+
+def test_an_interrupt_while_a_message_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that comes later is taken for what was lost; one while it waits changes nothing."""
+    with channel_of(tmp_path) as (channel, (echo,)):
+        reply = ask(channel, Echo.wait)
+
+        def pressed(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(channel, "_read_once", pressed)
+            channel.get([reply], 30.0)
+        assert not channel.interrupted
+        echo.go.set()
+        assert channel.get([reply, ask(channel, Echo.give, 4)], 30.0) == [None, 4]
+        line = channel._lines[0]
+        real = line.messages
+
+        def half() -> Iterator[None]:
+            next(real)
+            raise KeyboardInterrupt
+            yield
+
+        line.messages = half()
+        one, two = ask(channel, Echo.give, 1), ask(channel, Echo.give, 2)
+        with pytest.raises(KeyboardInterrupt):
+            channel.get([one, two], 30.0)
+        assert channel.interrupted
+        with pytest.raises(CallLost):
+            channel.get([two], 30.0)

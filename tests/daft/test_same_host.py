@@ -1,0 +1,456 @@
+"""Shared memory between processes of one host: the same bits as gloo, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtensor.daft import (
+    Buffer,
+    Call,
+    Collective,
+    CommunicationError,
+    Instruction,
+    Program,
+    Recv,
+    Send,
+    Wait,
+    launch_cluster,
+)
+from dtensor.daft.ray import same_host, slots
+from dtensor.daft.ray.exchange import ExchangeTransport
+from dtensor.daft.ray.neighbours import own_place
+from dtensor.daft.ray.same_host import SameHostTransport
+from dtensor.daft.ray.segments import SLICE_S, Segment
+from tests.daft.actors_here import Here, Hosted, actors, each
+from tests.daft.explore import drawn
+from tests.daft.programs import Collectives, function, pipeline, program, same_bits, values
+from tests.daft.slots import accepted
+
+B = Buffer((2,), torch.float32)
+
+
+def _sum(
+    number: int, channel: str = "c", group: Sequence[int] = (0, 1), buffer: Buffer = B
+) -> Collective:
+    bs = (buffer,)
+    return Collective(
+        "all_reduce", tuple(group), (f"x{number}",), (f"y{number}",), bs, bs, "sum", channel
+    )
+
+
+def _sums(size: int = 2, buffer: Buffer = B, count: int = 1) -> Program:
+    """All ranks sum what they are fed, one after the other."""
+    own: list[Instruction] = []
+    for n in range(count):
+        own += [_sum(n, group=range(size), buffer=buffer), Wait((f"y{n}",))]
+    made = tuple(f"y{n}" for n in range(count))
+    given = tuple(f"x{n}" for n in range(count))
+    return program(*[own] * size, inputs=[given] * size, outputs=[made] * size)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _collectives(here: Here, size: int, large: int) -> str:
+    case = Collectives(size, large=large)
+    with launch_cluster(size) as local:
+        expected = local.run(local.load(case.program()), case.fed).get()
+    shared = here.join()
+    assert isinstance(shared, SameHostTransport)
+    for hosted in (Hosted(here, shared), Hosted(here, here.gloo())):
+        handle = hosted.load(case.program())
+        for _ in range(5):
+            for rank, named in hosted.run(handle, case.fed).items():
+                assert named.keys() == expected[rank].keys()
+                for name, value in named.items():
+                    assert same_bits(value, expected[rank][name]), (rank, name)
+        hosted.worker.close()
+    return "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "large"), [(2, 40_000), (3, 40_000), (4, 400_000)])
+def test_every_collective_gives_the_bits_of_gloo_and_inprocess(size: int, large: int) -> None:
+    assert each(size, _collectives, size, large) == ["right"] * size
+
+
+def _crossed() -> Program:
+    """Rank 1 waits for B before it waits for A, which rank 0 waits for before it sends B."""
+    first: list[Instruction] = [_sum(0), Wait(("y0",)), Send("b", 1, "c", B), Wait(("b",))]
+    other: list[Instruction] = [_sum(0), Recv("b", 0, "c", B), Wait(("b",)), Wait(("y0",))]
+    return program(first, other, inputs=[("x0", "b"), ("x0",)], outputs=[("y0", "b"), ("y0", "b")])
+
+
+def _many_programs(here: Here) -> str:
+    """Programs that share channels, loaded and unloaded between runs, with nobody in step."""
+    hosted = Hosted(here, here.join())
+    rank, draw = here.index, torch.Generator().manual_seed(here.index)
+    hosted.worker.put({rank: {"w": torch.full((4,), 10.0**rank), "n": torch.zeros(())}})
+    crossed, passed = hosted.load(_crossed()), hosted.load(pipeline(2))
+    for run in range(60):
+        time.sleep(float(torch.rand((), generator=draw)) * 0.004)
+        x = torch.tensor([run, 2.0])
+        found = hosted.run(crossed, [{"x0": x, "b": x * 3}, {"x0": x}])[rank]
+        assert torch.equal(found["y0"], 2 * x) and torch.equal(found["b"], 3 * x)
+        passing = hosted.run(passed, [{"x": torch.full((4,), float(run))}, {}])[rank]
+        if rank == 1:
+            assert passing["y"].tolist() == [run + 11.0] * 4
+        if run % 7 == 0:
+            sums = hosted.load(_sums(count=3))
+            fed = {f"x{n}": torch.tensor([n, run]) * (rank + 1.0) for n in range(3)}
+            made = hosted.run(sums, [fed, fed])[rank]
+            assert made["y2"].tolist() == [6.0, 3.0 * run]
+            hosted.worker.unload(sums)
+    hosted.worker.close()
+    return "right"
+
+
+@pytest.mark.slow
+def test_programs_on_one_channel_run_in_any_order_and_nobody_waits_in_a_circle() -> None:
+    assert each(2, _many_programs) == ["right"] * 2
+
+
+def _random_programs(here: Here, seed: int, number: int) -> int:
+    """Programs that the verifier accepts, in random orders of runs, with nobody in step: what they
+    give in one process."""
+    slots.TOGETHER_BYTES, slots.PIECE_BYTES = 0, 4  # every sum of three in two pieces
+    size, draw = len(here.hosts), random.Random(seed)
+    hosted = Hosted(here, here.join())
+    own = random.Random(here.index)
+    with launch_cluster(size) as local:
+        for _ in range(number):
+            family = accepted(
+                made for made in iter(lambda: drawn(draw), None) if len(made[1]) == size
+            )
+            found = list(islice(family, 2))
+            loaded = [(hosted.load(made), local.load(made), made) for made in found]
+            for run in range(6):
+                handle, beside, made = draw.choice(loaded)
+                fed = [
+                    {name: values(rank, 2, seed=8 * run + i) for i, name in enumerate(rank_inputs)}
+                    for rank, rank_inputs in enumerate(each.inputs for each in made.ranks)
+                ]
+                expected = local.run(beside, fed).get()[here.index]
+                time.sleep(own.choice((0.0, 0.0, 0.002)))
+                given = hosted.run(handle, fed)[here.index]
+                assert given.keys() == expected.keys()
+                assert all(same_bits(given[name], expected[name]) for name in given), made.text()
+            for handle, beside, _ in loaded:
+                hosted.worker.unload(handle)
+                local.unload(beside)
+    hosted.worker.close()
+    return number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "number"), [(2, 60), (3, 60), (4, 40)])
+def test_random_programs_that_the_verifier_accepts(size: int, number: int) -> None:
+    assert each(size, _random_programs, 5, number) == [number] * size
+
+
+def _on_two_actors(here: Here) -> list[float]:
+    hosted = Hosted(here, here.join())
+    hosted.worker.put(
+        {r: {"w": torch.ones(4), "n": torch.zeros(())} for r in here.hosts[here.index]}
+    )
+    handle = hosted.load(pipeline(4))
+    for _ in range(10):
+        made = hosted.run(handle, [{"x": torch.zeros(4)}, {}, {}, {}])
+    pair = _sums()
+    both = replace(pair, ranks=(pair.ranks[0],) * 4, stage_of=(0,) * 4)
+    groups = ((0, 2), (0, 2), (1, 3), (1, 3))  # (0, 2) and (1, 3): by whom rank r is summed with
+    lists = [[_sum(0, group=groups[2 * (r % 2)]), Wait(("y0",))] for r in range(4)]
+    both = program(*lists, inputs=[("x0",)] * 4, outputs=[("y0",)] * 4)
+    summed = hosted.run(hosted.load(both), [{"x0": torch.full((2,), 10.0**r)} for r in range(4)])
+    hosted.worker.close()
+    return [
+        *(float(named["y"][0]) for named in made.values() if "y" in named),
+        *(float(named["y0"][0]) for named in summed.values()),
+    ]
+
+
+def test_ranks_that_share_an_actor() -> None:
+    found = each(4, _on_two_actors, hosts=((0, 1), (2, 3)))
+    assert found == [[101.0, 1010.0], [4.0, 101.0, 1010.0]]
+
+
+def _variable(here: Here) -> list[int]:
+    message = Buffer((), torch.uint8, variable=True)
+    send = [Send("m", 1, "c", message), _sum(0), Wait(("m",)), Wait(("y0",))]
+    receive = [_sum(0), Recv("m", 0, "c", message), Wait(("y0",)), Wait(("m",))]
+    made = program(send, receive, inputs=[("m", "x0"), ("x0",)], outputs=[("y0",), ("y0", "m")])
+    made = replace(made, ranks=(replace(made.ranks[0], outputs=("y0", "m")), made.ranks[1]))
+    hosted = Hosted(here, here.join())
+    handle = hosted.load(made)
+    lengths = []
+    for length in (0, 5, 100_000):
+        fed = {"x0": torch.ones(2), "m": torch.ones(length, dtype=torch.uint8)}
+        found = hosted.run(handle, [fed, {"x0": torch.ones(2)}])[here.index]
+        assert found["y0"].tolist() == [2.0, 2.0]
+        lengths.append(int(found["m"].sum()))
+    hosted.worker.close()
+    return lengths
+
+
+def test_values_of_unknown_length_go_as_messages_beside() -> None:
+    assert each(2, _variable) == [[0, 5, 100_000]] * 2
+
+
+# -- who shares ------------------------------------------------------------------------------------
+
+
+def _places(here: Here, nodes: Sequence[str]) -> tuple[str, list[int]]:
+    """Sums over all, over the first two and over the last two."""
+    transport = here.join(nodes[here.index])
+    hosted = Hosted(here, transport)
+    groups = ((0, 1, 2), (0, 1), (1, 2))
+    lists: list[list[Instruction]] = [[], [], []]
+    for number, group in enumerate(groups):
+        for rank in group:
+            lists[rank] += [_sum(number, group=group), Wait((f"y{number}",))]
+    given = [tuple(f"x{n}" for n, g in enumerate(groups) if r in g) for r in range(3)]
+    wanted = [tuple(f"y{n}" for n, g in enumerate(groups) if r in g) for r in range(3)]
+    made = program(*lists, inputs=given, outputs=wanted)
+    handle = hosted.load(made)
+    fed = [{name: torch.full((2,), 10.0**r) for name in given[r]} for r in range(3)]
+    for _ in range(3):
+        found = hosted.run(handle, fed)[here.index]
+    hosted.worker.close()
+    return type(transport).__name__, [int(found[name][0]) for name in wanted[here.index]]
+
+
+def test_each_key_goes_by_memory_only_where_all_its_members_share_it() -> None:
+    sums = [[111, 11], [111, 11, 110], [111, 110]]
+    shared, other = SameHostTransport.__name__, ExchangeTransport.__name__
+    assert each(3, _places, ("a", "a", "b")) == list(zip([shared, shared, other], sums))
+    assert each(3, _places, ("a", "b", "c")) == list(zip([other] * 3, sums))
+
+
+def _one_cannot_open(here: Here) -> str:
+    if here.index == 1:
+        Segment.open = staticmethod(lambda card: None)  # type: ignore[method-assign]
+    return _places(here, "aaa")[0]
+
+
+def test_one_that_cannot_open_anothers_memory_leaves_all_of_its_place_to_messages() -> None:
+    assert each(3, _one_cannot_open) == [ExchangeTransport.__name__] * 3
+
+
+def test_a_segment_is_opened_only_if_it_is_the_one_that_was_meant() -> None:
+    own = Segment.create(own_place("here"))
+    there = Segment.open(own.card)
+    assert there is not None and not there.ended
+    window, same = own.map(1 << 40, 4096), there.map(1 << 40, 4096)
+    window.bytes[7] = 3
+    assert same.bytes[7] == 3
+    there.close()
+    assert Segment.open(replace(own.card, nonce="0" * 32)) is None
+    with open("/dev/null") as other:
+        assert Segment.open(replace(own.card, descriptor=other.fileno())) is None
+    own.close()
+    assert Segment.open(own.card) is None
+
+
+def _another_order(here: Here, first: int) -> str:
+    """What hosts do of which one failed to load a program, whatever the other is."""
+    hosted = Hosted(here, here.join())
+    hosted.loaded = here.index  # the controller counts it for all
+    if here.index == 0:
+        hosted.load(_sums(count=first))
+    handle = hosted.load(_sums())
+    assert handle == 2
+    with pytest.raises(CommunicationError, match="not loaded the same programs in one order"):
+        hosted.run(handle, [{"x0": torch.ones(2)}] * 2)
+    return "refused"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_actors_with_other_programs_give_no_numbers(first: int) -> None:
+    assert each(2, _another_order, first) == ["refused"] * 2
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def _waits(here: Here, pipe: Connection) -> None:
+    """Rank 0 runs and says when it failed and how; rank 1 comes when it is told."""
+    hosted = Hosted(here, here.join())
+    handle = hosted.load(_sums())
+    fed = [{"x0": torch.ones(2)}] * 2
+    hosted.run(handle, fed)
+    pipe.send(os.getpid())
+    if here.index == 1 and pipe.recv() == "close":
+        hosted.worker.close()
+        pipe.recv()
+    try:
+        found: object = hosted.run(handle, fed)[here.index]["y0"].tolist()
+    except CommunicationError as error:
+        found = str(error)
+    pipe.send((time.monotonic(), found))
+    pipe.recv()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "close"])
+def test_a_partner_that_is_gone_is_noticed_within_half_a_second(how: str) -> None:
+    with actors(2, _waits) as (first, second):
+        first.recv()
+        other = second.recv()
+        time.sleep(2 * SLICE_S)  # rank 0 sleeps in the kernel by now
+        at = time.monotonic()
+        if how == "kill":
+            os.kill(other, signal.SIGKILL)
+        else:
+            second.send("close")
+        noticed, found = first.recv()
+        assert noticed - at < 0.5, f"{noticed - at:.2f} s"
+        assert "'wait y0'" in found and "rank 1" in found
+        words = "process of rank 1 has ended" if how == "kill" else "rank 1's actor are closed"
+        assert words in found
+
+
+def _folds(here: Here, pipe: Connection) -> None:
+    """Rank 1 dies in the middle of a piece that it has claimed; the others take their time."""
+    slots.TOGETHER_BYTES = 0
+    hosted = Hosted(here, here.join())
+    handle = hosted.load(_sums(3, buffer=Buffer((6,), torch.float32)))
+    fed = [{"x0": torch.ones(6)}] * 3
+    fold = same_host.fold
+
+    def fails(*given: Any) -> torch.Tensor:
+        if here.index == 1:
+            pipe.send(time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+        return fold(*given)
+
+    same_host.fold = fails
+    try:
+        hosted.run(handle, fed)
+    except CommunicationError as error:
+        pipe.send((time.monotonic(), str(error)))
+    pipe.recv()
+
+
+@pytest.mark.slow
+def test_a_partner_that_dies_with_a_piece_it_has_claimed() -> None:
+    with actors(3, _folds) as (first, second, third):
+        at = second.recv()
+        for pipe in (first, third):
+            noticed, found = pipe.recv()
+            assert "process of rank 1 has ended" in found or "actor are closed" in found
+            assert noticed - at < 0.5 + 6 * 0.1, f"{noticed - at:.2f} s"  # after its own pieces
+
+
+@pytest.mark.slow
+def test_a_partner_that_has_stopped_is_waited_for() -> None:
+    with actors(2, _waits) as (first, second):
+        first.recv()
+        other = second.recv()
+        os.kill(other, signal.SIGSTOP)
+        second.send("go on")
+        assert not first.poll(4 * SLICE_S)
+        os.kill(other, signal.SIGCONT)
+        assert first.recv()[1] == second.recv()[1] == [2.0, 2.0]
+
+
+# -- what is held ----------------------------------------------------------------------------------
+
+
+def _held() -> tuple[int, int, list[str]]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:dtensor")
+    return len(os.listdir("/proc/self/fd")), maps, sorted(os.listdir("/dev/shm"))
+
+
+def _fails(x: torch.Tensor) -> tuple[Any, ...]:
+    raise ZeroDivisionError
+
+
+def _opens_and_closes(here: Here, count: int) -> tuple[int, str]:
+    """Ends well, or with a rank that fails where it cannot be undone."""
+    fed = [{"x0": torch.ones(2)}] * 2
+    write = function("write", "def forward(x):\n    x += 1\n    return ()")
+    fails = function("fails", "def forward(x):\n    fail()\n    return (x,)", fail=_fails)
+    failing = program(
+        [Call("fails", ("w",), ("v",)), _sum(0), Wait(("y0",)), Call("write", ("w",), (), ("w",))],
+        [_sum(0), Wait(("y0",)), Call("write", ("w",), (), ("w",))],
+        functions=[write, fails],
+        inputs=[("x0",)] * 2,
+        outputs=[("v", "y0"), ("y0",)],
+        state=[("w",)] * 2,
+    )
+    after: list[tuple[int, int, list[str]]] = []
+    for number in range(count):
+        hosted = Hosted(here, here.join())
+        good = hosted.load(_sums())
+        for _ in range(3):
+            hosted.run(good, fed)
+        if number % 2:
+            hosted.worker.put({here.index: {"w": torch.zeros(2)}})
+            bad = hosted.load(failing)
+            try:
+                hosted.run(bad, fed)
+            except Exception:
+                hosted.transport.close()  # as `Joined.running` does it
+            else:
+                return number, "no failure"
+        hosted.worker.close()
+        del hosted
+        after.append(_held())
+    assert after[1] == after[-1], (after[1], after[-1])
+    return after[-1][1], "right"
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_connections_that_were_closed_or_failed() -> None:
+    assert each(2, _opens_and_closes, 12) == [(0, "right")] * 2
+
+
+def _loads_and_unloads(here: Here) -> tuple[int, int]:
+    """Bytes that its segment holds: with a large program loaded, and when all have unloaded it."""
+    transport = here.join()
+    assert isinstance(transport, SameHostTransport)
+    hosted = Hosted(here, transport)
+    segment = transport._neighbours.segments[here.index]
+
+    def held() -> int:
+        return os.stat(f"/proc/self/fd/{segment._descriptor}").st_blocks * 512
+
+    large = _sums(buffer=Buffer((1 << 18,), torch.float32))
+    fed = [{"x0": torch.ones(1 << 18)}] * 2
+    found, held_first = (0, 0), None
+    for number in range(6):
+        handles = [hosted.load(large), *(hosted.load(_sums()) for _ in range(20))]
+        for handle in (*handles, *handles[:1] * 3):
+            hosted.run(handle, fed if handle == handles[0] else [{"x0": torch.ones(2)}] * 2)
+        loaded = held()
+        if here.index:
+            time.sleep(0.02)
+        for handle in handles:
+            hosted.worker.unload(handle)
+        here.meet(f"unloaded{number}")
+        found = loaded, held()
+        held_first = held_first or _held()
+        assert _held() == held_first  # however many programs were loaded
+    hosted.worker.close()
+    return found
+
+
+def test_an_unloaded_programs_memory_is_freed_when_all_have_unloaded_it() -> None:
+    head = 4096
+    loaded = head + 2 * (1 << 20) + 4096 + 20 * 4096
+    assert each(2, _loads_and_unloads) == [(loaded, head)] * 2

@@ -1,0 +1,152 @@
+"""Where payloads lie in shared memory, and that nobody writes over what another reads."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice, pairwise
+
+import pytest
+import torch
+
+from dtensor.daft import Buffer, Collective, Instruction, Recv, Send, Wait
+from dtensor.daft.ray.slots import (
+    LARGEST_BYTES,
+    LINE,
+    MOST_PIECES,
+    PIECE_BYTES,
+    TOGETHER_BYTES,
+    lay_out,
+    pieces_of,
+)
+from tests.daft.explore import B, exhaustive
+from tests.daft.programs import Collectives, program
+from tests.daft.slots import Rules, accepted, drawn_programs, wrong
+
+
+def reduce(
+    *buffers: Buffer, size: int = 4, op: str = "sum", made: torch.dtype | None = None
+) -> Collective:
+    ins = tuple(f"x{i}" for i in range(len(buffers)))
+    outs = tuple(f"y{i}" for i in range(len(buffers)))
+    results = tuple(Buffer(b.shape, made or b.dtype) for b in buffers)
+    group = tuple(range(size))
+    return Collective("all_reduce", group, ins, outs, buffers, results, op, "c")  # type: ignore[arg-type]
+
+
+def test_slots_are_as_many_as_starts_may_be_under_way() -> None:
+    """Rank 0 has two starts under way at once, rank 1 waits for each: 2 + 1."""
+    first: list[Instruction] = [Send(f"x{n}", 1, "c", B) for n in range(4)]
+    first[2:2] = [Wait(("x0",))]
+    first[4:4] = [Wait(("x1",))]
+    first += [Wait(("x2",)), Wait(("x3",))]
+    other: list[Instruction] = []
+    for n in range(4):
+        other += [Recv(f"x{n}", 0, "c", B), Wait((f"x{n}",))]
+    arena = lay_out(program(first, other), (0, 1), lambda key: True)
+    (lane,) = arena.lanes.values()
+    assert (lane.slots, lane.slot_bytes, lane.begins) == (3, (LINE, 0), (LINE, LINE))
+    assert arena.window_bytes == (4 * LINE, LINE)
+    late = [*first[:2], Wait(("x1",)), *first[3:4], Wait(("x2",)), *first[5:6], Wait(("x3", "x0"))]
+    (lane,) = lay_out(program(late, other), (0, 1), lambda key: True).lanes.values()
+    assert lane.slots == 5  # x0 is under way from first to last
+
+
+def test_keys_are_left_out_that_are_not_shared_or_too_large_or_of_unknown_length() -> None:
+    large = Buffer((LARGEST_BYTES + 1,), torch.uint8)
+    message = Buffer((), torch.uint8, variable=True)
+    first: list[Instruction] = []
+    other: list[Instruction] = []
+    for name, buffer in (("a", B), ("b", large), ("c", message), ("d", B)):
+        first += [Send(name, 1, name, buffer), Wait((name,))]
+        other += [Recv(name, 0, name, buffer), Wait((name,))]
+    made = program(first, other)
+    arena = lay_out(made, (0, 1), lambda key: key[1] != "d")
+    assert [key[1] for key in arena.lanes] == ["a"]
+    assert sorted(arena.partners) == sorted(arena.ahead) == [(0, 0), (1, 0)]
+    assert arena.window_bytes == (3 * LINE, LINE)
+    assert lay_out(made, (0, 1), lambda key: key[1] in ("b", "c")).window_bytes == (0, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_window_holds_all_and_nothing_twice(size: int) -> None:
+    arena = lay_out(
+        Collectives(size, large=300_000).program(), tuple(range(size)), lambda key: True
+    )
+    used: list[list[tuple[int, int]]] = [[(0, LINE)] for _ in range(size)]
+    for lane in arena.lanes.values():
+        for member, rank in enumerate(lane.key[0]):
+            begin, nbytes = lane.begins[member], lane.slots * lane.slot_bytes[member]
+            used[rank].append((begin, begin + nbytes))
+            assert lane.slot_bytes[member] % LINE == 0
+            if lane.pieces:
+                used[rank].append((lane.done[member], lane.done[member] + lane.slots * LINE))
+        first = used[lane.key[0][0]]
+        first.append((lane.claims, lane.claims + lane.slots * lane.pieces * LINE))
+        first.append((lane.results, lane.results + lane.slots * lane.result_bytes))
+    assert any(lane.pieces for lane in arena.lanes.values()) == (size > 2)
+    for own, window in zip(used, arena.window_bytes, strict=True):
+        spans = sorted(span for span in own if span[0] < span[1])
+        assert spans[0][0] == 0 and spans[-1][1] == window
+        assert all(end == begin for (_, end), (begin, _) in pairwise(spans))
+
+
+@pytest.mark.parametrize("op", ["sum", "softmax"])
+def test_pieces_are_all_of_a_bucket_once_and_cut_where_the_op_may_be(op: str) -> None:
+    shapes = [(1001, 3), (0, 3), (70_001, 3), (1, 3), (3,)]
+    buffers = [Buffer(shape, torch.float64) for shape in shapes]
+    pieces = pieces_of(reduce(*buffers, op=op))
+    assert 4 <= len(pieces) <= MOST_PIECES + 1
+    found = sorted(cut for piece in pieces for cut in piece)
+    for number, buffer in enumerate(buffers):
+        own = [(begin, end) for n, begin, end in found if n == number]
+        size = torch.Size(buffer.shape).numel()
+        assert [0, *(end for _, end in own)] == [*(begin for begin, _ in own), size]
+        assert op == "sum" or all(end % 3 == 0 for _, end in own)
+    for piece in pieces:
+        assert sum((end - begin) * 8 for _, begin, end in piece) <= PIECE_BYTES
+    small = Buffer((TOGETHER_BYTES,), torch.uint8)
+    assert pieces_of(reduce(small)) == () != pieces_of(reduce(small, Buffer((1,), torch.uint8)))
+    assert pieces_of(reduce(*buffers, size=2)) == ()
+
+
+# -- against brute force: `python -m tests.daft.explore --slots` tries all of them -----------------
+
+
+@pytest.mark.slow
+def test_no_accepted_program_writes_over_what_is_read_or_hangs() -> None:
+    for ranks, count, channels, runs, every in (
+        (2, 1, "cd", 4, 1),
+        (2, 2, "cd", 3, 7),
+        (2, 3, "c", 2, 397),
+        (3, 1, "c", 3, 1),
+        (3, 2, "c", 2, 29),
+    ):
+        for made in accepted(islice(exhaustive(ranks, count, channels), 0, None, every)):
+            assert wrong([made], [0] * runs) is None, made.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nor_do_random_ones_one_after_the_other(seed: int) -> None:
+    for programs, runs in islice(drawn_programs(random.Random(seed)), 60):
+        assert wrong(programs, runs) is None, (runs, *(made.text() for made in programs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rules", "fact"),
+    [
+        (Rules(fewer_slots=1), "writes over"),
+        (Rules(senders_run_ahead=True), "writes over"),
+        (Rules(waits_for_readers=True), "nobody can go on"),
+    ],
+)
+def test_the_explorer_finds_rules_that_are_wrong(rules: Rules, fact: str) -> None:
+    found = [
+        problem
+        for made in accepted(exhaustive(2, 2, "c"))
+        if (problem := wrong([made], [0, 0, 0], rules)) is not None
+    ]
+    assert found and all(fact in problem for problem in found)
+    if rules.fewer_slots:  # the number of slots is the least for most programs
+        assert len(found) > 50

@@ -1,0 +1,360 @@
+"""One rank's optimizer: the bits do not depend on where tensors are cut, and it is torch's."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtensor.runtime.flat import SMALL, WIDTH
+from dtensor.runtime.shard_optimizer import (
+    ELEMENTWISE,
+    FUSED,
+    MASTER,
+    NAMES,
+    ShardOptimizer,
+    hyperparameters,
+)
+from tests.api.training import assert_same_bits
+
+O = torch.optim  # noqa: E741
+BF16 = torch.bfloat16
+VARIANTS: dict[str, tuple[type[O.Optimizer], dict[str, Any]]] = {
+    "sgd": (O.SGD, dict(lr=0.1)),
+    "momentum": (O.SGD, dict(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1)),
+    "nesterov": (O.SGD, dict(lr=0.1, momentum=0.9, nesterov=True, maximize=True)),
+    "adam": (O.Adam, dict(lr=0.01, weight_decay=0.1)),
+    "adamw": (O.AdamW, dict(lr=0.01)),
+    "amsgrad": (O.AdamW, dict(lr=0.01, amsgrad=True, maximize=True)),
+    "tensor_lr": (O.AdamW, dict(lr=torch.tensor(0.01))),
+    "nadam": (O.NAdam, dict(weight_decay=0.1)),
+    "radam": (O.RAdam, dict(lr=0.01)),
+    "adamax": (O.Adamax, dict(weight_decay=0.1)),
+    "adagrad": (O.Adagrad, dict(lr_decay=0.1, weight_decay=0.1)),
+    "adadelta": (O.Adadelta, dict(lr=0.5, weight_decay=0.1)),
+    "rmsprop": (O.RMSprop, dict(momentum=0.9, centered=True, weight_decay=0.1)),
+    "rprop": (O.Rprop, {}),
+    "asgd": (O.ASGD, dict(t0=2, weight_decay=0.1)),
+}
+SIZES = {"scalar": (), "seven": (7,), "rows": (37, 3), "none": (0, 4), "large": (SMALL + 5,)}
+
+
+def values(seed: int, shapes: Mapping[str, tuple[int, ...]] = SIZES) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def options_of(kind: type[O.Optimizer], given: Mapping[str, Any], groups: int = 1) -> tuple:
+    held = [{"params": [torch.zeros(1)]} for _ in range(groups)]
+    return hyperparameters(kind(held, **given))  # type: ignore[call-arg]
+
+
+def by_torch(
+    kind: type[O.Optimizer],
+    given: Mapping[str, Any],
+    start: Mapping[str, Tensor],
+    gradients: Sequence[Mapping[str, Tensor]],
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    held = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
+    optimizer = kind(list(held.values()), **given)  # type: ignore[call-arg]
+    for step in gradients:
+        for name, parameter in held.items():
+            parameter.grad = step[name].clone() if name in step else None
+        optimizer.step()
+    state = {name: dict(optimizer.state[parameter]) for name, parameter in held.items()}
+    return {name: parameter.detach() for name, parameter in held.items()}, state
+
+
+def run(
+    optimizer: ShardOptimizer,
+    shards: dict[str, Tensor],
+    options: Sequence[Mapping[str, Any]],
+    gradients: Sequence[Mapping[str, Tensor]],
+    **more: Any,
+) -> dict[str, Tensor]:
+    for step in gradients:
+        given = {name: gradient.clone() for name, gradient in step.items()}
+        optimizer.step({name: shards[name] for name in step}, options, given, **more)
+    return shards
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16], ids=str)
+def test_where_a_tensor_is_cut_changes_no_bit(variant: str, dtype: torch.dtype) -> None:
+    """Whole, and in pieces of 37 and 7 elements; beside torch, and its state as torch has it."""
+    kind, given = VARIANTS[variant]
+    start = {name: value.to(dtype) for name, value in values(0).items()}
+    gradients = [{n: g.to(dtype) for n, g in values(1 + i).items()} for i in range(4)]
+    options = options_of(kind, given)
+    whole = ShardOptimizer(kind, (tuple(start),))
+    found = run(whole, copy.deepcopy(start), options, gradients)
+    for cut in (37, 7):
+
+        def pieces(tensors: Mapping[str, Tensor], cut: int = cut) -> dict[str, Tensor]:
+            return {
+                f"{name} {i}": piece.clone()
+                for name, value in tensors.items()
+                for i, piece in enumerate(value.reshape(-1).split(cut))
+            }
+
+        shards = pieces(start)
+        optimizer = ShardOptimizer(kind, (tuple(shards),))
+        run(optimizer, shards, options, [pieces(step) for step in gradients])
+        state = optimizer.export()
+        for name, value in found.items():
+            own = [n for n in shards if n.startswith(f"{name} ")]
+            assert_same_bits(torch.cat([shards[n] for n in own]).view_as(value), value, name)
+            for key, entry in whole.export()[name].items():
+                parts = [state[n][key] for n in own]
+                if entry.shape == value.shape != ():
+                    assert_same_bits(torch.cat(parts).view_as(value), entry, f"{name} {key}")
+    if dtype != BF16:  # the fused kernels round 16 bits less often
+        expected, entries = by_torch(kind, given, start, gradients)
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+        exported = whole.export()
+        for name, entry in entries.items():
+            assert exported[name].keys() == entry.keys()
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    assert exported[name][key].dtype == value.dtype
+                    torch.testing.assert_close(exported[name][key], value, rtol=1e-5, atol=1e-5)
+
+
+def test_each_class_is_tried() -> None:
+    assert {kind for kind, _ in VARIANTS.values()} == ELEMENTWISE.keys()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_loop_of_torch_is_to_be_had(variant: str) -> None:
+    """``foreach=False`` says it, and gives its bits."""
+    kind, given = VARIANTS[variant]
+    given = {**given, "foreach": False}
+    start, gradients = values(0), [values(1), values(2)]
+    optimizer = ShardOptimizer(kind, (tuple(start),))
+    found = run(optimizer, copy.deepcopy(start), options_of(kind, given), gradients)
+    assert_same_bits(found, by_torch(kind, given, start, gradients)[0])
+    assert optimizer.optimizer is not None
+    assert not any(group.get("fused") for group in optimizer.optimizer.param_groups)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_has_no_gradient_is_left_alone(variant: str) -> None:
+    """Not its value, though there is weight decay, nor its step: as in torch, in each order."""
+    kind, given = VARIANTS[variant]
+    shapes = {f"p{i}": (5 + i,) for i in range(5)}
+    start = values(0, shapes)
+    present = ["p0 p1 p2 p3 p4", "p1 p2", "p0 p1 p2 p3 p4", "p2 p3", "p0 p4", "p0 p1 p2 p3 p4"]
+    present.insert(0, "p1 p3")
+    gradients = [
+        {name: g for name, g in values(1 + i, shapes).items() if name in present[i].split()}
+        for i in range(len(present))
+    ]
+    optimizer = ShardOptimizer(kind, (tuple(start),))
+    found = run(optimizer, copy.deepcopy(start), options_of(kind, given), gradients)
+    expected, entries = by_torch(kind, given, start, gradients)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    for name, entry in optimizer.export().items():
+        assert entry.keys() == entries[name].keys()
+        torch.testing.assert_close(entry, entries[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_state_that_is_exported_goes_on(variant: str, masters: bool) -> None:
+    """To the bit, by `export` and by pickle, with parameters whose steps differ."""
+    kind, given = VARIANTS[variant]
+    start = {n: v.to(BF16) if n != "seven" else v for n, v in values(0).items()}
+    gradients = [
+        {n: g.to(start[n].dtype) for n, g in values(1 + i).items() if i != 1 or n != "rows"}
+        for i in range(4)
+    ]
+    options = options_of(kind, given)
+    groups = (tuple(start),)
+    straight = ShardOptimizer(kind, groups, masters=masters)
+    expected = run(straight, copy.deepcopy(start), options, gradients)
+    for way in ("export", "pickle", "part"):
+        first = ShardOptimizer(kind, groups, masters=masters)
+        shards = run(first, copy.deepcopy(start), options, gradients[:2])
+        if way == "export":
+            second = ShardOptimizer(kind, groups, first.export(), masters)
+        else:
+            second = pickle.loads(pickle.dumps(first.part(list(start))))
+        shards = {name: value.clone() for name, value in shards.items()}
+        assert_same_bits(run(second, shards, options, gradients[2:]), expected, way)
+        assert_same_bits(second.export(), straight.export(), way)
+    assert all(
+        (MASTER in entry) == (masters and start[name].dtype == BF16)
+        for name, entry in straight.export().items()
+    )
+
+
+def test_groups_have_options_of_their_own_and_may_change() -> None:
+    names = [f"p{i}" for i in range(6)]
+    shapes = {name: (3 + i,) for i, name in enumerate(names)}
+    start = values(0, shapes)
+    held = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
+    expected = O.AdamW(
+        [
+            dict(params=[held[n] for n in names[:2]], lr=0.1),
+            dict(params=[held[n] for n in names[2:4]], weight_decay=0.5),
+        ]
+    )
+    optimizer = ShardOptimizer(O.AdamW, (names[:2], names[2:4]))
+    shards = copy.deepcopy(start)
+    for number in range(6):
+        if number == 3:
+            expected.add_param_group(dict(params=[held[n] for n in names[4:]], lr=0.02))
+        expected.param_groups[0]["lr"] *= 0.5
+        gradients = values(1 + number, shapes)
+        known = [
+            n
+            for g in expected.param_groups
+            for n in names
+            if any(held[n] is p for p in g["params"])
+        ]
+        options = hyperparameters(expected)
+        if number == 3:
+            told = (names[:2], names[2:4], names[4:])
+            options = tuple({**o, NAMES: tuple(n)} for o, n in zip(options, told, strict=True))
+        optimizer.step({n: shards[n] for n in known}, options, {n: gradients[n] for n in known})
+        for name in known:
+            held[name].grad = gradients[name]
+        expected.step()
+    torch.testing.assert_close(
+        shards, {n: p.detach() for n, p in held.items()}, rtol=2e-6, atol=2e-6
+    )
+    assert [float(optimizer.export()[n]["step"]) for n in names] == [6, 6, 6, 6, 3, 3]
+
+
+def test_parts_are_read_and_written_wherever_they_are() -> None:
+    """Columns of a tensor, small and large, beside the same in tensors of their own."""
+    wholes = {"small": torch.randn(6, 8), "large": torch.randn(2 * SMALL, 4)}
+    start = {name: value[:, 1:3].clone() for name, value in wholes.items()}
+    before = copy.deepcopy(wholes)
+    options = options_of(O.AdamW, {})
+    gradients = [{n: torch.randn_like(v) for n, v in start.items()} for _ in range(3)]
+    expected = run(ShardOptimizer(O.AdamW, (tuple(start),)), start, options, gradients)
+    optimizer = ShardOptimizer(O.AdamW, (tuple(start),))
+    for step in gradients:
+        parts = {name: value[:, 1:3] for name, value in wholes.items()}
+        optimizer.step(parts, options, step, parts=tuple(parts))
+    for name, value in wholes.items():
+        assert_same_bits(value[:, 1:3], expected[name], name)
+        assert_same_bits(value[:, 3:], before[name][:, 3:], name)
+        assert value.untyped_storage().nbytes() == value.nbytes  # it is where it was
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_value_that_is_put_counts(masters: bool) -> None:
+    """In a tensor of its own, as `put` makes it, or written into the one that is there."""
+    names = {"small": (5,), "other": (6,), "large": (SMALL,)}
+    start = {n: v.to(BF16) for n, v in values(0, names).items()}
+    options = options_of(O.SGD, dict(lr=0.0))
+    optimizer = ShardOptimizer(O.SGD, (tuple(start),), masters=masters)
+    shards = copy.deepcopy(start)
+    zeros = {n: torch.zeros_like(v) for n, v in start.items()}
+    optimizer.step(shards, options, zeros)
+    fresh = {n: v.to(BF16) for n, v in values(9, names).items()}
+    shards["small"], shards["large"] = fresh["small"].clone(), fresh["large"].clone()
+    for _ in range(2):
+        optimizer.step(shards, options, zeros)
+    assert_same_bits(shards, {**fresh, "other": start["other"]})
+    optimizer.step({"small": shards["small"]}, options, {"small": zeros["small"]})
+    assert_same_bits(shards, {**fresh, "other": start["other"]})
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_gradients_are_divided_and_not_changed(kind: type[O.Optimizer]) -> None:
+    """By the kernel or before it: the same bits. What is not `own` is read alone."""
+    shapes = {"a": (16,), "large": (SMALL,), "odd": (SMALL + 1,)}
+    start, options = values(0, shapes), options_of(kind, {})
+    clip = torch.tensor(1.7)
+    found: list[Any] = []
+    for own in ((), tuple(shapes)):
+        gradients = values(1, shapes)
+        optimizer = ShardOptimizer(kind, (tuple(shapes),))
+        shards = copy.deepcopy(start)
+        for _ in range(2):
+            optimizer.step(shards, options, gradients, clip, own=own)
+            kept = all(torch.equal(g, values(1, shapes)[n]) for n, g in gradients.items())
+            assert kept == (not own or kind not in FUSED)
+            gradients = values(1, shapes)
+        found.append((shards, optimizer.export()))
+    assert_same_bits(found[0], found[1])
+    divided = {n: g / clip for n, g in values(1, shapes).items()}
+    plain = ShardOptimizer(kind, (tuple(shapes),))
+    expected = run(plain, copy.deepcopy(start), options, [divided] * 2)
+    assert_same_bits(found[0], (expected, plain.export()))
+
+
+def test_small_shards_share_a_buffer_and_large_ones_stay() -> None:
+    shapes = {"a": (3,), "b": (5, 2), "c": (SMALL,), "d": (SMALL + 1,)}
+    shards = values(0, shapes)
+    places = {name: value.data_ptr() for name, value in shards.items()}
+    objects = dict(shards)
+    optimizer = ShardOptimizer(O.AdamW, (tuple(shapes),))
+    for number in range(3):
+        optimizer.step(shards, options_of(O.AdamW, {}), values(1 + number, shapes))
+    assert all(shards[name] is value for name, value in objects.items())
+    storage = {name: value.untyped_storage() for name, value in shards.items()}
+    assert storage["a"].data_ptr() == storage["b"].data_ptr()
+    assert storage["a"].nbytes() == 2 * WIDTH
+    assert shards["c"].data_ptr() == places["c"] and shards["d"].data_ptr() != places["d"]
+    assert optimizer.optimizer is not None
+    assert [p.numel() for p in optimizer.optimizer.param_groups[0]["params"]] == [
+        32,
+        SMALL,
+        SMALL + 16,
+    ]
+    state = {n: sum(t.numel() for t in e.values()) for n, e in optimizer.export().items()}
+    assert state == {n: 2 * math.prod(shape) + 1 for n, shape in shapes.items()}
+
+
+def test_gradients_that_are_parts_of_one_message_are_read_there() -> None:
+    """Not one element of them is copied, where they stand as the parameters do."""
+    shapes = {"a": (16,), "b": (4, 8), "c": (32,)}
+    shards, options = values(0, shapes), options_of(O.SGD, dict(lr=1.0))
+    message = torch.randn(80)
+    gradients = dict(
+        zip(shapes, (message[:16], message[16:48].view(4, 8), message[48:]), strict=True)
+    )
+    optimizer = ShardOptimizer(O.SGD, (tuple(shapes),))
+    run_of_all = None
+    for gradient in (gradients, {n: g.clone() for n, g in gradients.items()}):
+        optimizer.step(shards, options, gradient)
+        run_of_all = optimizer.run_of["a"]
+        flat, copied = run_of_all.gradient(gradient)
+        assert copied == (gradient is not gradients)
+        assert torch.equal(flat, message)
+    swapped = dict(a=message[16:32], b=gradients["b"], c=gradients["c"])
+    assert run_of_all is not None and run_of_all.gradient(swapped)[1]
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    entry = dict(step=torch.tensor(1.0), exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1))
+    optimizer = ShardOptimizer(O.AdamW, (("w",),), {"w": entry})
+    with pytest.raises(ValueError, match=r"exp_avg of w has the shape \[1\], .* \[3\]"):
+        run(optimizer, {"w": torch.ones(3)}, options_of(O.AdamW, {}), [{"w": torch.ones(3)}])
+
+
+def test_a_kernel_that_is_wrong_is_not_used() -> None:
+    """torch's of SGD, for 16 bits on the CPU; a user who states it is told."""
+    start = {"w": torch.randn(64).to(BF16)}
+    gradients = [{"w": torch.randn(64).to(BF16)} for _ in range(4)]
+    given = dict(lr=0.1, momentum=0.9)
+    found = run(
+        ShardOptimizer(O.SGD, (("w",),)), copy.deepcopy(start), options_of(O.SGD, given), gradients
+    )
+    expected, _ = by_torch(O.SGD, {**given, "foreach": False}, start, gradients)
+    assert_same_bits(found, expected)
+    stated = options_of(O.SGD, {**given, "fused": True})
+    with pytest.raises(ValueError, match="fused SGD is not right for torch.bfloat16 on cpu"):
+        run(ShardOptimizer(O.SGD, (("w",),)), copy.deepcopy(start), stated, gradients)
+    masters = ShardOptimizer(O.SGD, (("w",),), masters=True)
+    run(masters, copy.deepcopy(start), stated, gradients)
