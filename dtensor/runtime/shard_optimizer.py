@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 
 from dtensor.errors import PlanningError
+from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import is_narrow
 from dtensor.runtime.flat import FlatRun, run_of, together
 
@@ -447,12 +448,14 @@ def _adam(
         steps = [state["step"] for state in states if state]
         most = [state["max_exp_avg_sq"] for state in states if state and group["amsgrad"]]
         decoupled = group["decoupled_weight_decay"]
-        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         beta1, beta2 = group["betas"]
         options = dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"])
         options |= {key: group[key] for key in ("weight_decay", "amsgrad", "maximize")}
         if held:
             own = [gradients[id(parameter)] for parameter in held]
+            known = kernel_of(torch.ops.aten._fused_adamw_.default, held[0].device)
+            decay = torch._fused_adamw_ if known is None else known.function
+            kernel = decay if decoupled else torch._fused_adam_
             calls.append((kernel, [held, own, *lists, most, steps], options))
     with torch.no_grad():
         for kernel, tensors, options in calls:
