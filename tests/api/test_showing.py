@@ -94,11 +94,11 @@ def test_a_summary() -> None:
         plan.summary(),
         """\
 plan gpt      mesh(dp=2, tp=2)
-steps         227, of which 12 communicate; AdamW updates 28 parameters
+steps         223, of which 12 communicate; AdamW updates 28 parameters
 axis dp       opened by tokens
 axis tp       opened by *qkv.weight, *up.weight
 memory        92.6 KiB: parameters 16.3 KiB, gradients 16.3 KiB, optimizer state 32.6 KiB,
-              activations 27.3 KiB
+              activations 27.4 KiB
 sent          tp  forward    4 all_reduce   4.0 KiB  40.02 us
               tp  backward   4 all_reduce   4.0 KiB  40.02 us
               dp  optimizer  3 all_reduce  16.3 KiB  30.08 us
@@ -109,7 +109,7 @@ longest       mm  models.py:26   x6  15.4 ns
               mm  models.py:100  x3   7.7 ns
 computes      372.74 kFLOP
 predicted     120.32 us a step (H100 SXM bf16, NVLink)
-              compute 196.3 ns, communication 120.12 us""",
+              compute 193.3 ns, communication 120.12 us""",
     )
 
 
