@@ -53,7 +53,7 @@ def fused_adamw_(
     tensors = (*self, *grads, *exp_avgs, *exp_avg_sqs)
     plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
     if amsgrad or found_inf is not None or not plain:
-        update: Any = torch._fused_adamw_  # stubs know neither sequences nor a tensor as rate
+        update: Any = torch.ops.aten._fused_adamw_
         update(
             self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, lr=lr, beta1=beta1,
             beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad, maximize=maximize,

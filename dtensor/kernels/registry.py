@@ -87,6 +87,18 @@ def check_made(made: Sequence[object], name: str, wanted: Made) -> None:
             )
 
 
+def check_apart(made: Sequence[Tensor], given: Sequence[Tensor], name: str) -> None:
+    """RuntimeError where what a kernel returns is in the memory of what it was given: the program
+    may write to that again."""
+    places = {x.untyped_storage().data_ptr() for x in given} - {0}
+    for number, x in enumerate(made):
+        if x.untyped_storage().data_ptr() in places:
+            raise RuntimeError(
+                f"the kernel {name} returned as result {number} a tensor that shares the memory of "
+                f"one that it was given.\nfix: return a new tensor, such as a clone() of it"
+            )
+
+
 def use(registered: Registered) -> None:
     global _registered
     _registered = registered

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 
 from dtensor.errors import PlanningError
+from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import is_narrow
 from dtensor.runtime.flat import FlatRun, run_of, together
 

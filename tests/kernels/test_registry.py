@@ -18,6 +18,7 @@ import dtensor as dt
 from dtensor.daft import Call, DaftError
 from dtensor.daft.errors import ProgramError
 from dtensor.kernels import register, registry
+from dtensor.runtime import shard_optimizer
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.library import PLAIN
 
@@ -143,6 +144,27 @@ def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
         assert torch.equal(relu_of(fn), X.relu())
 
 
+def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on: the first makes the optimizer's state."""
+    called: list[Any] = []
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        called.append(kwargs["weight_decay"])
+        torch._fused_adamw_(*args, **kwargs)  # type: ignore
+
+    kernel = registry.Kernel(function=update, name="update", ours=True)
+    losses: list[list[float]] = []
+    for chosen in (None, kernel):
+        monkeypatch.setattr(shard_optimizer, "kernel_of", lambda op, device, k=chosen: k)
+        torch.manual_seed(0)
+        model = dt.parallelize(nn.Linear(4, 4), MESH, {"weight": {"tp": dt.Row()}})
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.25)
+        step = dt.train_step(model, lambda m, x: m(x).square().sum(), optimizer)
+        with dt.launch(MESH):
+            losses.append([float(step(X)) for _ in range(4)])
+    assert losses[0] == losses[1] and called == [0.25] * 6  # three steps of two ranks
+
+
 # -- programs and traces name it -------------------------------------------------------------------
 
 
@@ -187,6 +209,24 @@ def test_a_kernel_that_changes_what_it_is_given_is_an_error() -> None:
         pytest.raises(DaftError, match="in_place changed the tensor 0 of those that it was given"),
     ):
         relu_of()
+
+
+def test_a_kernel_that_returns_what_it_is_given_is_an_error() -> None:
+    with (
+        dt.launch(MESH),
+        dt.kernel("aten::relu", "cpu").using(ok),
+        pytest.raises(DaftError, match="ok returned as result 0 a tensor that shares the memory"),
+    ):
+        relu_of()
+
+
+def test_a_kernel_of_a_view_may_return_one() -> None:
+    with dt.launch(MESH), dt.kernel("aten::t", "cpu").using(transposed):
+        assert torch.equal(dt.compile(lambda x: x.t() + 1, MESH)(X).full_tensor(), X.t() + 1)
+
+
+def transposed(self: Tensor) -> Tensor:
+    return self.transpose(0, 1)
 
 
 def ok(self: Tensor) -> Tensor:

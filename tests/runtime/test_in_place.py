@@ -32,8 +32,8 @@ def made(
     op: OpCall, operands: Sequence[str], more: str = "", outputs: Sequence[str] = ("z",)
 ) -> Any:
     code = CodeBuilder(torch.device("cpu"))
-    code.call(call(aten.mm.default, X, W), ("x", "w"), ("y",), None)
-    code.call(op, operands, ("z",), None)
+    code.call(call(aten.mm.default, X, W), ("x", "w"), ("y",), None, list)
+    code.call(op, operands, ("z",), None, list)
     if more:
         code.line(more, ("y",), ("more",))
     return code.function("f", outputs), code.inputs

@@ -38,7 +38,15 @@ import torch
 from torch._ops import OpOverload
 
 from dtensor.daft import Function
-from dtensor.kernels.registry import Kernel, Made, check_kept, check_made, kernel_of, versions
+from dtensor.kernels.registry import (
+    Kernel,
+    Made,
+    check_apart,
+    check_kept,
+    check_made,
+    kernel_of,
+    versions,
+)
 from dtensor.sharding.local.in_range import CHECKS
 from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
 from dtensor.sharding.ops.library import PLAIN
@@ -111,6 +119,8 @@ class CodeBuilder:
         self.line(text, reads, named, source)
         self.apply(check_kept, [operands, before], (), kernel.name, source=source)
         self.apply(check_made, [named], (), kernel.name, made(), source=source)
+        if not _is_view(call.target):
+            self.apply(check_apart, [named, operands], (), kernel.name, source=source)
 
     def note(self, call: OpCall, kernel: Kernel | None) -> None:
         """The line that comes next calls the kernel."""
@@ -255,6 +265,12 @@ class Functions:
         self.found[unique] = code.function(unique, outputs)
         self.by_text[key] = unique
         return unique
+
+
+def _is_view(target: object) -> bool:
+    """Whether the op returns what shares its operand's memory."""
+    returns = target._schema.returns if isinstance(target, OpOverload) else ()
+    return any(each.alias_info is not None for each in returns)
 
 
 def tuple_text(names: Sequence[str]) -> str:
