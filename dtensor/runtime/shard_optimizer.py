@@ -22,7 +22,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -473,42 +472,19 @@ def _adam_of(
     states: Sequence[Mapping[str, torch.Tensor]],
     clip: torch.Tensor | None,
 ) -> None:
-    """One call of torch's kernel; or, where there is one, of ours for each tensor."""
+    """One call of torch's kernel, or of ours where there is one."""
     steps = [state["step"] for state in states]
     first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
     most = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
     _torch._foreach_add_(steps, 1)
-    options = {key: group[key] for key in ("lr", "eps", "weight_decay")}
-    ours = _adamw_in_triton(held[0], group)
-    if ours is None:
-        kernel = _torch._fused_adamw_ if group["decoupled_weight_decay"] else _torch._fused_adam_
-        options |= {key: group[key] for key in ("amsgrad", "maximize")}
-        options["beta1"], options["beta2"] = group["betas"]
-        tensors = (held, gradients, first, second, most, steps)
-        kernel(*tensors, **options, grad_scale=clip, found_inf=None)
-        return
-    if clip is not None:
-        _torch._foreach_div_(gradients, clip)
-    options["lr"] = float(options["lr"])
-    numbers = map(int, torch.stack(steps).tolist())
-    for *tensors, number in zip(held, gradients, first, second, numbers, strict=True):
-        ours(*tensors, **options, betas=group["betas"], step=number)
-
-
-def _adamw_in_triton(parameter: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """Our kernel, which has the CPU's bits on a GPU; None where it is not for the group."""
-    plain = group["decoupled_weight_decay"] and not (group["amsgrad"] or group["maximize"])
-    if not (plain and parameter.dtype == torch.float32 and _on_gpu(parameter)):
-        return None
-    if find_spec("triton") is None:
-        return None
-    from dtensor.kernels.adamw import adamw_  # which imports Triton
-
-    return adamw_
-
-
-def _on_gpu(parameter: torch.Tensor) -> bool:
-    return parameter.device.type == "cuda"
+    options = {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
+    options["beta1"], options["beta2"] = group["betas"]
+    kernel = _torch._fused_adam_
+    if group["decoupled_weight_decay"]:
+        ours = kernel_of(torch.ops.aten._fused_adamw_.default, held[0].device)
+        kernel = _torch._fused_adamw_ if ours is None else ours.function
+    tensors = (held, gradients, first, second, most, steps)
+    kernel(*tensors, **options, grad_scale=clip, found_inf=None)
 
 
 @dataclass(frozen=True, slots=True)
