@@ -16,7 +16,7 @@ import dtensor as dt
 from dtensor.api.loaded_program import LoadedProgram
 from dtensor.api.session import Backend, session_for
 from dtensor.daft import Mode, Program
-from dtensor.runtime.lower.inductor import Compiled
+from dtensor.runtime.lower.inductor import FusedChain
 from tests.api.training import (
     SIX,
     adamw,
@@ -57,7 +57,7 @@ def trained(
 
 def kernels_of(program: Program) -> list[str]:
     bound = (value for _, function in program.functions for _, value in function.bindings)
-    return sorted({value.__name__ for value in bound if isinstance(value, Compiled)})
+    return sorted({value.__name__ for value in bound if isinstance(value, FusedChain)})
 
 
 @pytest.mark.slow

@@ -77,11 +77,11 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
     """The program with its chains compiled. ``fed``: by rank, its inputs and state: of a tensor its
     `Buffer`, of anything else the value."""
-    maker = _Maker(dict(program.functions))
+    maker = _ChainMaker(dict(program.functions))
     ranks: list[RankProgram] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         for own, given in zip(program.ranks, fed, strict=True):
-            walk = _Walk(maker, mode, given)
+            walk = _FakeRun(maker, mode, given)
             ranks.append(replace(own, instructions=tuple(map(walk.step, own.instructions))))
     called = {i.fn for own in ranks for i in own.instructions if isinstance(i, Call)}
     functions = tuple((name, fn) for name, fn in maker.functions.items() if name in called)
@@ -93,7 +93,7 @@ def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
-class Compiled:
+class FusedChain:
     """A compiled chain, as bytes and loaded. ``name``: the ops it stands for."""
 
     def __init__(self, name: str, data: bytes) -> None:
@@ -113,7 +113,7 @@ class Compiled:
         return tuple(self._run(*tensors))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Compiled, (self.__name__, self.data)
+        return FusedChain, (self.__name__, self.data)
 
 
 # -- shapes and strides of each line ---------------------------------------------------------------
@@ -126,10 +126,12 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-class _Walk:
+class _FakeRun:
     """One rank's list, in thought."""
 
-    def __init__(self, maker: _Maker, mode: FakeTensorMode, given: Mapping[str, object]) -> None:
+    def __init__(
+        self, maker: _ChainMaker, mode: FakeTensorMode, given: Mapping[str, object]
+    ) -> None:
         self.maker, self.mode = maker, mode
         self.table: dict[str, object] = {name: self._fake(value) for name, value in given.items()}
 
@@ -241,12 +243,12 @@ def _runs(lines: Sequence[_Line]) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(slots=True)
-class _Maker:
+class _ChainMaker:
     """``functions``: those of the program, and those that were made of them."""
 
     functions: dict[str, Function]
     variants: dict[tuple[object, ...], tuple[str, list[object]]] = field(default_factory=dict)
-    artifacts: dict[tuple[object, ...], tuple[Compiled, list[Any]]] = field(default_factory=dict)
+    artifacts: dict[tuple[object, ...], tuple[FusedChain, list[Any]]] = field(default_factory=dict)
 
     def variant(self, name: str, given: Sequence[object]) -> tuple[str, list[object]]:
         """The function for such inputs, and what it makes of them."""
@@ -316,7 +318,7 @@ class _Maker:
         tensors: Sequence[str],
         given: Sequence[Any],
         outputs: Sequence[str],
-    ) -> tuple[Compiled, list[Any]]:
+    ) -> tuple[FusedChain, list[Any]]:
         """What is called for a run of lines, and what it makes."""
         names = [*tensors, *dict.fromkeys(name for line in run for name in line.made)]
         plain = {name: f"v{number}" for number, name in enumerate(names)}
@@ -333,12 +335,12 @@ class _Maker:
             whole = "\n".join([*source, f"    return {tuple_text(outputs)}"])
             chain = replace(function, source=whole + "\n").build()
             ops = ", ".join(_short(line.op) for line in run if line.is_kernel and line.op)
-            compiled = Compiled(f"fused({ops})", _artifact(chain, given))
+            compiled = FusedChain(f"fused({ops})", _artifact(chain, given))
             self.artifacts[key] = compiled, _made(compiled, given)
         return self.artifacts[key]
 
 
-def _made(compiled: Compiled, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _made(compiled: FusedChain, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What it gives, on fake tensors: run once, as its strides may be others than the lines'."""
     with unset_fake_temporarily():
         real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
@@ -347,7 +349,7 @@ def _made(compiled: Compiled, given: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
-    """Compiled for tensors of these shapes and strides."""
+    """Of a chain compiled for tensors of these shapes and strides."""
     from torch._inductor import config, standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx
 
