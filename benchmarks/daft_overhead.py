@@ -1,11 +1,15 @@
 """What daft costs beyond the work itself: per instruction, and per run.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.daft_overhead [--ray]
+    OMP_NUM_THREADS=1 python -m benchmarks.daft_overhead [--ray] [--control [--write]]
 
 A program of no-op calls, and the same calls as a plain loop over a dict (the peer that every
 engine must be measured against). Then, with Ray: the same inside an actor, an exchange of 4 KB
 between two actors, and the time of a run that does nothing, alone and with 16 under way. Prints
 the best of several, in microseconds.
+
+`--control` measures runs that do nothing alone, on 2 and on 4 actors, in turns with its peer: as
+many calls of Ray's own, of a method that does nothing, to bare actors of the same Ray. `--ray` ends
+with it; `--write` puts its table into `benchmarks/results/control.md`.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -32,6 +39,14 @@ from dtensor.daft import (
 
 NUM_CALLS = 5000
 NUM_REDUCTIONS = 300
+RESULTS = Path(__file__).parent / "results" / "control.md"
+INTRODUCTION = """\
+# What a run that does nothing costs
+
+`OMP_NUM_THREADS=1 python -m benchmarks.daft_overhead --control --write`: runs of an empty program,
+in turns with as many calls of Ray's own to bare actors, one to each and a wait for all. Least and
+median of the rounds' means; the ratio is the median of those of the rounds.
+"""
 NOOP = Function(name="noop", source="def forward(x):\n    return (x,)")
 
 
@@ -112,16 +127,75 @@ def measure(cluster: Cluster, name: str) -> None:
     show(f"{name}: all_reduce of 4 KB", busy - idle, NUM_REDUCTIONS, "all_reduce")
 
 
+class Bare:
+    """What a plain actor of Ray's is here."""
+
+    def nothing(self) -> None: ...
+
+
+def control(num_actors: int, rounds: int = 30, times: int = 40) -> str:
+    """A row of the table: microseconds of a run and of its peer, the least and the median of the
+    rounds' means, and the median of their ratios; CPU of the controller for each run."""
+    import ray
+
+    ray_: Any = ray
+    with launch_cluster(num_actors, backend="ray") as cluster:
+        actors = [ray_.remote(num_cpus=0)(Bare).remote() for _ in range(num_actors)]
+        empty, fed = cluster.load(program([[]] * num_actors)), [{}] * num_actors
+        cpu_s = 0.0
+
+        def ours() -> None:
+            cluster.run(empty, fed).get()
+
+        def rays() -> None:
+            ray_.get([actor.nothing.remote() for actor in actors])
+
+        means: dict[Callable[[], None], list[float]] = {ours: [], rays: []}
+        for _ in range(200):
+            ours()
+            rays()
+        for _ in range(rounds):
+            for each, found in means.items():
+                begin, used = time.perf_counter(), time.process_time()
+                for _ in range(times):
+                    each()
+                found.append((time.perf_counter() - begin) / times * 1e6)
+                cpu_s += (time.process_time() - used) * (each is ours)
+        for actor in actors:
+            ray_.kill(actor)
+    figures = [f"{min(found):.0f} / {median(found):.0f}" for found in means.values()]
+    ratio = median(a / b for a, b in zip(*means.values(), strict=True))
+    cpu_us = cpu_s / rounds / times * 1e6
+    return f"| {num_actors} | {' | '.join(figures)} | {ratio:.2f} | {cpu_us:.0f} |"
+
+
+def control_table() -> str:
+    head = "| actors | a run, us | Ray's calls, us | ratio | the controller's CPU for a run, us |"
+    return "\n".join([head, "|---|---|---|---|---|", *map(control, (2, 4))])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ray", action="store_true", help="also inside Ray actors")
+    parser.add_argument("--control", action="store_true", help="the table of empty runs alone")
+    parser.add_argument("--write", action="store_true", help="put that into benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not arguments.control:
+        everything(arguments.ray)
+    if arguments.ray or arguments.control:
+        table = control_table()
+        print(table)
+        if arguments.write:
+            RESULTS.write_text(f"{INTRODUCTION}\n{table}\n")
+
+
+def everything(on_ray: bool) -> None:
     show("plain loop over a dict", best_seconds(plain_loop), 2 * NUM_CALLS, "instruction")
     for size in (1, 2):
         with launch_cluster(size) as cluster:
             measure(cluster, f"in-process, {size} ranks")
-    if arguments.ray:
+    if on_ray:
         with launch_cluster(2, backend="ray") as cluster:
             measure(cluster, "ray, 2 actors")
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -30,9 +30,7 @@ from torch.utils import _pytree as pytree
 from dtensor.frontend.reads.reads import Reads
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
-
-if TYPE_CHECKING:
-    from dtensor.sharding.plan.recognised import Recognised
+from dtensor.sharding.plan.recognised import Recognised
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import is_narrow
 from dtensor.runtime.flat import FlatRun, run_of, together
 
+_torch: Any = torch  # whose types do not know all that it has
+
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
 
@@ -418,7 +420,7 @@ def _update(
 
     ``clip`` is for fused kernels alone, which divide the gradients by it, in place.
     """
-    if isinstance(optimizer, torch.optim.Adam) and _adam(optimizer, given, clip):
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and _adam(optimizer, given, clip):
         return
     for parameter, gradient in given:
         parameter.grad = gradient
@@ -430,38 +432,59 @@ def _update(
 
 
 def _adam(
-    optimizer: torch.optim.Adam,
+    optimizer: torch.optim.Optimizer,
     given: Sequence[tuple[torch.Tensor, torch.Tensor]],
     clip: torch.Tensor | None,
 ) -> bool:
     """What `torch.optim.Adam.step` calls, without what that does before: half of the time, where
-    tensors are small. False, and nothing done, before there is state and without the kernel."""
+    tensors are small. False, and nothing done, if a group is not to be updated by a kernel."""
     gradients = {id(parameter): gradient for parameter, gradient in given}
-    calls: list[tuple[Any, list[Any], dict[str, Any]]] = []
+    groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
     for group in optimizer.param_groups:
-        held = [p for p in group["params"] if id(p) in gradients]
-        states = [optimizer.state.get(p) for p in held]
-        alone = group["lr"].device.type == "cpu" if isinstance(group["lr"], torch.Tensor) else True
-        if not group["fused"] or not all(states) or not alone:
+        lr = group["lr"]
+        if not group["fused"] or (isinstance(lr, torch.Tensor) and lr.device.type != "cpu"):
             return False
-        lists = [[state[key] for state in states if state] for key in ("exp_avg", "exp_avg_sq")]
-        steps = [state["step"] for state in states if state]
-        most = [state["max_exp_avg_sq"] for state in states if state and group["amsgrad"]]
-        decoupled = group["decoupled_weight_decay"]
-        beta1, beta2 = group["betas"]
-        options = dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"])
-        options |= {key: group[key] for key in ("weight_decay", "amsgrad", "maximize")}
-        if held:
-            own = [gradients[id(parameter)] for parameter in held]
-            known = kernel_of(torch.ops.aten._fused_adamw_.default, held[0].device)
-            decay = torch._fused_adamw_ if known is None else known.function
-            kernel = decay if decoupled else torch._fused_adam_
-            calls.append((kernel, [held, own, *lists, most, steps], options))
+        groups.append((group, [p for p in group["params"] if id(p) in gradients]))
     with torch.no_grad():
-        for kernel, tensors, options in calls:
-            torch._foreach_add_(tensors[-1], 1)
-            kernel(*tensors, **options, grad_scale=clip, found_inf=None)
+        for group, held in groups:
+            if held:
+                states = [_moments(optimizer, parameter, group) for parameter in held]
+                _adam_of(group, held, [gradients[id(p)] for p in held], states, clip)
     return True
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """A parameter's state, made as torch does where there is none."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+            state[key] = torch.zeros_like(parameter)
+    return state
+
+
+def _adam_of(
+    group: Mapping[str, Any],
+    held: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
+    clip: torch.Tensor | None,
+) -> None:
+    """One call of torch's kernel, or of ours where there is one."""
+    steps = [state["step"] for state in states]
+    first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+    most = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
+    _torch._foreach_add_(steps, 1)
+    options = {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
+    options["beta1"], options["beta2"] = group["betas"]
+    kernel = _torch._fused_adam_
+    if group["decoupled_weight_decay"]:
+        ours = kernel_of(torch.ops.aten._fused_adamw_.default, held[0].device)
+        kernel = _torch._fused_adamw_ if ours is None else ours.function
+    tensors = (held, gradients, first, second, most, steps)
+    kernel(*tensors, **options, grad_scale=clip, found_inf=None)
 
 
 @dataclass(frozen=True, slots=True)

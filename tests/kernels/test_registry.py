@@ -146,7 +146,6 @@ def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
 
 @pytest.mark.slow
 def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on: the first makes the optimizer's state."""
     called: list[Any] = []
 
     def update(*args: Any, **kwargs: Any) -> None:
@@ -163,7 +162,7 @@ def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch
         step = dt.train_step(model, lambda m, x: m(x).square().sum(), optimizer)
         with dt.launch(MESH):
             losses.append([float(step(X)) for _ in range(4)])
-    assert losses[0] == losses[1] and called == [0.25] * 6  # three steps of two ranks
+    assert losses[0] == losses[1] and called == [0.25] * 8  # four steps of two ranks
 
 
 # -- programs and traces name it -------------------------------------------------------------------

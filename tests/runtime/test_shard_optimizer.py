@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -358,3 +361,39 @@ def test_a_kernel_that_is_wrong_is_not_used() -> None:
         run(ShardOptimizer(O.SGD, (("w",),)), copy.deepcopy(start), stated, gradients)
     masters = ShardOptimizer(O.SGD, (("w",),), masters=True)
     run(masters, copy.deepcopy(start), stated, gradients)
+
+
+IN_TRITON = """
+import copy, torch
+from dtensor.runtime import shard_optimizer
+from tests.runtime.test_shard_optimizer import O, ShardOptimizer, options_of, run, values
+from tests.api.training import assert_same_bits
+
+shapes = {"seven": (7,), "rows": (37, 3), "large": (4101,)}
+found = []
+for on_gpu in (False, True):
+    shard_optimizer._on_gpu = lambda parameter: on_gpu
+    for clip in (None, torch.tensor(1.7)):
+        optimizer = ShardOptimizer(O.AdamW, (tuple(shapes),))
+        gradients = [values(1 + i, shapes) for i in range(3)]
+        gradients[1].pop("rows")
+        more = dict(clip=clip, own=tuple(shapes))
+        shards = run(optimizer, values(0, shapes), options_of(O.AdamW, {}), gradients, **more)
+        found.append((shards, optimizer.export()))
+assert_same_bits(found[2:], found[:2])
+print("alike")
+"""
+
+
+@pytest.mark.slow
+def test_the_kernel_for_gpus_has_the_same_bits() -> None:
+    """In Triton's interpreter, in a process of its own."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_TRITON],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.stdout == "alike\n", done.stdout + done.stderr

@@ -84,7 +84,7 @@ class Host:
 
     def serve(self, invitation: Invitation) -> None:
         """Carry out what comes over a connection, until the controller ends that."""
-        with join(invitation, START_S) as sock:
+        with join(invitation, START_S) as sock, torch.no_grad():  # once, and not for each run
             try:
                 for message in incoming(sock):
                     if message is not None and (answer := self._answer(message)):

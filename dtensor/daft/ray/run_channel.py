@@ -388,4 +388,12 @@ class RunChannel:
 
 def _settled(replies: Sequence[Reply]) -> bool:
     """Whether all have come, or one that failed."""
-    return all(reply.came for reply in replies) or any(reply.failed for reply in replies)
+    waiting = False  # spelled out, as this is asked after each message
+    for reply in replies:
+        if reply.message is None:
+            if reply.lost:
+                return True
+            waiting = True
+        elif reply.message.kind == RAISED:
+            return True
+    return not waiting

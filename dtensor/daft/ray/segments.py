@@ -57,7 +57,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Calls(NamedTuple):
+class CLibrary(NamedTuple):
     """Of the C library; semaphores by their addresses. 0: it went well."""
 
     initialise: Callable[[int, int, int], int]
@@ -70,7 +70,7 @@ class Calls(NamedTuple):
 
 
 @cache
-def calls() -> Calls:
+def calls() -> CLibrary:
     # PyDLL keeps the GIL: what does not block is over sooner than the GIL is given up.
     short, long = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
     pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -79,7 +79,7 @@ def calls() -> Calls:
     short.sem_trywait.argtypes = (pointer,)
     long.sem_clockwait.argtypes = (pointer, number, ctypes.POINTER(_Timespec))
     long.fallocate.argtypes = (number, number, ctypes.c_int64, ctypes.c_int64)
-    return Calls(
+    return CLibrary(
         short.sem_init, short.sem_post, short.sem_trywait, long.sem_clockwait, long.fallocate
     )
 

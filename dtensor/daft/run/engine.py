@@ -440,7 +440,9 @@ def local_execution() -> Generator[None]:
     if threads != 1:
         torch.set_num_threads(1)
     try:
-        with torch.no_grad(), ExitStack() as stack:
+        with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(torch.no_grad())
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))

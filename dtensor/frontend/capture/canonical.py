@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,31 +30,28 @@ from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
 from dtensor.frontend.capture.refusals import is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer, bound
 
-if TYPE_CHECKING:
-    from dtensor.frontend.capture.recognise.met import Met
-
 aten = torch.ops.aten
 dt = torch.ops.dt
 _ANCHORS = (
     aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
-    aten.rsqrt.default, aten.cat.default, aten.silu.default, aten.gelu.default, aten.tanh.default,
-    aten.softmax.int,
+    aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
+    aten.tanh.default,
 )  # fmt: skip
-"""Of what is recognised: without one of them nothing is looked for."""
+_MADE = {aten.mul.Tensor, aten.add.Tensor}
+"""Of what is recognised; the anchors that are elementwise count where one of these reads them."""
 
 
-def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> list[Met]:
+def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> list[Any]:
     """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place; returns the
     patterns that it met. ``numbers``: of random ops, one each; else they stay as they are."""
-    met: list[Met] = []
+    met: list[Any] = []
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             met += canonicalise(child, numbers)
             # Differentiation calls it as a module: run node by node, its ops keep their own lines,
             # modules and checkpoints, which they would lose to those of the region.
             child.forward = fx.Interpreter(child).run
-    if any(module.graph.find_nodes(op="call_function", target=target) for target in _ANCHORS):
-        met += _recognise(module.graph)
+    met += _recognise(module.graph) if _has_anchor(module.graph) else []
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
@@ -87,7 +84,12 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                     return
 
 
-def _recognise(graph: fx.Graph) -> list[Met]:
+def _has_anchor(graph: fx.Graph) -> bool:
+    found = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
+    return any(n.target not in _ANCHORS[5:] or _MADE & {u.target for u in n.users} for n in found)
+
+
+def _recognise(graph: fx.Graph) -> list[Any]:
     from dtensor.frontend.capture.recognise.recognise import recognise  # few programs need it
 
     return recognise(graph)

@@ -23,7 +23,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -65,9 +65,6 @@ from dtensor.frontend.source import (
     source_of_exception,
 )
 from dtensor.sharding.gc_pause import collector_paused
-
-if TYPE_CHECKING:
-    from dtensor.frontend.capture.recognise.met import Met
 
 
 @collector_paused()
@@ -187,7 +184,7 @@ class _Capture:
         return replace(self.graph, reads=Reads(self.call.roots, self.ran, constants))
 
 
-def _with(graph: Graph, met: list[Met], call: FlatCall) -> Graph:
+def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
     from dtensor.frontend.capture.told import told  # few programs need it
 
     return replace(graph, recognised=told(met, call.prefixes))

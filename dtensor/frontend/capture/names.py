@@ -50,7 +50,7 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         backward = meta.get("partitioner_tag") == "is_backward"
         seq = None if _ACCUMULATION in trace else meta.get("seq_nr")
         stack = meta.get("fwd_nn_module_stack" if backward else "nn_module_stack") or {}
-        calls = calls_of(stack, prefixes)
+        calls = called(stack, prefixes)
         module = calls[-1].partition("@")[0] if calls else ""
         source = source_of_trace(trace) if trace else None
         if backward and seq in forward_of:
@@ -77,9 +77,7 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         }
 
 
-def calls_of(
-    stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]
-) -> tuple[str, ...]:
+def called(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str]) -> tuple[str, ...]:
     """The calls of modules around a node, outermost first, without the root's own.
 
     ``blocks.0``; ``norm@1`` for the second call of one module. Torch numbers its keys alike.
@@ -178,17 +176,15 @@ def _assigned_names(graph: fx.Graph) -> dict[fx.Node, str]:
             names.update(_tuple_names(statement, targets))
             continue
         seen = [n for n in statement if n in returned or any(place.get(u, -1) > i for u in n.users)]
-        names[_first_part(seen or statement)] = targets[0]
+        last = (seen or statement)[-1]
+        names[_sum_of(last, seen) if last.target is operator.getitem else last] = targets[0]
     return names
 
 
-def _first_part(nodes: Sequence[fx.Node]) -> fx.Node:
-    """The last of them; of parts of one of the project's ops the first: `x = x + y`, normed later,
-    is one op of which the sum comes first."""
-    made = nodes[-1].args[:1]
-    if nodes[-1].target is operator.getitem and op_text(made[0]).startswith("dt."):  # type: ignore[arg-type]
-        return next(n for n in nodes if n.target is operator.getitem and n.args[:1] == made)
-    return nodes[-1]
+def _sum_of(part: fx.Node, seen: Sequence[fx.Node]) -> fx.Node:
+    """`x = x + y`, normed later, is one op: its first part. Of other ops the part itself."""
+    ours = op_text(part.all_input_nodes[0]).startswith("dt.")
+    return next((n for n in seen if ours and n.args[:1] == part.args[:1]), part)
 
 
 def _tuple_names(statement: Sequence[fx.Node], targets: Sequence[str]) -> dict[fx.Node, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from dtensor.frontend.capture.names import calls_of
+from dtensor.frontend.capture.names import called
 from dtensor.frontend.capture.recognise.met import Met
 from dtensor.frontend.source import source_of_trace
 from dtensor.sharding.plan.recognised import Recognised
@@ -22,7 +22,7 @@ def told(met: Iterable[Met], prefixes: Mapping[str, str]) -> tuple[Recognised, .
 
 
 def _told(each: Met, prefixes: Mapping[str, str]) -> Recognised:
-    calls = calls_of(each.meta.get("nn_module_stack") or {}, prefixes)
+    calls = called(each.meta.get("nn_module_stack") or {}, prefixes)
     module = calls[-1].partition("@")[0] if calls else ""
     source = source_of_trace(each.meta.get("stack_trace") or "")
     return Recognised(each.what, each.op, each.reason, module, str(source) if source else "")

@@ -15,14 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from dtensor.sharding.ops.call import Meta, OpCall
-
-if TYPE_CHECKING:
-    from dtensor.sharding.plan.recognised import Recognised
+from dtensor.sharding.plan.recognised import Recognised
 
 InputKind = Literal["parameter", "buffer", "argument", "constant", "tangent"]
 OutputKind = Literal["result", "gradient", "mutation"]
@@ -88,13 +86,11 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Dataflow:
-    """``recognised``: in the order of the program, before it was differentiated."""
-
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Output, ...]
     num_stages: int = 1
-    recognised: tuple[Recognised, ...] = ()
+    recognised: tuple[Recognised, ...] = ()  # in the order of the program, before its backward
 
     def __repr__(self) -> str:
         num = f"inputs: {len(self.inputs):,}, ops: {len(self.ops):,}"
