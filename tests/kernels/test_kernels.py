@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
 
 
 @pytest.mark.slow
@@ -44,3 +49,42 @@ def test_numbers_on_a_gpu() -> None:
         except AssertionError as error:
             failed.append(str(error))
     assert not failed, "\n".join(failed)
+
+
+class Block(nn.Module):
+    """A norm, a gate, dropout and a residual, as programs write them out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.gate, self.up = nn.Linear(64, 96, bias=False), nn.Linear(64, 96, bias=False)
+        self.down, self.head = nn.Linear(96, 64, bias=False), nn.Linear(64, 50, bias=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        n = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        y = self.down(F.silu(self.gate(n)) * self.up(n))
+        return F.cross_entropy(self.head(F.dropout(y, 0.1) + x), target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_training_with_kernels_and_without(device: str) -> None:
+    """On a CPU, where there are none, both are the same."""
+    mesh = dt.Mesh(tp=2)
+    row, column = {"tp": dt.Row()}, {"tp": dt.Column()}
+    placed = {"gate.weight": row, "up.weight": row, "down.weight": column, "head.weight": row}
+    x, target = torch.randn(40, 64), torch.randint(50, (40,))
+    losses: list[list[float]] = []
+    for chosen in (True, False):
+        with ExitStack() as stack:
+            for name in () if chosen else ("rms_norm", "gated", "dropout", "ce_stats"):
+                stack.enter_context(dt.kernel(f"dt::{name}", device).using(None))
+            torch.manual_seed(0)
+            dt.manual_seed(0)
+            model = dt.parallelize(Block(), mesh, placed)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            step = dt.train_step(model, lambda m, x, t: m(x, t), optimizer)
+            stack.enter_context(dt.launch(mesh, device=device))
+            losses.append([float(step(x, target)) for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4 if device == "cuda" else 0)
+    assert losses[0][-1] < losses[0][0]

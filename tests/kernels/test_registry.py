@@ -144,6 +144,7 @@ def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
         assert torch.equal(relu_of(fn), X.relu())
 
 
+@pytest.mark.slow
 def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
 
@@ -291,6 +292,7 @@ def test_built_in_kernels_take_their_ops_arguments() -> None:
         register._check_signature(register._op_named(name), built_in[name])
 
 
+@pytest.mark.slow
 def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
     """Lowering alone needs no GPU."""
     model = dt.parallelize(nn.Linear(8, 6, bias=False), MESH, {"weight": {"tp": dt.Row()}})
