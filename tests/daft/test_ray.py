@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ir.instructions import Buffer
+from dtensor.daft.ray import watch
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.joining import check_routes
 from dtensor.daft.ray.run_channel import RunChannel
@@ -300,6 +302,43 @@ def test_an_actor_that_dies_between_runs(ray_session: None) -> None:
         with pytest.raises(ActorLost) as caught:
             cluster.run(handle, _feed()).get()
         assert caught.value.failure.rank == 0
+        _check_failed(cluster, caught.value, pids)
+
+
+def test_an_interrupt_while_the_controller_waits(ray_session: None, tmp_path: Path) -> None:
+    """It reads nothing then, so all goes on."""
+    go = tmp_path / "go"
+    source = "def forward():\n    wait_for_file(go)\n    return (7,)"
+    wait = function("wait", source, wait_for_file=wait_for_file, go=str(go))
+    made = program(*[[Call("wait", (), ("y",))]] * 2, functions=[wait], outputs=[("y",)] * 2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
+            future = cluster.run(cluster.load(made), [{}, {}])
+            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                future.get()
+            timer.join()
+            large = torch.arange(1 << 22)
+            cluster.put([{"w": large}, {"w": large + 1}])  # while both are in their call
+            go.touch()
+            assert future.get() == [{"y": 7}] * 2 and cluster.failure is None
+            found = cluster.get([("w",), ("w",)]).get()
+            assert torch.equal(found[0][0], large) and torch.equal(found[1][0], large + 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_connection_that_breaks(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes are alive, so the one that cannot be called any longer is at fault."""
+    monkeypatch.setattr(watch, "SETTLE_S", 0.5)
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
+        pids = _pids(cluster)
+        assert isinstance(cluster, RayCluster)
+        cluster._channel._break(cluster._channel._lines[1])
+        with pytest.raises(ActorLost, match="rank 1: its connection to the controller") as caught:
+            cluster.run(cluster.load(_fragile()), _feed()).get()
         _check_failed(cluster, caught.value, pids)
 
 

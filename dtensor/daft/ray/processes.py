@@ -95,7 +95,7 @@ class HostProcess:
         self._serving = self.actor.serve.remote(invitation)
 
     def ended(self, patience_s: float = 0.0) -> str | None:
-        """What Ray says of the end of one that serves, if it has ended."""
+        """What Ray says of the end of one that served, if it has ended."""
         if self._serving is None or not _ray.wait([self._serving], timeout=patience_s)[0]:
             return None
         try:
@@ -105,7 +105,7 @@ class HostProcess:
         except ray.exceptions.RayError as error:
             # Its frames hold it, and would hold this and the actor until a collection.
             return str(error.with_traceback(None))
-        return "it was told to serve no longer."
+        return None  # its connection ended, and it is there
 
     @property
     def id(self) -> str:
