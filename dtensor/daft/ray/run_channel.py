@@ -85,7 +85,7 @@ class Reply:
         return self.lost or (self.message is not None and self.message.kind == RAISED)
 
 
-class _Line:
+class _Connection:
     """The connection to one host; what is unwritten waits for it to be there, too."""
 
     def __init__(self) -> None:
@@ -113,9 +113,9 @@ class RunChannel:
     def __init__(self, folder: Path, num_hosts: int, address: str | None) -> None:
         self.interrupted = False  # within a read or a write
         self._key = secrets.token_bytes(32)
-        self._lines = [_Line() for _ in range(num_hosts)]
+        self._lines = [_Connection() for _ in range(num_hosts)]
         self._guests: dict[int, _Guest] = {}  # by descriptor, as what follows
-        self._joined: dict[int, _Line] = {}
+        self._joined: dict[int, _Connection] = {}
         self._listening: dict[int, socket.socket] = {}
         self._poll = select.epoll()
         self._path: str | None = None
@@ -257,7 +257,7 @@ class RunChannel:
             with self._changed:
                 self._changed.notify_all()
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, line: _Connection) -> None:
         try:
             while line.messages is not None and (message := next(line.messages)) is not None:
                 reply = line.expected[0]
@@ -271,7 +271,7 @@ class RunChannel:
             self._break(line, interrupted=True)
             raise
 
-    def _break(self, line: _Line, *, interrupted: bool = False) -> None:
+    def _break(self, line: _Connection, *, interrupted: bool = False) -> None:
         """Nothing comes over it from now on."""
         with self._changed:
             self.interrupted |= interrupted
@@ -288,7 +288,7 @@ class RunChannel:
 
     # -- what is written, with the lock held ------------------------------------------------------
 
-    def _write(self, line: _Line, pieces: Sequence[Data]) -> None:
+    def _write(self, line: _Connection, pieces: Sequence[Data]) -> None:
         if line.sock is not None and not line.unwritten:
             try:
                 while pieces:
@@ -303,7 +303,7 @@ class RunChannel:
             line.unwritten.extend(memoryview(bytes(piece)) for piece in pieces)
             self._write_later(line)
 
-    def _write_later(self, line: _Line) -> None:
+    def _write_later(self, line: _Connection) -> None:
         if line.sock is None:
             return
         self._poll.modify(line.sock, select.EPOLLIN | select.EPOLLOUT)
@@ -322,7 +322,7 @@ class RunChannel:
                     self._writer = None
                     return
 
-    def _write_on(self, line: _Line) -> None:
+    def _write_on(self, line: _Connection) -> None:
         if line.sock is None:
             return
         try:

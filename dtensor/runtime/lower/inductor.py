@@ -176,7 +176,7 @@ class _FakeRun:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Statement:
     """``text``: without what it deletes; ``op``: of a call of torch's op."""
 
     text: str
@@ -210,9 +210,9 @@ def _short(op: OpOverload) -> str:
     return op._schema.name.removeprefix("aten::")
 
 
-def _lines(function: Function) -> list[_Line]:
+def _lines(function: Function) -> list[_Statement]:
     bindings = dict(function.bindings)
-    found: list[_Line] = []
+    found: list[_Statement] = []
     for number, line in enumerate(body_of(function), 1):
         text, _, deleted = line.partition("; del ")
         matched = _LINE.match(text)
@@ -220,7 +220,7 @@ def _lines(function: Function) -> list[_Line]:
         op = _OVERLOADS.get(id(target), target)
         made = tuple(_NAME.findall(matched[1])) if matched else ()
         found.append(
-            _Line(
+            _Statement(
                 text=text,
                 deleted=tuple(_NAME.findall(deleted)),
                 made=made,
@@ -231,7 +231,7 @@ def _lines(function: Function) -> list[_Line]:
     return found
 
 
-def _runs(lines: Sequence[_Line]) -> Iterator[tuple[int, int]]:
+def _runs(lines: Sequence[_Statement]) -> Iterator[tuple[int, int]]:
     """From where to where lines are that fuse, and those that do not one by one."""
     at = 0
     while at < len(lines):
@@ -314,7 +314,7 @@ class _ChainMaker:
     def _compiled(
         self,
         function: Function,
-        run: Sequence[_Line],
+        run: Sequence[_Statement],
         tensors: Sequence[str],
         given: Sequence[Any],
         outputs: Sequence[str],
