@@ -104,7 +104,12 @@ NEITHER: dict[str, object] = {
     "aten.native_layer_norm_backward.default": "promote",
     "aten.nll_loss2d_backward.default": beside_indices,
     "aten.nll_loss_backward.default": beside_indices,
+    "dt.add_layer_norm.default": "same",
+    "dt.add_rms_norm.default": "promote",
+    "dt.bias_gelu_backward.default": "same",
     "dt.bn_sums.default": "promote",
+    "dt.gated_backward.default": "same",
+    "dt.rms_norm_backward.default": "promote",
 }
 
 
