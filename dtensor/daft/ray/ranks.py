@@ -1,7 +1,7 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
 Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
-(`Sent`): by what was sent, not by what became of the run.
+(`SentData`): by what was sent, not by what became of the run.
 
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
@@ -34,7 +34,7 @@ Plain: TypeAlias = dict[int, dict[str, bytes | int]]
 """By rank and name, data as marshal has it, or the run of the program that had the same."""
 
 
-class Sent:
+class SentData:
     """What plain data the hosts were last sent, as the controller knows it."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ _ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
 def _is_plain(value: Any) -> bool:
     """Of these types alone, and not of classes that derive from them: marshal takes numpy's numbers
     for bytes, and what can be changed may change unseen."""
-    kind: type[Any] = type(value)
+    kind = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
