@@ -29,7 +29,7 @@ from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Ranks, SentData
+from dtensor.daft.ray.ranks import Ranks, SentInputs
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
@@ -57,7 +57,7 @@ class RayCluster(HostedCluster):
                 f"which GPU an actor gets."
             )
         self._tags: dict[Key, int] = {}
-        self._sent = SentData()
+        self._sent = SentInputs()
         self._home = Home(address, deadline_s)
         try:
             if device.type == "cuda":

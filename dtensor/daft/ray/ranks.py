@@ -1,7 +1,7 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
 Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
-(`SentData`): by what was sent, not by what became of the run.
+(`SentInputs`): by what was sent, not by what became of the run.
 
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
@@ -34,7 +34,7 @@ Plain: TypeAlias = dict[int, dict[str, bytes | int]]
 """By rank and name, data as marshal has it, or the run of the program that had the same."""
 
 
-class SentData:
+class SentInputs:
     """What plain data the hosts were last sent, as the controller knows it."""
 
     def __init__(self) -> None:
