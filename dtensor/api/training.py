@@ -422,10 +422,8 @@ class TrainStep:
             raise
 
     def _step_controller(self) -> None:
-        """A step without gradients, where anybody would see it: a scheduler, which puts a function
-        of its own in the place of `step`, or a hook."""
-        watched = "step" in vars(self.optimizer) or _has_hooks(self.optimizer)
-        if not watched:
+        """A step without gradients, for who sees it: schedulers put theirs in place of `step`."""
+        if "step" not in vars(self.optimizer) and not _has_hooks(self.optimizer):
             return
         with as_it_is():
             held = [p for group in self.optimizer.param_groups for p in group["params"]]

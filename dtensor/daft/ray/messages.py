@@ -90,13 +90,13 @@ class MessagePickler(_cloudpickle.Pickler):
     """Takes the bytes of tensors from where they are."""
 
     def reducer_override(self, obj: Any) -> Any:
-        kind: type[Any] = type(obj)
-        if (kind is Tensor or kind is Parameter) and _has_elements(obj):
+        if type(obj) in (Tensor, Parameter) and _has_elements(obj):
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             kept = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)
             what = kept, _NAMES[obj.dtype], tuple(obj.shape)
-            plain = kind is Tensor and not obj.requires_grad
-            return _tensor, what if plain else (*what, kind is Parameter, obj.requires_grad)
+            parameter = type(obj) is Parameter
+            plain = not (parameter or obj.requires_grad)
+            return _tensor, what if plain else (*what, parameter, obj.requires_grad)
         return super().reducer_override(obj)  # pyright: ignore
 
 

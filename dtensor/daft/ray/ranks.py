@@ -74,7 +74,7 @@ _ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
 def _is_plain(value: Any) -> bool:
     """Of these types alone, and not of classes that derive from them: marshal takes numpy's numbers
     for bytes, and what can be changed may change unseen."""
-    kind: type[Any] = type(value)
+    kind = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))

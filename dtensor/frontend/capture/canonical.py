@@ -1,6 +1,6 @@
 """Rewrites of the exported forward graph into ops that have a one-line rule.
 
-    scaled_dot_product_attention(q, k, v, is_causal=True)  ->  dt.attention(q, k, v, True, scale)[0]
+    sdpa(q, k, v, is_causal=True)       ->  dt.attention(q, k, v, True, scale)[0]     (recognise/)
     cross_entropy_loss(logits, target)  ->  rows = dt.cross_entropy_rows(logits, target, -100)[0]
                                             sum(rows) / dt.ce_count(target, -100)
     dropout(x, p, False)  ->  x
