@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -370,10 +371,15 @@ def test_a_partner_that_has_stopped_is_waited_for() -> None:
 # -- what is held ----------------------------------------------------------------------------------
 
 
-def _held() -> tuple[int, int, list[str]]:
+def _held() -> tuple[list[str], int]:
+    """This process's: where descriptors of memory and files lead, and mappings of segments."""
     gc.collect()
+    folder, found = Path("/proc/self/fd"), list[str]()
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.append(os.readlink(folder / name))
     maps = Path("/proc/self/maps").read_text().count("memfd:dtensor")
-    return len(os.listdir("/proc/self/fd")), maps, sorted(os.listdir("/dev/shm"))
+    return sorted(link for link in found if link.startswith("/")), maps
 
 
 def _fails(x: torch.Tensor) -> tuple[Any, ...]:
