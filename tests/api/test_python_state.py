@@ -7,6 +7,7 @@ import contextvars
 import enum
 import functools
 import itertools
+import math
 import operator
 import os
 import random
@@ -434,6 +435,16 @@ def a_module_of_python() -> Made:
         net(),
         lambda m, x, y: cross_entropy(m, x, y) * config.beta,
         lambda i: setattr(config, "beta", 1.0 + i),
+    )
+
+
+@way()
+def pow_of_the_module_math() -> Made:
+    config = {"beta": 1.0}  # torch's export puts another pow there while it runs
+    return (
+        net(),
+        lambda m, x, y: cross_entropy(m, x, y) * math.pow(config["beta"], 2),
+        lambda i: config.update(beta=1.0 + i),
     )
 
 
@@ -1218,6 +1229,7 @@ SAMPLE = (  # of each kind of thing that may change
     *("a_buffer_changed_in_place", "a_buffer_assigned_anew", "a_hook_of_a_parameter"),
     *("a_cached_function", "a_global_by_a_computed_name", "a_method_bound_to_a_dict"),
     *("code_that_was_typed", "the_rate_of_a_dropout", "the_learning_rate_read_by_the_loss"),
+    *("pow_of_the_module_math",),
 )
 
 
