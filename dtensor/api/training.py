@@ -19,6 +19,7 @@ step that was under way behind it. A scheduler is the user's: it stands where th
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -207,6 +208,7 @@ class TrainStep:
         self._groups()
         self._last: Planned | None = None
         self._running: deque[Loss] = deque()
+        self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
 
     def __repr__(self) -> str:
@@ -291,6 +293,7 @@ class TrainStep:
         planned = self._plan(call)
         with ONE_AT_A_TIME:
             loss = self._run(call, planned)
+        self._latest = (*map(_held, batch),), kwargs
         self._step_controller()
         return loss
 
@@ -345,11 +348,20 @@ class TrainStep:
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
         """Where the time of a step goes on each rank: of ``n`` timed steps, after a few to warm up.
 
-        They are training steps, two for each that is timed: state moves on. Before them
-        `gather_state_dict` keeps what it is, and `load_state_dict` brings it back.
+        Without a batch they are on that of the last step, if it is still there. They are training
+        steps, two for each that is timed: state moves on. Before them `gather_state_dict` keeps
+        what it is, and `load_state_dict` brings it back.
         """
         from dtensor.api.profiling import profiled
 
+        if not batch and not kwargs and self._latest is not None:
+            held, kwargs = self._latest
+            batch = tuple(one() for one in held)
+            if any(one is None for one in batch):
+                raise PlanningError(
+                    f"profile({n}) has no batch, and that of the last step is gone.\n"
+                    f"fix: step.profile({n}, *batch)"
+                )
         session = session_for(self.model.mesh)
         return profiled(n, session, lambda: self(*batch, **kwargs), _read_loss, self.plans)
 
@@ -576,6 +588,11 @@ class _GroupNames:
                     )
             self.names, self.held = tuple(tuple(names[p] for p in ids) for ids in held), held
         return self.names
+
+
+def _held(value: Any) -> Callable[[], Any]:
+    """What gives an argument again; a tensor as long as somebody else has it."""
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else lambda: value
 
 
 def _gradient_specs(planned: Planned) -> dict[str, TensorSpec]:

@@ -290,3 +290,17 @@ def test_on_ray() -> None:
         assert own.overhead["channel"].seconds > 0
         assert sum(spent.seconds for spent in own.waiting.values()) > 0
     assert min(own.idle.seconds for own in profile.ranks) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_without_a_batch_it_is_of_the_last_ones() -> None:
+    run = Run.of("tp2")
+    with dt.launch(run.mesh):
+        batch = batches(1)[0]
+        float(run.step(*batch))
+        assert run.step.profile(1).num_steps == 1
+        del batch
+        float(run.step(*batches(1)[0]))
+        with pytest.raises(
+            dt.PlanningError, match=r"is gone(.|\n)*fix: step.profile\(1, \*batch\)"
+        ):
+            run.step.profile(1)
