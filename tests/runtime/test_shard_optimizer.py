@@ -364,15 +364,21 @@ def test_a_kernel_that_is_wrong_is_not_used() -> None:
 
 
 IN_TRITON = """
-import copy, torch
+import torch
+from dtensor.kernels.adamw import fused_adamw_
+from dtensor.kernels.registry import Kernel
 from dtensor.runtime import shard_optimizer
 from tests.runtime.test_shard_optimizer import O, ShardOptimizer, options_of, run, values
 from tests.api.training import assert_same_bits
 
 shapes = {"seven": (7,), "rows": (37, 3), "large": (4101,)}
-found = []
-for on_gpu in (False, True):
-    shard_optimizer._on_gpu = lambda parameter: on_gpu
+found, called = [], []
+def counted(*args, **kwargs):
+    called.append(len(args[0]))
+    fused_adamw_(*args, **kwargs)
+kernel = Kernel(function=counted, name="adamw", ours=True)
+for known in (None, kernel):
+    shard_optimizer.kernel_of = lambda op, device: known
     for clip in (None, torch.tensor(1.7)):
         optimizer = ShardOptimizer(O.AdamW, (tuple(shapes),))
         gradients = [values(1 + i, shapes) for i in range(3)]
@@ -381,6 +387,7 @@ for on_gpu in (False, True):
         shards = run(optimizer, values(0, shapes), options_of(O.AdamW, {}), gradients, **more)
         found.append((shards, optimizer.export()))
 assert_same_bits(found[2:], found[:2])
+assert len(called) >= 6, called
 print("alike")
 """
 
