@@ -1,4 +1,4 @@
-"""Norms, gates and rotary positions that a program writes out are one op, with the same bits."""
+"""Norms, gates, rotary positions, dropouts that a program writes out are one op: the same bits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Graph, Result
 from tests.frontend.eager import check, run_graph
 
@@ -385,3 +386,157 @@ def test_a_value_that_changes_on_the_way_stays() -> None:
     graph = captured(again)
     assert ops(graph) == []
     assert "in place" in graph.recognised[0].reason
+
+
+# -- dropouts --------------------------------------------------------------------------------------
+
+
+def residual_first(x: Tensor, m: Any) -> Tensor:
+    return x + F.dropout(m.up(x), 0.5)
+
+
+def residual_last(x: Tensor, m: Any) -> Tensor:
+    return F.dropout(m.up(x), 0.5) + x
+
+
+def among_others(x: Tensor, m: Any) -> Tensor:
+    first = F.dropout(x, 0.25) + torch.rand_like(x)
+    h = F.dropout(m.up(first), 0.5)
+    return (first + h) * torch.rand_like(x) + F.dropout(first, 0.1)
+
+
+def before_a_norm(x: Tensor, m: Any) -> Tensor:
+    total = x + F.dropout(m.up(x), 0.5)
+    return total + F.layer_norm(total, (D,), m.weight, m.up.bias)
+
+
+def in_a_checkpoint(x: Tensor, m: Any) -> Tensor:
+    return checkpoint(residual_first, x, m, use_reentrant=False)
+
+
+def both_graphs(
+    fn: Callable[..., Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Graph, dict[Any, Tensor]]]:
+    """As it is recognised and as it is written, and what each gives."""
+    model = Model(fn, dtype)
+    x = torch.randn(B, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x.requires_grad_()
+    found = []
+    for hides in (False, True):
+        if hides:
+            monkeypatch.setattr("dtensor.frontend.capture.canonical._has_anchor", lambda _: False)
+        graph = capture(model, (x,), grads="loss")
+        found.append((graph, run_graph(graph, model, (x,), {0: torch.ones(())})))
+    return found
+
+
+def numbers(graph: Graph) -> list[int]:
+    return [n.kwargs["op"] for n in graph.nodes if "at_seed" in n.kwargs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (residual_first, 1),
+        (residual_last, 1),
+        (among_others, 2),
+        (before_a_norm, 1),
+        (in_a_checkpoint, 1),
+    ],
+)
+def test_a_dropout_and_its_sum_are_one_op(
+    fn: Callable[..., Tensor], count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, found), (written, wanted) = both_graphs(fn, dtype, monkeypatch)
+    assert ops(one).count("dropout_add") == count and "dropout_add" not in ops(written)
+    assert numbers(one) == numbers(written) == list(range(len(numbers(written))))
+    assert found.keys() == wanted.keys() and len(wanted) >= 3
+    for what in wanted:
+        assert torch.equal(found[what], wanted[what]), what
+
+
+def used_twice(x: Tensor, m: Any) -> Tensor:
+    dropped = F.dropout(m.up(x), 0.5)
+    return (x + dropped) * dropped
+
+
+def residual_comes_later(x: Tensor, m: Any) -> Tensor:
+    return F.dropout(x, 0.5) + m.up(x)
+
+
+def two_of_one(x: Tensor, m: Any) -> Tensor:
+    dropped = F.dropout(x, 0.5)
+    return dropped + dropped
+
+
+def scaled_sum(x: Tensor, m: Any) -> Tensor:
+    return torch.add(x, F.dropout(m.up(x), 0.5), alpha=2)
+
+
+def broadcast_sum(x: Tensor, m: Any) -> Tensor:
+    return F.dropout(m.up(x), 0.5) + m.weight
+
+
+def number_added(x: Tensor, m: Any) -> Tensor:
+    return F.dropout(m.up(x), 0.5) + 1.0
+
+
+def idle(x: Tensor, m: Any) -> Tensor:
+    return x + F.dropout(m.up(x), 0.5, training=False) + F.dropout(m.up(x), 0.0)
+
+
+def not_in_order(x: Tensor, m: Any) -> Tensor:
+    y = x.transpose(0, 1)
+    total = y + F.dropout(y, 0.5)
+    return total.transpose(0, 1).view(-1)
+
+
+def changed_between(x: Tensor, m: Any) -> Tensor:
+    y = x * 1.0
+    rows = y.view(-1)
+    dropped = F.dropout(m.up(x), 0.5)
+    rows.mul_(2.0)
+    return y + dropped
+
+
+def other_dtype(x: Tensor, m: Any) -> Tensor:
+    return x.double() + F.dropout(m.up(x), 0.5)
+
+
+def checkpoint_ends(x: Tensor, m: Any) -> Tensor:
+    return x + checkpoint(lambda x: F.dropout(m.up(x), 0.5), x, use_reentrant=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (used_twice, ""),
+        (residual_comes_later, "is computed later"),
+        (two_of_one, ""),
+        (scaled_sum, ""),
+        (broadcast_sum, ""),
+        (number_added, ""),
+        (idle, ""),
+        (not_in_order, ""),
+        (changed_between, "in place"),
+        (other_dtype, "other dtypes"),
+        (checkpoint_ends, "a checkpoint"),
+    ],
+)
+def test_other_dropouts_stay(
+    fn: Callable[..., Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (graph, found), (_, wanted) = both_graphs(fn, torch.float32, monkeypatch)
+    assert "dropout_add" not in ops(graph)
+    assert [m.op for m in graph.recognised] == [""] * len(graph.recognised)
+    assert (reason in graph.recognised[0].reason) if reason else graph.recognised == ()
+    assert all(torch.equal(found[what], wanted[what]) for what in wanted)
+
+
+def test_of_two_dtypes_no_dropout_is_added() -> None:
+    x, at = torch.randn(2, 3), {"at_seed": 1, "at_step": 2, "op": 3}
+    with pytest.raises(TypeError, match=r"one dtype, not torch.float32 and torch.float64"):
+        torch.ops.dt.dropout_add(x, x.double(), 0.5, **at)

@@ -35,7 +35,7 @@ dt = torch.ops.dt
 _ANCHORS = (
     aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
     aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
-    aten.tanh.default,
+    aten.tanh.default, aten.dropout.default,
 )  # fmt: skip
 _MADE = {aten.mul.Tensor, aten.add.Tensor}
 """Of what is recognised; the anchors that are elementwise count where one of these reads them."""

@@ -1,6 +1,7 @@
 """Random ops of the exported forward graph as the project's own, which count.
 
     dropout(x, 0.1, True)          ->  dt.dropout(x, 0.1, op=0)[0]
+    dt.dropout_add(x, r, 0.1)      ->  dt.dropout_add(x, r, 0.1, op=0), as recognition leaves it
     randn_like(x)                  ->  dt.random_normal([4, 8], f32, op=1)
     bernoulli(q)                   ->  dt.random_uniform([4, 8], f32, op=2) < q
     scaled_dot_product_attention(q, k, v, dropout_p=0.1)
@@ -38,7 +39,9 @@ _ALPHA = 1.7580993408473766  # of self-normalising networks, as in torch
 def randomise(graph: fx.Graph, node: fx.Node, numbers: Iterator[int]) -> bool:
     """Rewrites a call of one of `RANDOM_OPS`, in place; whether it was random."""
     target: Any = node.target
-    if target is aten.native_dropout.default:
+    if target is dt.dropout_add.default:
+        node.update_kwarg("op", next(numbers))
+    elif target is aten.native_dropout.default:
         _native_dropout(_RandomCall(graph, node, numbers))
     elif target is aten.scaled_dot_product_attention.default and bound(node)["dropout_p"] > 0:
         c = _RandomCall(graph, node, numbers)
@@ -251,5 +254,6 @@ _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
 RANDOM_OPS = {
     *_FORMS,
     aten.native_dropout.default,
+    dt.dropout_add.default,
     aten.scaled_dot_product_attention.default,
 }

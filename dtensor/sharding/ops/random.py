@@ -4,6 +4,7 @@
     random_normal(shape, dtype)           -> f[shape]
     random_integers(shape, low, high, dtype) -> i[shape]      in low:high
     dropout(x[...], p)                    -> y[...], kept: bool[...]
+    dropout_add(x[...], residual[...], p) -> dropout(x) + residual, kept: bool[...]
     dropout_backward(grad[...], kept[...], p) -> dx[...]      linear in grad
 
 Each number is a function of (at_seed, at_step, op, global index): philox.py and distributions.py.
@@ -131,6 +132,13 @@ def _dropout(x: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
     return _masked(x, kept, p), kept
 
 
+def _dropout_add(x: Tensor, residual: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
+    if x.dtype != residual.dtype:
+        raise TypeError(f"dropout_add takes one dtype, not {x.dtype} and {residual.dtype}")
+    y, kept = _dropout(x, p, **at)
+    return y.add_(residual), kept
+
+
 def _masked(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     """A dropped infinity is 0, not NaN, as torch's fused kernels have it."""
     scaled = grad * (1 / (1 - p) if p < 1 else 0.0)
@@ -143,7 +151,11 @@ def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
 
 
 define(f"dropout(Tensor x, float p, {_KEY}, {_WHERE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
-
+define(
+    f"dropout_add(Tensor x, Tensor residual, float p, {_KEY}, {_WHERE}) -> (Tensor, Tensor)",
+    _dropout_add,
+    lambda x, _, p, **at: _fake_dropout(x, p, **at),
+)
 
 define(
     "dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor",
@@ -155,7 +167,7 @@ define(
 def _dropout_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any
 ) -> None:
-    ctx.p = inputs[1]
+    ctx.p = inputs[-1]
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -168,6 +180,12 @@ def _dropout_grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     return torch.ops.dt.dropout_backward(grad, kept, ctx.p), None
 
 
-torch.library.register_autograd(
-    "dt::dropout", _dropout_grad, setup_context=_dropout_setup, lib=LIBRARY
-)
+def _dropout_add_grad(ctx: Any, grad: Tensor | None, kept: Any) -> tuple[Any, ...]:
+    dx, dp = _dropout_grad(ctx, grad, kept)
+    return dx, grad, dp
+
+
+for _name, _grad in (("dropout", _dropout_grad), ("dropout_add", _dropout_add_grad)):
+    torch.library.register_autograd(
+        f"dt::{_name}", _grad, setup_context=_dropout_setup, lib=LIBRARY
+    )

@@ -25,6 +25,11 @@ RANDOM: dict[str, list[Sample]] = {
         lambda d: call(d("a b c"), 0.5, **KEY),
         lambda d: call(d("a"), 1.0, **KEY),
     ],
+    "dt.dropout_add.default": [
+        lambda d: call(d("a b"), d("a b"), 0.25, **KEY),
+        lambda d: call(d("a b c"), d("a b c"), 0.5, **KEY),
+        lambda d: call(d("a"), d("a"), 1.0, **KEY),
+    ],
     "dt.dropout_backward.default": [_backward],
     "dt.random_integers.default": [_drawn(-3, 9, dtype=torch.int64)],
     "dt.random_normal.default": [_drawn(), _drawn(dims="a b c", dtype=torch.float64)],

@@ -21,6 +21,7 @@ from torch import fx
 from dtensor.frontend.capture.memory import keep_layout
 from dtensor.frontend.capture.recognise.attention import attention, settle_mask
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
+from dtensor.frontend.capture.recognise.dropout import dropped_sum
 from dtensor.frontend.capture.recognise.gates import gate
 from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, is_op, users
 from dtensor.frontend.capture.recognise.met import Met
@@ -34,6 +35,7 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 
 Match = Callable[[fx.Graph, fx.Node, Writes], tuple[str, fx.Node]]
 _MATCHES: tuple[tuple[str, Match, tuple[Any, ...]], ...] = (
+    ("dropout", dropped_sum, (aten.dropout.default,)),  # first: norms would take its sum
     ("rms norm", rms_norm, (aten.rsqrt.default,)),
     ("layer norm", layer_norm, (aten.layer_norm.default,)),
     ("rope", rope, (aten.cat.default,)),

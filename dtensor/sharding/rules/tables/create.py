@@ -5,6 +5,7 @@
     tril               "... m n -> ... m n"   localised: where the rank's rows and columns are
     random_uniform     "-> d0 d1"         localised: which global elements the rank holds
     dropout            "... -> ..., ..."  likewise; its backward is linear in {grad}
+    dropout_add        "..., ... -> ..., ..."  of a sum's first term
 
 Invariants: no operand is needed to split a result. Random ops are the project's: a localizer passes
 the global shape and the global intervals of each dim, so a number does not depend on the placement.
@@ -141,6 +142,7 @@ RULES: dict[str, Builder] = {
     "aten.tril.default": _triangle,
     "aten.triu.default": _triangle,
     "dt.dropout.default": pattern("... -> ..., ...", localize=_placed),
+    "dt.dropout_add.default": pattern("..., ... -> ..., ...", localize=_placed),
     "dt.dropout_backward.default": pattern("..., ... -> ...", linear=((0,),)),
     "dt.random_integers.default": _RANDOM,
     "dt.random_normal.default": _RANDOM,

@@ -14,7 +14,7 @@ from dtensor.sharding.rules.dtypes import Dtypes, Half, beside_indices
 _STATED: dict[Dtypes, str] = {
     "same": """
         mm bmm mv dot addmm baddbmm addbmm addmv linear convolution convolution_backward
-        dt.attention dt.add_layer_norm dt.bias_gelu_backward dt.gated_backward
+        dt.attention dt.add_layer_norm dt.bias_gelu_backward dt.dropout_add dt.gated_backward
         _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward _cdist_forward
         _cdist_backward _pdist_backward _fused_rms_norm_backward _histogramdd_from_bin_tensors
         _linalg_solve_ex _softmax_backward_data _log_softmax_backward_data _prelu_kernel
