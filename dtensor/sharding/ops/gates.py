@@ -78,6 +78,14 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tupl
     return dx, sum_rows(dx)
 
 
+def _run_gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
+    return laid_as(a, gated(a, b, kind))
+
+
+def _run_bias(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    return laid_as(x, bias_gelu(x, bias, kind))
+
+
 def _run_gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     da, db = gated_backward(grad, a, b, kind)
     return laid_as(a, da), laid_as(b, db)
@@ -93,14 +101,10 @@ def _fake_pair(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, T
 
 
 for _name, _run, _backward in (
-    ("gated(Tensor a, Tensor b", gated, _run_gated_backward),
-    ("bias_gelu(Tensor x, Tensor bias", bias_gelu, _run_bias_backward),
+    ("gated(Tensor a, Tensor b", _run_gated, _run_gated_backward),
+    ("bias_gelu(Tensor x, Tensor bias", _run_bias, _run_bias_backward),
 ):
-    define(
-        f"{_name}, str kind) -> Tensor",
-        lambda x, other, kind, run=_run: laid_as(x, run(x, other, kind)),
-        lambda x, other, kind: torch.empty_like(x),
-    )
+    define(f"{_name}, str kind) -> Tensor", _run, lambda x, other, kind: torch.empty_like(x))
     define(
         f"{_name.replace('(', '_backward(Tensor grad, ')}, str kind) -> (Tensor, Tensor)",
         _backward,

@@ -44,14 +44,18 @@ def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype))
 
 
-define(
-    "rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-    lambda x, cos, sin: laid_as(x, rope(x, cos, sin)),
-    _fake,
-)
+def _run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return laid_as(x, rope(x, cos, sin))
+
+
+def _run_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    return laid_as(grad, rope_backward(grad, cos, sin, dtype))
+
+
+define("rope(Tensor x, Tensor cos, Tensor sin) -> Tensor", _run, _fake)
 define(
     "rope_backward(Tensor grad, Tensor cos, Tensor sin, ScalarType dtype) -> Tensor",
-    lambda grad, *rest: laid_as(grad, rope_backward(grad, *rest)),
+    _run_backward,
     lambda grad, cos, sin, dtype: torch.empty_like(grad, dtype=dtype),
 )
 
