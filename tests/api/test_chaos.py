@@ -48,7 +48,9 @@ def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
 
 @pytest.mark.slow
 def test_what_is_left_is_named(scratch: Path) -> None:
-    """The watch itself: a thread, a socket, a file, a process and a tensor."""
+    """The watch itself: a thread, a socket, a file, a process, unnamed memory and a tensor."""
+    import mmap
+    import os
     import socket
     import subprocess
     import threading
@@ -62,11 +64,17 @@ def test_what_is_left_is_named(scratch: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     file = tempfile.NamedTemporaryFile()  # noqa: SIM115
     process = subprocess.Popen(["sleep", "600"])
+    memory = os.memfd_create("dtensor")
+    os.ftruncate(memory, mmap.PAGESIZE)
+    mapped = mmap.mmap(memory, mmap.PAGESIZE)  # which has a descriptor of its own
+    os.close(memory)
     tensor = torch.ones(1)
     try:
         found = "\n".join(left(before, 0.0) + left(objects, 0.0, alive))
         for name in ("thread: stray N +1", "process: sleep +1", "port: ", "file: tmp", "Tensor +1"):
             assert name in found
+        for name in ("memfd, mapped +1", "memfd, open +1"):
+            assert f"shared memory: {name}" in found
     finally:
         end.set()
         thread.join()
@@ -74,5 +82,6 @@ def test_what_is_left_is_named(scratch: Path) -> None:
         file.close()
         process.kill()
         process.wait()
+        mapped.close()
         del tensor
     assert left(before, PATIENCE_S) == []

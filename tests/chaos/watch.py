@@ -4,9 +4,10 @@
     ...                                    # a launch, and its end
     left(before, patience_s=20.0)          # [] or ["thread: heartbeat +1", ...]
 
-Counted: processes, listening ports, shared memory, file descriptors, threads, temporary files
-(`held`, from /proc), tensors and what of dtensor's owns any of these (`alive`, from the garbage
-collector). Names have their numbers left out, so that one cycle compares with another.
+Counted: processes, listening ports, shared memory (in /dev/shm, and what has no name in all of our
+processes), file descriptors, threads, temporary files (`held`, from /proc), tensors and what of
+dtensor's owns any of these (`alive`, from the garbage collector). Names have their numbers left
+out, so that one cycle compares with another.
 
 Ray's own is not counted: its pool of idle workers while a Ray outlives the cycle, and gRPC's pool
 of threads, which grow and shrink as they like; sockets that are closed at both ends, of which Ray
@@ -56,11 +57,12 @@ PROC = Path("/proc")
 
 
 def held() -> Held:
-    processes = _processes()
+    everything = _processes()
+    processes = {p: n for p, n in everything.items() if n != "idle worker" or not _ray_runs()}
     return {
         "process": Counter(processes.values()),
         "port": _ports(processes),
-        "shared memory": _shared_memory(processes),
+        "shared memory": _shared_memory(processes) + _unnamed_memory(everything),
         "descriptor": _descriptors(),
         "thread": _threads(),
         "temporary file": Counter(os.listdir(tempfile.gettempdir())),
@@ -116,8 +118,7 @@ def _processes() -> dict[int, str]:
         ours |= more
     logs = re.compile(rf"/session_[^/]*_{os.getpid()}/")
     ours |= {pid for pid in parents if any(map(logs.search, _links(pid)))}
-    named = {pid: name for pid in ours if (name := _name(pid)) is not None}
-    return {pid: n for pid, n in named.items() if n != "idle worker" or not _ray_runs()}
+    return {pid: name for pid in ours if (name := _name(pid)) is not None}
 
 
 def _pids() -> list[int]:
@@ -189,6 +190,17 @@ def _shared_memory(processes: Mapping[int, str]) -> Counter[str]:
         text = "\n".join([maps, *_links(pid)])
         found -= {name for name in found if f"/dev/shm/{name}" in text}
     return Counter(found)
+
+
+def _unnamed_memory(processes: Mapping[int, str]) -> Counter[str]:
+    """Files of memory that no folder has, dtensor's own: descriptors of them and mappings, in all
+    these processes, idle workers too."""
+    counts: Counter[str] = Counter()
+    for pid in processes:
+        maps = _try(lambda p: (PROC / str(p) / "maps").read_text(), pid) or ""
+        counts["memfd, open"] += sum(link.startswith("/memfd:dtensor") for link in _links(pid))
+        counts["memfd, mapped"] += maps.count("/memfd:dtensor")
+    return +counts
 
 
 def _threads() -> Counter[str]:

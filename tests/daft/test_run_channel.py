@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -238,6 +239,18 @@ def test_a_host_that_goes(tmp_path: Path) -> None:
         assert channel.broken() == [0]
     channel.close()
     channel.close()
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ECONNRESET])
+def test_a_machine_out_of_reach_ends_the_stream(number: int) -> None:
+    """As one that closes its connection: not an error of the reader's."""
+
+    class Away(socket.socket):
+        def recv_into(self, *_: object) -> int:  # type: ignore[override]
+            raise OSError(number, os.strerror(number))
+
+    with Away() as sock, pytest.raises(EOFError):
+        next(incoming(sock))
 
 
 @contextmanager

@@ -237,7 +237,7 @@ class _Stream:
             except BlockingIOError:
                 yield
                 continue
-            except ConnectionError as error:  # it went with what it had not read
+            except OSError as error:  # reset, or out of reach for too long
                 raise EOFError from error
             if not count:
                 raise EOFError

@@ -296,7 +296,7 @@ class RunChannel:
                     pieces = unsent(pieces, sent)
             except BlockingIOError:
                 pass
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 self._break(line)
                 return
         if pieces:
@@ -334,7 +334,7 @@ class RunChannel:
                     line.unwritten[0] = line.unwritten[0][sent:]
         except BlockingIOError:
             return
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             self._break(line)
             return
         except BaseException:
@@ -362,7 +362,7 @@ class RunChannel:
             more = guest.sock.recv(CLAIM_BYTES - len(guest.said))
         except BlockingIOError:
             return
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             more = b""
         guest.said += more
         if more and len(guest.said) < CLAIM_BYTES:
