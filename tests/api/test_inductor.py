@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor.api.loaded_program import LoadedProgram
@@ -74,6 +75,27 @@ def test_all_modes_have_the_same_bits() -> None:
     assert_losses_close(losses, plain)
     texts = [program.ranks[0].text(), generated.ranks[0].text()]
     assert len(texts[0].splitlines()) == len(texts[1].splitlines())  # calls in the same places
+
+
+@pytest.mark.slow
+def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
+    """Its line says what is done in place, and stays as it is."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
+
+    def fn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        h = F.linear(x, weight, bias)
+        return F.linear(torch.tanh(h) * h, weight, bias)
+
+    mesh, found = dt.Mesh(), list[Tensor]()
+    for local in ("generated", "inductor"):
+        compiled = dt.compile(fn, mesh)
+        with dt.launch(mesh, local=local):  # type: ignore[arg-type]
+            found.append(compiled(x, weight, bias).full_tensor())
+            [(_, loaded)] = session_for(mesh).loaded.values()
+            sources = [function.source for _, function in loaded.handle.program.functions]
+    assert any("fused_" in text and "# add in place" in text for text in sources)
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ from dtensor.daft import (
 )
 from dtensor.daft.ir.instructions import WORD, Buffer
 from dtensor.daft.run.stamps import body_of
-from dtensor.runtime.lower.code import QUICK, tuple_text
+from dtensor.runtime.lower.code import tuple_text
+from dtensor.runtime.lower.lines import overload_of, parts_of
 
 _VIEWS = frozenset(
     """expand permute reshape select slice split split_with_sizes squeeze t transpose unsqueeze
@@ -69,7 +70,6 @@ _SUMS = frozenset(
 LEAST_KERNELS = 2
 """Of a run of lines that is worth a kernel of its own."""
 
-_OVERLOADS: Mapping[int, object] = {id(fn): overload for overload, fn in QUICK.items()}
 _LINE = re.compile(r"([\w, ]+) = (\w+)\(")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -181,13 +181,15 @@ class _Statement:
 
     text: str
     deleted: tuple[str, ...]
+    comment: str
     made: tuple[str, ...]
     op: OpOverload | None
     source: str | None
 
     @property
     def whole(self) -> str:
-        return self.text + (f"; del {', '.join(self.deleted)}" if self.deleted else "")
+        gone = f"; del {', '.join(self.deleted)}" if self.deleted else ""
+        return self.text + gone + (f"  # {self.comment}" if self.comment else "")
 
     @property
     def read(self) -> list[str]:
@@ -214,17 +216,16 @@ def _lines(function: Function) -> list[_Statement]:
     bindings = dict(function.bindings)
     found: list[_Statement] = []
     for number, line in enumerate(body_of(function), 1):
-        text, _, deleted = line.partition("; del ")
+        text, deleted, comment = parts_of(line)
         matched = _LINE.match(text)
-        target = bindings.get(matched[2]) if matched else None
-        op = _OVERLOADS.get(id(target), target)
         made = tuple(_NAME.findall(matched[1])) if matched else ()
         found.append(
             _Statement(
                 text=text,
-                deleted=tuple(_NAME.findall(deleted)),
+                deleted=deleted,
+                comment=comment,
                 made=made,
-                op=op if isinstance(op, OpOverload) else None,
+                op=overload_of(bindings.get(matched[2])) if matched else None,
                 source=function.lines[number] if number < len(function.lines) else None,
             )
         )

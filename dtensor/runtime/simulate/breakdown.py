@@ -51,11 +51,11 @@ from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared
 from dtensor.runtime.lower.code import QUICK
+from dtensor.runtime.lower.lines import overload_of, parts_of
 from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.simulate.clock import representatives
 from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.trace import CALL, Trace
-from dtensor.sharding.ops.library import PLAIN
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Accumulate, Compute, Convert, Step, Update, stages_of
@@ -315,9 +315,6 @@ def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
 
 
 _CALLED = re.compile(r"(?:[\w, ]+ = )?(\w+)\(")
-_OVERLOADS: Mapping[int, object] = {
-    id(fn): overload for bound in (QUICK, PLAIN) for overload, fn in bound.items()
-}
 
 
 def _ops_of(function: Function) -> tuple[_Op, ...]:
@@ -327,8 +324,7 @@ def _ops_of(function: Function) -> tuple[_Op, ...]:
 
 
 def _op(line: str, bindings: Mapping[str, object]) -> _Op:
-    code, _, comment = line.partition("  # ")
-    text = code.partition("; del ")[0]
+    text, _, comment = parts_of(line)
     if comment.endswith(" in place"):
         return _Op(comment.removesuffix(" in place"), "overload")
     found = _CALLED.match(text)
@@ -343,14 +339,12 @@ def _op(line: str, bindings: Mapping[str, object]) -> _Op:
 def _kind_of(target: object) -> Literal["quick", "overload", "python"]:
     if isinstance(target, OpOverload):
         return "overload"
-    overload = _OVERLOADS.get(id(target))
-    return "quick" if overload in QUICK else "python"
+    return "quick" if overload_of(target) in QUICK else "python"
 
 
 def _name_of(target: Callable[..., object]) -> str:
     """``mm``; ``dt.attention``; of Python code the function's name, or what it helps with."""
-    overload = _OVERLOADS.get(id(target), target)
-    if isinstance(overload, OpOverload):
+    if (overload := overload_of(target)) is not None:
         return op_name(overload)
     return _HELPERS.get(target) or target.__name__
 
