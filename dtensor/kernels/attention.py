@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtensor.kernels.blocks import laid_as
+
 _aten = torch.ops.aten
 
 _SMALLER = ((8, 6), (8, 7), (8, 9))
@@ -34,7 +36,7 @@ def attention(
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
         q_rows, k_rows, v_rows, 0.0, is_causal, False, scale=scale
     )
-    return _laid_as(q, out), lse.contiguous()
+    return laid_as(q, out), lse.contiguous()
 
 
 def attention_backward(
@@ -59,7 +61,7 @@ def attention_backward(
         *rows, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, unused,
         scale=scale,
     )  # fmt: skip
-    return _laid_as(q, dq), _laid_as(k, dk), _laid_as(v, dv)
+    return laid_as(q, dq), laid_as(k, dk), laid_as(v, dv)
 
 
 def _flash_takes(q: Tensor, k: Tensor, is_causal: bool) -> bool:
@@ -85,9 +87,3 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _laid_as(like: Tensor, made: Tensor) -> Tensor:
-    """The values of `made` with the strides of `empty_like`; itself where it has them."""
-    wanted = torch.empty_like(like)
-    return made if made.stride() == wanted.stride() else wanted.copy_(made)

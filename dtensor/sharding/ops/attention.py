@@ -37,7 +37,7 @@ from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
 )
 from dtensor.sharding.ops import random as random  # registers the random ops
-from dtensor.sharding.ops.library import LIBRARY, define, local_index
+from dtensor.sharding.ops.library import LIBRARY, define, laid_as, local_index
 
 # -- attention ---------------------------------------------------------------------------------
 
@@ -174,14 +174,9 @@ def _attention_backward(
     else:
         dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
     dk, dv = _gather_groups(dk, groups), _gather_groups(dv, groups)
-    return _laid_as(q, dq), _laid_as(k, dk), _laid_as(v, dv)
-
-
-def _laid_as(like: Tensor, made: Tensor) -> Tensor:
-    """The values of `made` with the strides of `empty_like`; itself where it has them."""
-    wanted = torch.empty_like(like)
-    alike = made.stride() == wanted.stride() and made.dtype == wanted.dtype
-    return made if alike else wanted.copy_(made)
+    pairs = ((q, dq), (k, dk), (v, dv))
+    dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in pairs)
+    return dq, dk, dv
 
 
 define(

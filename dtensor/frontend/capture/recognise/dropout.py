@@ -20,12 +20,12 @@ from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
     check_together,
     dtype,
-    erase,
     is_plain,
     is_tensor,
     other,
     shape,
     sole_user,
+    take_place,
 )
 from dtensor.frontend.capture.refusals import is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer
@@ -57,7 +57,5 @@ def dropped_sum(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str,
     y = call(operator.getitem, pair, 0)
     for new in (pair, y):  # its line, and so its name, is that of the sum
         new.meta.update({k: total.meta[k] for k in USERS_META if k in total.meta})
-    y.meta["val"] = total.meta["val"]
-    total.replace_all_uses_with(y)
-    erase(graph, total)
+    take_place(graph, total, y)
     return "dt.dropout_add", y

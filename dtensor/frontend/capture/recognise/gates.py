@@ -21,13 +21,13 @@ from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
     check_together,
     dtype,
-    erase,
     is_op,
     is_plain,
     is_tensor,
     other,
     shape,
     sole_user,
+    take_place,
     users,
 )
 from dtensor.frontend.graph import Writer
@@ -56,9 +56,7 @@ def gate(graph: fx.Graph, anchor: fx.Node, writes: Writes) -> tuple[str, fx.Node
         raise NoMatch("an op changes a value in place within it")
     call = Writer(graph, product)
     new = call(dt.gated.default, a, b, kind)
-    new.meta["val"] = product.meta["val"]
-    product.replace_all_uses_with(new)
-    erase(graph, product)
+    take_place(graph, product, new)
     return "dt.gated", new
 
 

@@ -93,3 +93,10 @@ def erase(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
     for operand in operands:
         erase(graph, operand)
+
+
+def take_place(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    """The new node is used where the old one was, which goes with all that it alone used."""
+    new.meta["val"] = old.meta["val"]
+    old.replace_all_uses_with(new)
+    erase(graph, old)

@@ -32,13 +32,13 @@ from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
     check_together,
     dtype,
-    erase,
     is_op,
     is_plain,
     is_tensor,
     other,
     shape,
     sole_user,
+    take_place,
     uncast,
     users,
 )
@@ -85,7 +85,7 @@ def rms_norm(graph: fx.Graph, rsqrt: fx.Node, writes: Writes) -> tuple[str, fx.N
     if total is None:
         call = Writer(graph, last)
         pair = call(dt.rms_norm.default, source, weight, *options)
-        _take_place(graph, last, call(operator.getitem, pair, 0))
+        take_place(graph, last, call(operator.getitem, pair, 0))
         return "dt.rms_norm", last
     _add_and_norm(graph, total, last, dt.add_rms_norm.default, weight, *options)
     return "dt.add_rms_norm", last
@@ -108,14 +108,8 @@ def _add_and_norm(graph: fx.Graph, total: fx.Node, norm: fx.Node, op: Any, *rest
     call = Writer(graph, total)
     parts = call(op, *total.args, *rest)
     y = call(operator.getitem, parts, 1)
-    _take_place(graph, total, call(operator.getitem, parts, 0))
-    _take_place(graph, norm, y)
-
-
-def _take_place(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    new.meta["val"] = old.meta["val"]
-    old.replace_all_uses_with(new)
-    erase(graph, old)
+    take_place(graph, total, call(operator.getitem, parts, 0))
+    take_place(graph, norm, y)
 
 
 def _statistics(rsqrt: fx.Node) -> tuple[fx.Node, float, list[fx.Node]]:

@@ -21,13 +21,13 @@ from dtensor.frontend.capture.recognise.matching import (
     NoMatch,
     check_together,
     dtype,
-    erase,
     is_op,
     is_plain,
     is_tensor,
     other,
     shape,
     sole_user,
+    take_place,
     users,
 )
 from dtensor.frontend.graph import Writer, bound
@@ -64,9 +64,7 @@ def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:
         raise NoMatch("an op changes a value in place within it")
     call = Writer(graph, total)
     new = call(dt.rope.default, x, cos, sin)
-    new.meta["val"] = total.meta["val"]
-    total.replace_all_uses_with(new)
-    erase(graph, total)
+    take_place(graph, total, new)
     return "dt.rope", new
 
 
