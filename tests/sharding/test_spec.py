@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 
@@ -56,6 +57,20 @@ def test_two_axes_that_each_split_the_whole_dim() -> None:
     spec = TensorSpec((12,), torch.float32, MESH, (Shard(0, blocks=3), Shard(0)))
     assert str(spec) == "f32[3*4@dp&12@tp]"
     assert parse(str(spec), MESH) == spec
+
+
+def test_a_mesh_has_a_name() -> None:
+    play = Mesh(tp=2, name="play")
+    assert play != Mesh(tp=2) and play == Mesh(name="play", tp=2) and play.shape == {"tp": 2}
+    assert len({play, Mesh(tp=2), Mesh(tp=2, name="train")}) == 3
+    assert repr(play) == 'Mesh(tp=2, name="play")' and eval(repr(play)) == play
+    assert str(play) == 'mesh(tp=2, name="play")' and str(Mesh(tp=2)) == "mesh(tp=2)"
+    assert pickle.loads(pickle.dumps(play)) == copy.deepcopy(play) == play
+    assert play.extended("mb", 4).without("mb") == play
+    with pytest.raises(PlanningError, match="fix: rename the axis"):
+        Mesh(name=2)
+    with pytest.raises(PlanningError, match="name="):
+        Mesh(tp=2, name=None)  # pyright: ignore[reportArgumentType]
 
 
 def test_part_of_a_mesh() -> None:

@@ -3,6 +3,7 @@
     mesh = Mesh(pp=2, tp=2)
     mesh.shape                # {"pp": 2, "tp": 2}
     mesh.coordinates(2)       # {"pp": 1, "tp": 0}
+    Mesh(tp=2, name="play")   # another mesh than Mesh(tp=2): one launch may have both
 
 Invariants: axis names are distinct identifiers, sizes are at least 1, ranks are numbered
 row-major (the last axis varies fastest). It does not know devices or hosts.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import overload
 
 from dtensor.errors import PlanningError, check_kind
 
@@ -21,26 +23,44 @@ MICROBATCH_AXIS = "mb"
 class Mesh:
     """A named grid of ranks: ``Mesh(dp=2, tp=4)``; ``Mesh()`` is one rank.
 
-    Raises PlanningError for a size below 1. The axis name ``mb`` is reserved for the virtual
-    axis along which microbatches run in time.
+    Args:
+        name: of the mesh itself; meshes of the same axes and other names are different meshes.
+
+    Raises PlanningError for a size below 1, and for a name that is no string or empty. The axis
+    name ``mb`` is reserved for the virtual axis along which microbatches run in time, ``name`` for
+    the mesh's own.
     """
 
-    __slots__ = ("_axes", "_names", "_sizes")
+    __slots__ = ("_axes", "_names", "_sizes", "name")
+    name: str
+    """"": it has none."""
     _axes: tuple[tuple[str, int], ...]
     _names: tuple[str, ...]  # these two are asked for all the time, so they are kept
     _sizes: dict[str, int]
 
-    def __init__(self, **axes: int) -> None:
+    @overload
+    def __init__(self, **axes: int) -> None: ...
+    @overload
+    def __init__(self, *, name: str, **axes: int) -> None: ...
+    def __init__(self, *, name: str | int = "", **axes: int) -> None:
         if MICROBATCH_AXIS in axes:
             raise PlanningError(
                 f"the axis name {MICROBATCH_AXIS!r} is reserved for microbatches; rename the axis"
             )
-        self._set(tuple(axes.items()))
+        if isinstance(name, int):
+            raise PlanningError(
+                f"name={name}: an axis cannot be called 'name', which is the name of the mesh; "
+                f"fix: rename the axis"
+            )
+        fix = 'dt.Mesh(tp=2, name="play")'
+        check_kind("name", name, str, "a string", fix)
+        self._set(tuple(axes.items()), name)
 
-    def _set(self, axes: tuple[tuple[str, int], ...]) -> None:
+    def _set(self, axes: tuple[tuple[str, int], ...], own: str) -> None:
         for name, size in axes:
             if type(size) is not int or size < 1:
                 raise PlanningError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
+        object.__setattr__(self, "name", own)
         object.__setattr__(self, "_axes", axes)
         object.__setattr__(self, "_names", tuple(name for name, _ in axes))
         object.__setattr__(self, "_sizes", dict(axes))
@@ -49,7 +69,7 @@ class Mesh:
         raise AttributeError("a Mesh is a value and cannot be changed")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (mesh_of, (self._axes,))
+        return (mesh_of, (self._axes, self.name))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -95,22 +115,28 @@ class Mesh:
 
     def extended(self, axis: str, size: int) -> Mesh:
         """The mesh with one more (innermost) axis; the microbatch axis enters here."""
-        return mesh_of((*self._axes, (axis, size)))
+        return mesh_of((*self._axes, (axis, size)), self.name)
 
     def without(self, axis: str) -> Mesh:
-        return mesh_of(tuple(item for item in self._axes if item[0] != axis))
+        return mesh_of(tuple(item for item in self._axes if item[0] != axis), self.name)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mesh) and self._axes == other._axes
+        if not isinstance(other, Mesh):
+            return False
+        return self._axes == other._axes and self.name == other.name
 
     def __hash__(self) -> int:
-        return hash(self._axes)
+        return hash((self._axes, self.name))
 
     def __repr__(self) -> str:
-        return f"Mesh({', '.join(f'{name}={size}' for name, size in self._axes)})"
+        return f"Mesh({self._text()})"
 
     def __str__(self) -> str:
-        return f"mesh({', '.join(f'{name}={size}' for name, size in self._axes)})"
+        return f"mesh({self._text()})"
+
+    def _text(self) -> str:
+        parts = [f"{name}={size}" for name, size in self._axes]
+        return ", ".join([*parts, f'name="{self.name}"'] if self.name else parts)
 
 
 def check_mesh(value: object) -> None:
@@ -118,8 +144,8 @@ def check_mesh(value: object) -> None:
     check_kind("the mesh", value, Mesh, "a Mesh", "dt.Mesh(tp=2)")
 
 
-def mesh_of(axes: tuple[tuple[str, int], ...]) -> Mesh:
-    """A mesh from (name, size) pairs; unlike the constructor, any name is allowed."""
+def mesh_of(axes: tuple[tuple[str, int], ...], name: str = "") -> Mesh:
+    """A mesh from (axis, size) pairs; unlike the constructor, any axis is allowed."""
     mesh = object.__new__(Mesh)
-    Mesh._set(mesh, axes)  # pyright: ignore[reportPrivateUsage]
+    Mesh._set(mesh, axes, name)  # pyright: ignore[reportPrivateUsage]
     return mesh
