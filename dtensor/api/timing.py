@@ -3,6 +3,7 @@
     print(simulate(step, tokens, targets))      # a step on a virtual clock
     print(trace(step, tokens, targets))         # one real step, with the times of its instructions
     train_step(..., topology=calibrate())       # the `Topology` of a cluster, measured on it
+    with trace() as recording: ...              # all that runs: recording.timeline()
 
 Not here: the clock, traces and measurements themselves (runtime/simulate).
 """
@@ -10,16 +11,18 @@ Not here: the clock, traces and measurements themselves (runtime/simulate).
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from dtensor.api.compiled import CompiledFunction
-from dtensor.api.session import Backend, launch, launched, session_for
+from dtensor.api.session import Backend, MeshSession, launch, launched, session_for
 from dtensor.api.training import Loss, TrainStep
+from dtensor.daft.cluster.cluster import RecordedRun
 from dtensor.errors import PlanningError
 from dtensor.runtime.simulate.calibration import calibrate as measured_topology
 from dtensor.runtime.simulate.clock import simulate as simulated
+from dtensor.runtime.simulate.timeline import Note, Timeline, timeline_of
 from dtensor.runtime.simulate.trace import Trace, measured
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
@@ -54,15 +57,72 @@ def simulate(
     return simulated(planned.plan, planned.grid, topology)
 
 
-def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace:
+class TraceRecording:
+    """What `trace()` gives: a context manager, within which the runs of the launch are timed."""
+
+    def __init__(self) -> None:
+        self._begin = 0.0
+        self._ran: list[RecordedRun] = []
+        self._notes: list[Note] = []
+        self._timeline: Timeline | None = None
+        self._session: MeshSession | None = None
+
+    def __enter__(self) -> TraceRecording:
+        session = launched()
+        if session is None or session.cluster.recording is not None or self._session is not None:
+            raise PlanningError(
+                "trace() without a step records what runs in a launch, once at a time.\n"
+                "fix: with dt.launch(mesh): with dt.trace() as recording: ..."
+            )
+        self._session, self._begin = session, time.monotonic()
+        session.cluster.recording = self._ran
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        assert self._session is not None, "it was entered"
+        self._session.cluster.recording = None
+        if error is None:
+            self._session.settle()
+            end = time.monotonic()
+            self._timeline = timeline_of(self._ran, self._begin, end, self._notes)
+        self._ran = []  # and what the runs gave
+
+    def note(self, row: str, name: str, begin: float, end: float) -> None:
+        """What something besides the ranks did; by the clock of `time.monotonic`, in seconds."""
+        self._notes.append(Note(row=row, name=name, begin=begin, end=end))
+
+    def timeline(self) -> Timeline:
+        """What ran and was not undone. RuntimeError within the block, and where that failed."""
+        if self._timeline is None:
+            raise RuntimeError("there is no timeline before the `with` block has ended well")
+        return self._timeline
+
+
+@overload
+def trace() -> TraceRecording: ...
+@overload
+def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace: ...
+def trace(
+    step: TrainStep | CompiledFunction | None = None, *batch: Any, **kwargs: Any
+) -> Trace | TraceRecording:
     """Run one call of ``step`` and return its measured timeline, of every rank.
+
+    Without arguments: a `TraceRecording` of all that runs on the ranks of the launch, whatever
+    started it, for loops of several programs and meshes:
+
+        with dt.trace() as recording:
+            ...
+        recording.timeline().save("timeline.json")
 
     A training step is taken: state moves on. The names of spans are those of `simulate`; the first,
     "call", is what the controller's call takes beside the ranks' instructions. Times are of the
     host's monotonic clock, so of ranks on several hosts they are offset to one another. In
     one process all ranks share a thread: there each waits while others compute.
     """
+    if step is None and not batch and not kwargs:
+        return TraceRecording()
     _check_step("trace", step)
+    assert step is not None, "it was checked"
     session = session_for(step.model.mesh if isinstance(step, TrainStep) else step.mesh)
     with session.noting("timed"):
         made = step(*batch, **kwargs)

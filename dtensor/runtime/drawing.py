@@ -41,7 +41,7 @@ FEW = 2000
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """``begin`` and ``end`` in one unit for the whole drawing; ``kind``: one of `COLOURS`.
+    """``begin`` and ``end`` in one unit for the whole drawing; ``kind``: one that has a colour.
 
     ``title`` is shown under the pointer, ``text`` in the box where there is room.
     """
@@ -78,8 +78,10 @@ def drawing(
     note: str = "",
     foot: str = "",
     width: float = 840.0,
+    colours: Mapping[str, tuple[str, str]] = COLOURS,
 ) -> str:
-    """An SVG. ``width``: pixels for ``length``, to which names and notes come.
+    """An SVG. ``width``: pixels for ``length``, to which names and notes come; ``colours``: colour
+    and words of each kind of box.
 
     ``heights``: pixels of each lane of a row; all get thinner where ranks are many. ``ticks``: a
     place on the axis and its words. ``note``: what the rows' notes are. ``foot``: the last line.
@@ -93,7 +95,7 @@ def drawing(
     bottom = top + pitch * len(rows)
     every = math.ceil(12 / pitch)  # a name needs so many pixels
     few = sum(len(lane) for row in rows for lane in row.lanes) <= FEW
-    legend, legend_end = _legend(left, rows)
+    legend, legend_end = _legend(left, rows, colours)
     whole = max(left + width, legend_end) + right
     whole = max(whole, 20 + _LETTER * max(len(title), len(foot)))
     found = [_text(10, 18, title, size=12), *legend]
@@ -112,7 +114,8 @@ def drawing(
         for index, (lane, height) in enumerate(zip(row.lanes, heights, strict=True)):
             under = row.stretches if index == 0 and not few else ()
             found.append(f'<g transform="translate({left:.1f} {begin:.1f})">')
-            found += _lane(lane, under, scale, thin * height, 0.0 if few else _NARROW)
+            least = 0.0 if few else _NARROW
+            found += _lane(lane, under, scale, thin * height, least, colours)
             found.append("</g>")
             begin += thin * height
         found.append("</g>")
@@ -137,7 +140,12 @@ def round_step(length: float, most: int) -> float:
 
 
 def _lane(
-    boxes: Sequence[Box], stretches: Sequence[Box], scale: float, height: float, least: float
+    boxes: Sequence[Box],
+    stretches: Sequence[Box],
+    scale: float,
+    height: float,
+    least: float,
+    colours: Mapping[str, tuple[str, str]],
 ) -> Iterator[str]:
     """A line parts boxes of different text that touch; a text stands once in those that touch.
 
@@ -160,13 +168,13 @@ def _lane(
     narrow: dict[str, list[str]] = defaultdict(list)
     for box in boxes:
         if wide(box) >= least:
-            yield rect(box, f' fill="{COLOURS[box.kind][0]}"')
+            yield rect(box, f' fill="{colours[box.kind][0]}"')
         else:
             line = f"M{box.begin * scale:.2f} {height / 2:.3g}h{wide(box):.4g}"
             narrow[box.kind].append(line.replace("h0.", "h."))
     for kind, lines in narrow.items():
         yield (
-            f'<path d="{"".join(lines)}" stroke="{COLOURS[kind][0]}" stroke-width="{height:.3g}" '
+            f'<path d="{"".join(lines)}" stroke="{colours[kind][0]}" stroke-width="{height:.3g}" '
             f'pointer-events="none"/>'
         )
     ends: list[tuple[float, float, str]] = []
@@ -189,11 +197,13 @@ def _lane(
                 yield _text((x + end) / 2, height / 2 + 4, text, anchor="middle")
 
 
-def _legend(left: float, rows: Sequence[RankRow]) -> tuple[list[str], float]:
+def _legend(
+    left: float, rows: Sequence[RankRow], colours: Mapping[str, tuple[str, str]]
+) -> tuple[list[str], float]:
     """And where it ends."""
     there = {box.kind for row in rows for lane in row.lanes for box in lane}
     found: list[str] = []
-    for kind, (colour, words) in COLOURS.items():
+    for kind, (colour, words) in colours.items():
         if kind in there:
             found.append(f'<path d="M{left:.1f} 29h11v11h-11z" fill="{colour}"/>')
             found.append(_text(left + 16, 38, words))

@@ -26,6 +26,7 @@ some hosts only, of which the others would wait for ever, ends the cluster's use
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,11 +101,22 @@ class Handle:
     report: Report = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A run of a recording, in the mode "timed": `begin`, when it was called, by the monotonic
+    clock."""
+
+    handle: Handle
+    future: Future
+    begin: float
+
+
 class Cluster(ABC):
     """`calls` counts the calls from the controller to actors; a compiled run makes one to each.
 
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
     failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
+    `recording`: while there is a list, compiled runs are timed ones and go there.
     """
 
     size: int
@@ -113,6 +125,7 @@ class Cluster(ABC):
     runs: int
     failure: DaftError | None
     immediate: bool
+    recording: list[RecordedRun] | None = None
 
     @abstractmethod
     def put(self, values: Sequence[Mapping[str, object]]) -> None:
@@ -284,8 +297,13 @@ class HostedCluster(Cluster):
         with self._lock:
             run, self.runs = self.runs, self.runs + 1
             if mode != "interpreted":
-                parts = [(handle.id, own, dict(keep), counted, mode == "timed") for own in fed]
-                return _Called(self, self._each(Worker.run, parts, run, True))
+                begin, recording = time.monotonic(), self.recording
+                timed = mode == "timed" or recording is not None
+                parts = [(handle.id, own, dict(keep), counted, timed) for own in fed]
+                future = _Called(self, self._each(Worker.run, parts, run, True))
+                if recording is not None:
+                    recording.append(RecordedRun(handle, future, begin))
+                return future
             try:
                 return self._run_interpreted(handle, run, fed, (dict(keep), counted))
             except DaftError as error:

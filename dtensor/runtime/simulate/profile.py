@@ -13,10 +13,10 @@ Invariants: the parts of a rank are apart from each other, and with `remainder` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dtensor.sharding.plan.text.words import seconds_text
+from dtensor.sharding.plan.text.words import seconds_text, table
 from dtensor.showing import html_text, screen
 
 SHOWN_OPS = 12
@@ -99,7 +99,7 @@ class Profile:
             f"with stamps {seconds_text(abs(self.instrumentation))} {side}, not in the table",
         ]
         for own in self.ranks[:SHOWN_RANKS]:
-            lines += ["", *_aligned([*self._rows(own)])]
+            lines += ["", *table([*self._rows(own)])]
         if len(self.ranks) > SHOWN_RANKS:
             lines += ["", f"and {len(self.ranks) - SHOWN_RANKS} ranks more: profile.ranks"]
         return "\n".join(lines)
@@ -145,10 +145,3 @@ def _sum(parts: Iterable[Spent]) -> Spent:
 
 def _signed(seconds: float) -> str:
     return f"-{seconds_text(-seconds)}" if seconds < 0 else seconds_text(seconds)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for what, *cells in rows:
-        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join([what.ljust(widths[0]), *shown]).rstrip()

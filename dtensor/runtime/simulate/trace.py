@@ -38,7 +38,7 @@ from dtensor.daft import (
 from dtensor.daft.run.stamps import Times, times_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
-from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.sharding.plan.text.words import seconds_text, size_text, table
 from dtensor.showing import html_text, screen
 
 Track = Literal["compute", "wait", "communication"]
@@ -137,7 +137,7 @@ class Trace:
 
     def __str__(self) -> str:
         rows = [["", *_TRACKS.values(), _HIDDEN, _HELD], *self._table()]
-        return "\n".join([self._head(), *_aligned(rows, 1)])
+        return "\n".join([self._head(), *table(rows)])
 
     def _head(self) -> str:
         many = f", each like {self.alike - 1} more" if self.alike > 1 else ""
@@ -230,7 +230,7 @@ class Trace:
             rows,
             heights=(18.0, *[max(8.0, min(24.0, 4.0 * most)) / max(most, 1)] * most),
             length=self.seconds,
-            ticks=_ticks(self.seconds),
+            ticks=ticks(self.seconds),
             title=self._head().replace("    ", ": "),
             note=words[0],
             foot=foot if merged else "",
@@ -308,7 +308,7 @@ def _kind(span: Span) -> str:
             return "message"
 
 
-def _ticks(seconds: float) -> list[tuple[float, str]]:
+def ticks(seconds: float) -> list[tuple[float, str]]:
     """Round times, at most ten."""
     if not seconds:
         return [(0.0, "0 s")]
@@ -349,7 +349,7 @@ class TraceComparison:
         for rank, what, before, after in self.rows:
             rows.append([f"rank {rank}", what, *_cells(before, after)])
         rows.append(["step", "", *_cells(self.predicted, self.measured)])
-        return "\n".join(_aligned(rows, 2))
+        return "\n".join(table(rows, 2))
 
 
 def _cells(before: float, after: float) -> list[str]:
@@ -395,17 +395,6 @@ def _what(span: Span) -> str:
             return verb + (over.group() if over else "")
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """Lines of a table, whose first ``left`` columns are words."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
-
-
 # -- of a timed run --------------------------------------------------------------------------------
 
 
@@ -435,7 +424,7 @@ def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: f
         Span(rank=r, track="wait", name=CALL, begin=0, end=called) for r in range(len(by_rank))
     ]
     for rank, own in enumerate(by_rank):
-        spans += _spans(handle, rank, own, first - called)
+        spans += spans_of(handle, rank, own, first - called)
     return Trace(
         name=handle.program.name,
         ranks=tuple(range(handle.program.size)),
@@ -445,7 +434,8 @@ def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: f
     )
 
 
-def _spans(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
+def spans_of(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
+    """What the instructions of a rank took in a timed run; times count from ``start``."""
     instructions = handle.program.ranks[rank].instructions
     waits = starts_of_waits(instructions)
     found: list[Span] = []
