@@ -33,7 +33,6 @@ from dtensor.runtime.between_meshes import pieces_of, shard_from, transfer_progr
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
     TransferPlan,
-    holders_of,
     plan_transfer,
 )
 from dtensor.sharding.spec.mesh import Mesh
@@ -99,8 +98,8 @@ def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
 def _plan(
     source_spec: TensorSpec, session: MeshSession, target: MeshSession, spec: TensorSpec
 ) -> TransferPlan:
-    source, here = _home(session)
-    whole, there = _home(target)
+    source, here = home_of(session)
+    whole, there = home_of(target)
     return plan_transfer(
         source_spec.with_placements(**_pending(source_spec)),
         spec,
@@ -149,15 +148,15 @@ def _target(
     if mesh in launch.parts and ranks is None:
         return launch.parts[mesh], spec
     target = launch.part(mesh, chosen)
-    if _home(target)[1] != chosen:
+    if home_of(target)[1] != chosen:
         raise PlanningError(
-            f"{mesh} lives on ranks {list(_home(target)[1])} of this launch since its first "
+            f"{mesh} lives on ranks {list(home_of(target)[1])} of this launch since its first "
             f"transfer, now ranks={list(chosen)}; fix: leave ranks out, or rename an axis"
         )
     return target, spec
 
 
-def _home(session: MeshSession) -> tuple[Cluster, tuple[int, ...]]:
+def home_of(session: MeshSession) -> tuple[Cluster, tuple[int, ...]]:
     """The cluster that hosts a session's ranks, and their numbers there."""
     cluster = session.cluster
     if isinstance(cluster, Part):
@@ -169,32 +168,31 @@ def _pending(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
 
 
-def _inner(session: MeshSession, name: str) -> str:
+def inner_name(session: MeshSession, name: str) -> str:
     cluster = session.cluster
     return cluster.inner(name) if isinstance(cluster, Part) else name
 
 
 def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
-    cluster, _ = _home(target)
+    cluster, _ = home_of(target)
     key = ("transfer", plan.source, plan.target, plan.source_ranks, plan.target_ranks)
     if key not in x.session.loaded:
         program = transfer_program(plan, cluster.size, cluster.device)
         x.session.loaded[key] = cluster.load(program)
     handle: Handle = x.session.loaded[key]
-    stored = Stored(_inner(x.session, x.name))
+    stored = Stored(inner_name(x.session, x.name))
     fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
-    for index in holders_of(plan.source):
+    for index in plan.sources:
         fed[plan.source_ranks[index]]["x"] = stored
-    future = cluster.run(handle, fed, mode=target.mode, keep={"y": _inner(target, name)})
+    future = cluster.run(handle, fed, mode=target.mode, keep={"y": inner_name(target, name)})
     if target.at_once:
         future.check()
 
 
 def _through_controller(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
     """Fetched from the ranks that are to send, cut and joined here, put on the target's ranks."""
-    held = holders_of(plan.source)
     needed = {piece.source_rank for piece in plan.pieces}
-    asked = tuple(index for index in held if plan.source_ranks[index] in needed)
+    asked = tuple(index for index in plan.sources if plan.source_ranks[index] in needed)
     blocks: dict[Piece, torch.Tensor] = {}
     for index, shard in zip(asked, x.session.fetch(x.name, asked), strict=True):
         mine = [p for p in plan.pieces if p.source_rank == plan.source_ranks[index]]

@@ -40,7 +40,6 @@ from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
@@ -179,11 +178,11 @@ class MeshSession:
         found = self.residents.get(id(model))
         if found is None:
             prefix = f"model {len(self.residents)}: "
-            found = Resident(model, prefix, self.mesh, self.cluster, model.version)
+            found = Resident(model, prefix, self.mesh, self.cluster, model.loads)
             self.residents[id(model)] = found
             found.saved = "the controller has what was put there", model.steps.present()
-        if found.version != model.version:  # other values were loaded for what is on meta
-            found.version = model.version
+        if found.loads != model.loads:  # other values were loaded for what is on meta
+            found.loads = model.loads
             found.forget([label for label in model.initial.loaded if label in found.specs])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
@@ -196,9 +195,27 @@ class MeshSession:
         if all(resident.placed is plan for resident in residents):
             return
         models.settle(plan, stages)
-        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
-        for model, own in models.by_part(items):
-            self._place(model, own, plan)
+        wanted = {
+            i.label: (on_mesh(plan, i.held), holders(plan, i))
+            for i in plan.inputs
+            if i.kind in ("parameter", "buffer")
+        }
+        for model, own in models.by_part(wanted):
+            resident = self.resident(model)
+            other = {
+                name: where
+                for name, where in own.items()
+                if name in resident.specs
+                and name not in resident.planned
+                and where != (resident.specs[name], resident.ranks[name])
+            }
+            if other:  # put there before a program had said how
+                from dtensor.api.replica import keep_otherwise
+
+                keep_otherwise(self, resident, other)
+            self.hold(model, own)
+            resident.planned.update(own)
+            resident.placed = plan
 
     def wrote(
         self,
@@ -212,16 +229,16 @@ class MeshSession:
             if labels or home is not None:
                 resident.wrote(labels, home)
 
-    def _place(self, model: ParallelModule, items: Mapping[str, PlannedInput], plan: Plan) -> None:
-        """``items``: what the program needs, by the module's own names."""
+    def hold(
+        self, model: ParallelModule, wanted: Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
+    ) -> None:
+        """Put what is missing of these: by the module's own names, how which ranks keep them."""
         resident = self.resident(model)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
-        for name, item in items.items():
-            spec = on_mesh(plan, item.held)
-            ranks = holders(plan, item)
+        for name, (spec, ranks) in wanted.items():
             known = resident.specs.get(name)
             if known is not None and known != spec:
                 raise PlanningError(
@@ -253,7 +270,6 @@ class MeshSession:
             self.run(handle, [{} for _ in made], kept).get()
         resident.specs.update(put)
         resident.keep({label: tensors[label] for label in put})
-        resident.placed = plan
 
     def place_optimizer(
         self,
