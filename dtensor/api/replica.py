@@ -9,19 +9,17 @@
         dt.sync(policy, actor)                   # 1: the actor has the values after that step
         logits = dt.compile(lambda model, x: model(x), play)(actor, x)
 
-A replica is a `ParallelModule` over the same definition with no values: its module is a copy of the
-policy's whose parameters and buffers are on the meta device, tied where those are, and has a mode of
-its own (``actor.eval()``). Its values live on the ranks of its mesh and come by `sync` alone.
+A replica is a `ParallelModule` over the same definition with no values: its module is a copy of
+the policy's whose parameters and buffers are on the meta device, tied where those are, with a mode
+of its own (``actor.eval()``). Its values live on the ranks of its mesh and come by `sync` alone.
 
 A sync is one verified program (runtime/between_meshes.py) from the shards that the policy's ranks
 keep, whatever their stages, placements or ZeRO, to those that the actor's ranks are to keep. It is
 submitted like a step, and has its place in their order: it takes the values after all steps that
-were called before it, what is called after it sees them, and no program ever sees some of before and
-some of after. Nothing passes the controller but the call.
+were called before it, what is called after it sees them, and no program ever sees some of before
+and some of after. Nothing passes the controller but the call.
 
-How a value is kept: as the programs that ran on that mesh have settled it; before there was one as
-stated; and whole where nothing, or a role that depends on the program, is stated. A program that
-then keeps it otherwise cuts it anew, on the ranks.
+How each side keeps a value, before a program has said: kept.py.
 
 Not here: generating with a replica, several of which may be of one policy; a replica of a replica.
 """
@@ -35,28 +33,23 @@ import torch
 from torch import nn
 
 from dtensor.api.away import ONE_AT_A_TIME, as_it_is
-from dtensor.api.move_between_meshes import home_of, inner_name
+from dtensor.api.kept import Keeping, kept
+from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
-from dtensor.api.resident import Resident
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
-from dtensor.daft import DaftError, Future
+from dtensor.daft import DaftError, Future, Handle
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import first_names, named_tensors, type_text
+from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.runtime.between_meshes import sync_program
-from dtensor.sharding.plan.storage import stored_spec
-from dtensor.sharding.redistribute.named_values import Kept, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
-from dtensor.sharding.spec.placements import Placement
-from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.sharding.spec.spec import TensorSpec
 
 MOST_UNREAD = 2
 """Syncs of an actor that may be under way; the next waits for the oldest."""
-
-Where = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
-"""By label: the spec under which a value is kept, and the ranks of its mesh that keep it."""
 
 
 def replica(
@@ -114,11 +107,11 @@ def sync_plan(
     if launched() is None:
         first, last = policy.mesh.size, policy.mesh.size + actor.mesh.size
         numbers = tuple(range(first)), tuple(range(first, last))
-        return _planned(policy, _kept(policy, None), actor, _kept(actor, None), numbers, topology)
+        return _planned(policy, kept(policy, None), actor, kept(actor, None), numbers, topology)
     here, there = session_for(policy.mesh), session_for(actor.mesh)
-    numbers = home_of(here)[1], home_of(there)[1]
-    source = _kept(policy, here.residents.get(id(policy)))
-    target = _kept(actor, there.residents.get(id(actor)))
+    numbers = here.ranks, there.ranks
+    source = kept(policy, here.residents.get(id(policy)))
+    target = kept(actor, there.residents.get(id(actor)))
     return _planned(policy, source, actor, target, numbers, topology)
 
 
@@ -136,44 +129,17 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
     if launched() is None:
         raise PlanningError(
             f"dt.sync runs in a launch that has the ranks of both meshes, and none is running.\n"
-            f"fix: with dt.launch(...) of {policy.mesh} and {actor.mesh}"
+            f"fix: with dt.launch({policy.mesh!r}, {actor.mesh!r}): ..."
         )
     with ONE_AT_A_TIME:
         here, there = session_for(policy.mesh), session_for(actor.mesh)
-        link = _Link.of(here, policy, there, actor)
+        link = _Pair.of(here, policy, there, actor)
         link.run()
         actor.version += 1
         return actor.version
 
 
-def keep_otherwise(session: MeshSession, resident: Resident, wanted: Where) -> None:
-    """Values that are on a mesh are kept there under other specs from now on."""
-    numbers = tuple(range(session.mesh.size))
-    plan = plan_sync(
-        type(resident.model.module).__name__,
-        {
-            label: (
-                Kept(resident.specs[label], resident.ranks[label], numbers),
-                Kept(spec, ranks, numbers),
-            )
-            for label, (spec, ranks) in wanted.items()
-        },
-    )
-    names = {label: (resident.name(label),) * 2 for label in wanted}
-    cluster = session.cluster
-    handle = cluster.load(sync_program(plan, cluster.size, cluster.device, names))
-    session.run(handle, [{} for _ in numbers], {}).get()
-    cluster.unload(handle)
-    left: list[list[str]] = [[] for _ in numbers]
-    for label, (spec, ranks) in wanted.items():
-        for rank in set(resident.ranks[label]) - set(ranks):
-            left[rank].append(resident.name(label))
-        resident.specs[label], resident.ranks[label] = spec, ranks
-    if any(left):
-        cluster.delete(left)
-
-
-class _Link:
+class _Pair:
     """A policy and an actor in a launch: the program between them, made anew where one of them is
     kept otherwise than it was made for."""
 
@@ -182,31 +148,26 @@ class _Link:
     ) -> None:
         self.policy, self.here, self.source = policy, here, here.resident(policy)
         self.actor, self.there, self.target = actor, there, there.resident(actor)
-        self.cluster, self.numbers = home_of(here)
-        other, self.target_numbers = home_of(there)
-        if other is not self.cluster:
-            raise PlanningError(
-                f"{policy.mesh} and {actor.mesh} are not in one launch.\nfix: launch both together"
-            )
+        self.cluster = here.launch.cluster
         self.unread: list[Future] = []
-        self.made: tuple[Where, Where] = {}, {}
-        self.handle = None
+        self.made: tuple[Keeping, Keeping] = {}, {}
+        self.handle: Handle | None = None
         there.settling.append(self._settle)
 
     @staticmethod
     def of(
         here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
-    ) -> _Link:
+    ) -> _Pair:
         key = "sync", id(policy), id(actor)
         if key not in there.loaded:
-            there.loaded[key] = _Link(here, policy, there, actor)
+            there.loaded[key] = _Pair(here, policy, there, actor)
         return there.loaded[key]
 
     def run(self) -> None:
         while self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD):
             self._read(self.unread.pop(0))
         self.source.settle()
-        self.here.hold(self.policy, _kept(self.policy, self.source))
+        self.here.hold(self.policy, kept(self.policy, self.source))
         self._load()
         assert self.handle is not None
         empty: list[Mapping[str, object]] = [{}] * self.cluster.size
@@ -224,10 +185,10 @@ class _Link:
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
     def _load(self) -> None:
-        here, there = _kept(self.policy, self.source), _kept(self.actor, self.target)
+        here, there = kept(self.policy, self.source), kept(self.actor, self.target)
         if self.handle is not None and self.made == (here, there):
             return
-        numbers = self.numbers, self.target_numbers
+        numbers = self.here.ranks, self.there.ranks
         plan = _planned(self.policy, here, self.actor, there, numbers, None)
         names = {
             label: (
@@ -237,7 +198,7 @@ class _Link:
             for label in there
         }
         program = sync_program(plan, self.cluster.size, self.cluster.device, names)
-        before, self.handle = self.handle, self.cluster.load(program)
+        before, self.handle = self.handle, load_across(self.cluster, program)
         if before is not None:
             self.cluster.unload(before)
         self.made = here, there
@@ -253,53 +214,14 @@ class _Link:
             raise self.there.told(error) from error.__cause__
 
 
-# -- how values are kept ---------------------------------------------------------------------------
-
-
-def _kept(model: ParallelModule, resident: Resident | None) -> Where:
-    """Every parameter and buffer, as it is on a cluster, or would be put there now."""
-    there = {} if resident is None else resident.specs
-    planned = {} if resident is None else resident.planned
-    tensors = named_tensors(model.module)
-    found: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
-    for label in dict.fromkeys(first_names(model.module).values()):
-        if resident is not None and label in there:
-            found[label] = there[label], resident.ranks[label]
-        elif label in planned:
-            found[label] = planned[label]
-        else:
-            found[label] = _as_stated(model, label, tensors[label])
-    return found
-
-
-def _as_stated(
-    model: ParallelModule, label: str, tensor: torch.Tensor
-) -> tuple[TensorSpec, tuple[int, ...]]:
-    """How a value is put before a program of this launch has said."""
-    stated: Mapping[str, Placement] = model.settled.get(label, {})
-    if label not in model.settled:
-        own = next((p for p in model.placements if p.name == label), None)
-        if own is not None:
-            placements = own.placements.items()
-            stated = {axis: p for axis, p in placements if isinstance(p, Placement)}
-    with as_it_is():
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-    spec = make_spec(shape, dtype, model.mesh, stated)
-    if model.zero is not None and model.zero[1] == 3 and isinstance(tensor, nn.Parameter):
-        spec = stored_spec(spec, model.zero[0]) or spec
-    stages = model.stage_plan
-    everyone = tuple(range(model.mesh.size))
-    if not stages.axis or stages.waiting or label not in stages.held:
-        return spec, everyone
-    mine = {model.homes[stage] for stage in stages.held[label]}
-    return spec, tuple(r for r in everyone if model.mesh.coordinates(r)[stages.axis] in mine)
+# -- the plan --------------------------------------------------------------------------------------
 
 
 def _planned(
     policy: ParallelModule,
-    here: Where,
+    here: Keeping,
     actor: ParallelModule,
-    there: Where,
+    there: Keeping,
     numbers: tuple[tuple[int, ...], tuple[int, ...]],
     topology: Topology | None,
 ) -> SyncPlan:
@@ -307,7 +229,7 @@ def _planned(
     return plan_sync(
         type(policy.module).__name__,
         {
-            label: (Kept(*here[label], numbers[0]), Kept(*there[label], numbers[1]))
+            label: (Side(*here[label], numbers[0]), Side(*there[label], numbers[1]))
             for label in there
         },
         topology=topology,
@@ -331,7 +253,7 @@ def _definition(module: nn.Module) -> nn.Module:
         raise PlanningError(
             f"{type(module).__name__} cannot be copied, and a replica has a module of its own: "
             f"{error}.\n"
-            f"fix: keep what copy.deepcopy refuses (locks, files, computed tensors) out of the module"
+            f"fix: keep what copy.deepcopy refuses out of it: locks, files, computed tensors"
         ) from error
 
 
@@ -358,7 +280,7 @@ def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
         )
 
 
-def _check_same(here: Where, there: Where) -> None:
+def _check_same(here: Keeping, there: Keeping) -> None:
     """That both modules still have the same parameters and buffers."""
     for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
         missing = sorted(mine.keys() - other.keys())

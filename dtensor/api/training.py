@@ -112,7 +112,7 @@ class Loss(ReadsAsFloat):
         try:
             return self.wait()
         except DaftError as error:
-            self._session.failure_was_read |= self._session.cluster.failure is not None
+            self._session.launch.failure_was_read |= self._session.cluster.failure is not None
             raise self._session.told(error) from error.__cause__
 
     def wait(self) -> list[dict[str, torch.Tensor]]:

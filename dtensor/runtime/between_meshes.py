@@ -47,7 +47,7 @@ from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
 )
-from dtensor.sharding.redistribute.named_values import Message, SyncPlan, of_transfers
+from dtensor.sharding.redistribute.named_values import SyncMessage, SyncPlan, of_transfers
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of, write
 
@@ -156,7 +156,7 @@ def _program(
     active |= {t.target_ranks[i] for t in plan.transfers.values() for i in t.targets}
     group = tuple(sorted(active)) if plan.messages else ()
     ranks = tuple(
-        _Rank(plan, rank, device, names, functions, group, state).program() for rank in range(size)
+        _Lines(plan, rank, device, names, functions, group, state).program() for rank in range(size)
     )
     return Program(
         name=f"sync of {plan.name}" if state else plan.name,
@@ -167,7 +167,7 @@ def _program(
 
 
 @dataclass(slots=True)
-class _Rank:
+class _Lines:
     """One rank's list. Values are known by label; ``names`` are those in the ranks' tables;
     ``group``: the ranks that agree at the end, none where each has all it needs."""
 
@@ -245,7 +245,7 @@ class _Rank:
         self._call("keep", partial(copied_here, wheres), (*sources, *new), (), new)
 
     def _exchange(self) -> None:
-        under_way: dict[tuple[int, int], deque[tuple[int, Message]]] = {}
+        under_way: dict[tuple[int, int], deque[tuple[int, SyncMessage]]] = {}
         for number, message in enumerate(self.plan.messages):
             pair = message.source_rank, message.target_rank
             if self.rank not in pair:
@@ -259,7 +259,7 @@ class _Rank:
         for number, message in rest:
             self._complete(number, message)
 
-    def _start(self, number: int, message: Message) -> None:
+    def _start(self, number: int, message: SyncMessage) -> None:
         name, pair = f"m{number}", (message.source_rank, message.target_rank)
         channel, label = f"{self._what} {pair[0]}->{pair[1]}", self._what
         buffer = self._buffer(message)
@@ -272,7 +272,7 @@ class _Rank:
         self.nbytes[name] = buffer.nbytes
         self.items.append(Send(name, pair[1], channel, buffer, label=label))
 
-    def _complete(self, number: int, message: Message) -> None:
+    def _complete(self, number: int, message: SyncMessage) -> None:
         name = f"m{number}"
         self.items.append(Wait((name,), label=self._what))
         if self.rank == message.target_rank:
@@ -318,10 +318,10 @@ class _Rank:
         """The name of what this rank is to hold, until it is placed."""
         return f"new {label}" if self.state else self.names[label][1]
 
-    def _buffer(self, message: Message) -> Buffer:
+    def _buffer(self, message: SyncMessage) -> Buffer:
         if len(message.blocks) > 1:
             return Buffer((message.bytes_sent,), torch.uint8)
-        (alone,) = message.blocks
+        alone = message.blocks[0]
         return Buffer(shape_of(alone.ranges), self.plan.transfers[alone.label].source.dtype)
 
     @property
@@ -330,7 +330,7 @@ class _Rank:
 
 
 def _blocks(
-    message: Message, boxes: Mapping[str, Where]
+    message: SyncMessage, boxes: Mapping[str, Where]
 ) -> tuple[list[str], list[tuple[int, Where]]]:
     """The labels of a message, and its blocks: the label's number, and where it stands in the box
     that a rank has of it."""

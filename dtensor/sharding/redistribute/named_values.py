@@ -51,7 +51,7 @@ of this size it stays in a processor's cache meanwhile, and few are held at a ti
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Side:
     """How ranks keep a value: ``ranks``: those of the spec's mesh that have it; ``numbers[i]``:
     what rank i of the mesh is called in the cluster."""
 
@@ -69,7 +69,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class SyncMessage:
     """What one rank sends another at once; ranks are numbers in the cluster."""
 
     source_rank: int
@@ -84,7 +84,7 @@ class SyncPlan:
 
     name: str
     transfers: Mapping[str, TransferPlan]
-    messages: tuple[Message, ...]
+    messages: tuple[SyncMessage, ...]
     topology: Topology
 
     @property
@@ -181,7 +181,7 @@ class SyncPlan:
 
 def plan_sync(
     name: str,
-    values: Mapping[str, tuple[Kept, Kept]],
+    values: Mapping[str, tuple[Side, Side]],
     *,
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
@@ -224,7 +224,7 @@ def of_transfers(
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(transfers: Mapping[str, TransferPlan], most: int) -> list[Message]:
+def _messages(transfers: Mapping[str, TransferPlan], most: int) -> list[SyncMessage]:
     blocks: defaultdict[tuple[int, int], list[tuple[Block, int]]] = defaultdict(list)
     by_width = sorted(transfers, key=lambda label: -transfers[label].source.dtype.itemsize)
     for label in by_width:
@@ -237,12 +237,12 @@ def _messages(transfers: Mapping[str, TransferPlan], most: int) -> list[Message]
             for ranges in _cut(piece.ranges, max(1, most // width)):
                 own.append((Block(label, ranges), math.prod(shape_of(ranges)) * width))
     size = 1 + max((rank for pair in blocks for rank in pair), default=0)
-    found: list[tuple[tuple[int, int, int], Message]] = []
+    found: list[tuple[tuple[int, int, int], SyncMessage]] = []
     for pair, own in sorted(blocks.items()):
         for turn, (together, nbytes) in enumerate(_filled(own, most)):
             # not all to the same rank first
             place = (turn, (pair[1] - pair[0]) % size, pair[0])
-            found.append((place, Message(*pair, together, nbytes)))
+            found.append((place, SyncMessage(*pair, together, nbytes)))
     return [message for _, message in sorted(found, key=lambda item: item[0])]
 
 
