@@ -75,12 +75,12 @@ class Initial:
         if name in self.loaded:
             return self.loaded[name]
         if name not in self.recipes:
-            fix = (
-                "dt.parallelize(model, mesh, placements, init='reset'), or load a state with "
-                "dt.load_state_dict"
-            )
+            if self.remedy is not None:
+                raise PlanningError(f"{name} has no value here yet.\nfix: {self.remedy}")
             raise PlanningError(
-                f"{name} is on the meta device and has no value.\nfix: {self.remedy or fix}"
+                f"{name} is on the meta device and has no value.\n"
+                f"fix: dt.parallelize(model, mesh, placements, init='reset'), or load a state "
+                f"with dt.load_state_dict"
             )
         recipe = self.recipes[name]
         return make(recipe, Place.whole(recipe.view.size).pieces, torch.device("cpu"))
