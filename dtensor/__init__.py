@@ -19,6 +19,7 @@ from dtensor.api.eager.tensor import DTensor, distribute, spec
 from dtensor.api.move_between_meshes import transfer, transfer_plan
 from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
+from dtensor.api.replica import replica, sync, sync_plan
 from dtensor.api.rule import rule
 from dtensor.api.session import launch
 from dtensor.api.state import gather_state_dict, load_state_dict
@@ -46,6 +47,7 @@ from dtensor.runtime.schedule import (
 from dtensor.runtime.simulate.trace import Trace, compare_traces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute import topologies
+from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import ColumnParallel, RowParallel
@@ -83,6 +85,7 @@ __all__ = [
     "Schedule",
     "Searched",
     "Shard",
+    "SyncPlan",
     "TensorSpec",
     "Topology",
     "Trace",
@@ -102,9 +105,12 @@ __all__ = [
     "manual_seed",
     "parallelize",
     "placements",
+    "replica",
     "rule",
     "simulate",
     "spec",
+    "sync",
+    "sync_plan",
     "testing",
     "topologies",
     "trace",

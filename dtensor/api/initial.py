@@ -46,10 +46,12 @@ class MetaHolder(Protocol):
 class Initial:
     """Recipes of a module's parameters and buffers on the meta device, or values loaded since.
 
-    ``holders``: by name, the ranks that have it, from when it is put there.
+    ``holders``: by name, the ranks that have it, from when it is put there; ``remedy``: what a user
+    does where a value is nowhere, if it is not to initialise or to load it.
     """
 
     def __init__(self, module: nn.Module, init: Init | None) -> None:
+        self.remedy: str | None = None
         self.holders: dict[str, MetaHolder] = {}
         self.loaded: dict[str, torch.Tensor] = {}
         self.recipes: dict[str, Recipe] = {}
@@ -73,6 +75,8 @@ class Initial:
         if name in self.loaded:
             return self.loaded[name]
         if name not in self.recipes:
+            if self.remedy is not None:
+                raise PlanningError(f"{name} has no value here yet.\nfix: {self.remedy}")
             raise PlanningError(
                 f"{name} is on the meta device and has no value.\n"
                 f"fix: dt.parallelize(model, mesh, placements, init='reset'), or load a state "

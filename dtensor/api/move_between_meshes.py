@@ -7,10 +7,11 @@
 The other mesh may have another size, other names or another shape. Which rank sends which block is
 decided by sharding/redistribute/between_meshes.py: each target rank receives only what it lacks.
 
-Where the blocks travel. Inside a launch the other mesh lives on ranks of the same cluster, rank i
-on rank i unless ``ranks`` says otherwise, and the blocks go from actor to actor in one verified
-program. Outside a launch each mesh has an in-process cluster of its own, so the blocks pass through
-the controller; so they do when a DTensor from before a launch is transferred into it.
+Where the blocks travel. Inside a launch the other mesh lives on ranks of the same cluster: those of
+`launch`, or, if that does not name it, rank i on rank i unless ``ranks`` says otherwise; the blocks
+go from actor to actor in one verified program. Outside a launch each mesh has an in-process cluster
+of its own, so the blocks pass through the controller; so they do when a DTensor from before a
+launch is transferred into it.
 
 Differentiable: the gradient goes back to the source's mesh and placement; that of a pending sum is
 replicated where the sum was pending.
@@ -19,6 +20,7 @@ replicated where the sum was pending.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,17 +28,17 @@ import torch
 from dtensor.api.eager.tensor import DTensor, check_placements
 from dtensor.api.eager.values import Value, fresh_name
 from dtensor.api.session import MeshSession, launched, session_for
-from dtensor.daft import Cluster, Handle, Stored
+from dtensor.api.several_meshes import listed
+from dtensor.daft import Cluster, Handle, Program, Stored
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import pieces_of, shard_from, transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
     TransferPlan,
-    holders_of,
     plan_transfer,
 )
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.mesh import Mesh, mesh_of
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
@@ -47,8 +49,8 @@ def transfer(
     """The same value on another mesh. Axes that are not named: Replicate.
 
     Args:
-        ranks: which ranks of the launch are those of ``mesh``, in its order; by default the first
-            ones. A mesh keeps the ranks of its first transfer.
+        ranks: which ranks of the launch are those of ``mesh``, in its order, if it is none of the
+            meshes of the launch; by default the first ones. It keeps those of its first transfer.
 
     A pending value is reduced first. Raises PlanningError for an axis that the mesh lacks, a
     placement that does not fit, and a mesh that has more ranks than the launch.
@@ -99,14 +101,12 @@ def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
 def _plan(
     source_spec: TensorSpec, session: MeshSession, target: MeshSession, spec: TensorSpec
 ) -> TransferPlan:
-    source, here = _home(session)
-    whole, there = _home(target)
     return plan_transfer(
         source_spec.with_placements(**_pending(source_spec)),
         spec,
-        source_ranks=here,
-        target_ranks=there,
-        distinct=source is not whole,
+        source_ranks=session.ranks,
+        target_ranks=target.ranks,
+        distinct=session.launch is not target.launch,
     )
 
 
@@ -119,8 +119,8 @@ def _target(
     x.session.check()
     check_placements(mesh, placements)
     spec = make_spec(tuple(x.shape), x.dtype, mesh, placements)
-    launch = launched()
-    if launch is None:
+    first = launched()
+    if first is None:
         if ranks is not None:
             raise PlanningError(
                 f"ranks={list(ranks)} names ranks of a launch, and none is running: outside a "
@@ -128,73 +128,68 @@ def _target(
                 f"`with dt.launch(...)`"
             )
         return session_for(mesh), spec
+    launch = first.launch
+    if (known := launch.sessions.get(mesh)) is not None:
+        if ranks is not None and tuple(ranks) != known.ranks:
+            raise PlanningError(
+                f"{mesh} lives on ranks {list(known.ranks)} of this launch, now "
+                f"ranks={list(ranks)}; fix: leave ranks out, or give the other mesh a name of its "
+                f"own, as in {_renamed(mesh)!r}"
+            )
+        return known, spec
     if mesh.size > launch.cluster.size:
         raise PlanningError(
             f"{mesh} has {mesh.size} ranks, the running launch has {launch.cluster.size} "
-            f"({launch.mesh}); fix: launch the larger mesh and transfer to the smaller"
+            f"({listed(launch.places)}); fix: launch the larger mesh and transfer to the smaller"
         )
     chosen = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
-    if mesh == launch.mesh and chosen == tuple(range(mesh.size)):
-        return launch, spec
-    if mesh == launch.mesh:
-        raise PlanningError(
-            f"ranks={list(chosen)}: {mesh} is the mesh of the launch, whose ranks are "
-            f"0..{mesh.size - 1} in order; fix: rename an axis of the other mesh"
-        )
-    if len(chosen) != mesh.size or not set(chosen) <= set(range(launch.cluster.size)):
+    if len(set(chosen)) != mesh.size or not set(chosen) <= set(range(launch.cluster.size)):
         raise PlanningError(
             f"ranks={list(chosen)} for {mesh}, which has {mesh.size} ranks, in a launch of ranks "
             f"0..{launch.cluster.size - 1}; fix: state {mesh.size} different ranks of those"
         )
-    if mesh in launch.parts and ranks is None:
-        return launch.parts[mesh], spec
-    target = launch.part(mesh, chosen)
-    if _home(target)[1] != chosen:
-        raise PlanningError(
-            f"{mesh} lives on ranks {list(_home(target)[1])} of this launch since its first "
-            f"transfer, now ranks={list(chosen)}; fix: leave ranks out, or rename an axis"
-        )
-    return target, spec
+    return launch.add(mesh, chosen), spec
 
 
-def _home(session: MeshSession) -> tuple[Cluster, tuple[int, ...]]:
-    """The cluster that hosts a session's ranks, and their numbers there."""
-    cluster = session.cluster
-    if isinstance(cluster, Part):
-        return cluster.whole, cluster.ranks
-    return cluster, tuple(range(cluster.size))
+def _renamed(mesh: Mesh) -> Mesh:
+    return mesh_of(tuple(mesh.shape.items()), "play" if mesh.name != "play" else "other")
 
 
 def _pending(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
 
 
-def _inner(session: MeshSession, name: str) -> str:
+def load_across(cluster: Cluster, program: Program) -> Handle:
+    """Load a program between meshes of a launch: its errors name a rank as each of them does."""
+    known_as = tuple(cluster.known_as.get(rank, "") for rank in range(cluster.size))
+    return cluster.load(replace(program, known_as=known_as))
+
+
+def inner_name(session: MeshSession, name: str) -> str:
     cluster = session.cluster
     return cluster.inner(name) if isinstance(cluster, Part) else name
 
 
 def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
-    cluster, _ = _home(target)
+    cluster = target.launch.cluster
     key = ("transfer", plan.source, plan.target, plan.source_ranks, plan.target_ranks)
     if key not in x.session.loaded:
         program = transfer_program(plan, cluster.size, cluster.device)
-        x.session.loaded[key] = cluster.load(program)
+        x.session.loaded[key] = load_across(cluster, program)
     handle: Handle = x.session.loaded[key]
-    stored = Stored(_inner(x.session, x.name))
+    stored = Stored(inner_name(x.session, x.name))
     fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
-    for index in holders_of(plan.source):
+    for index in plan.sources:
         fed[plan.source_ranks[index]]["x"] = stored
-    future = cluster.run(handle, fed, mode=target.mode, keep={"y": _inner(target, name)})
+    future = cluster.run(handle, fed, mode=target.mode, keep={"y": inner_name(target, name)})
     if target.at_once:
         future.check()
 
 
 def _through_controller(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
     """Fetched from the ranks that are to send, cut and joined here, put on the target's ranks."""
-    held = holders_of(plan.source)
     needed = {piece.source_rank for piece in plan.pieces}
-    asked = tuple(index for index in held if plan.source_ranks[index] in needed)
+    asked = tuple(index for index in plan.sources if plan.source_ranks[index] in needed)
     blocks: dict[Piece, torch.Tensor] = {}
     for index, shard in zip(asked, x.session.fetch(x.name, asked), strict=True):
         mine = [p for p in plan.pieces if p.source_rank == plan.source_ranks[index]]

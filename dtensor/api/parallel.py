@@ -49,7 +49,8 @@ class ParallelModule:
     ``placements``: one entry per parameter and buffer; ``stage_plan``: which stage holds which;
     ``settled``: what programs that ran chose for parameters that nothing was stated of, and
     ``settlement`` how often that grew;
-    ``version``: raised when `load_state_dict` gives values to what is on the meta device;
+    ``loads``: how often `load_state_dict` gave values to what is on the meta device;
+    ``source``: of a replica (replica.py), whose values it takes, and ``version``, how often it has;
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
     ``zero``: the axis over which state is stored split, and the level;
@@ -78,6 +79,8 @@ class ParallelModule:
         self.stage_plan = stages
         self.settled: dict[str, dict[str, Placement]] = {}
         self.settlement = 0
+        self.loads = 0
+        self.source: ParallelModule | None = None
         self.version = 0
         self.steps = Counter()
 
@@ -90,7 +93,7 @@ class ParallelModule:
     def claim_homes(self, ranks: tuple[int, ...]) -> None:
         """The rank of each stage, as the schedule of a training step has it, for all programs of
         the model. Raises where one that ran has put values elsewhere."""
-        before = self._homes()
+        before = self.homes
         if ranks == before:
             return
         if self.settled:
@@ -127,12 +130,14 @@ class ParallelModule:
         if not self.settled:
             return True
         same_stages = self.stage_plan.patterns == stages.patterns
-        return (same_stages and self._homes() == stage_ranks) and all(
+        return (same_stages and self.homes == stage_ranks) and all(
             self.settled.get(label, placements) == placements
             for label, placements in chosen.items()
         )
 
-    def _homes(self) -> tuple[int, ...]:
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """By stage, its rank of the stages' axis."""
         stages = self.stage_plan
         num = self.mesh.axis_size(stages.axis) if stages.axis else 1
         return stages.ranks or dealt(stages.num_stages, num)
@@ -145,6 +150,11 @@ class ParallelModule:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The module's, as torch has it: current, also inside a launch."""
+        if self.source is not None:
+            raise RuntimeError(
+                f"the values of a replica are on {self.mesh} alone, its module has none.\n"
+                f'fix: dt.gather_state_dict(actor)["model"], inside the launch'
+            )
         return self.module.state_dict()
 
     def train(self, mode: bool = True) -> ParallelModule:
@@ -168,8 +178,9 @@ class ParallelModule:
 
     def __repr__(self) -> str:
         stated = sum(1 for p in self.placements if p.pattern is not None)
+        verb = "parallelize" if self.source is None else "replica"
         return (
-            f"parallelize({type(self.module).__name__}, {self.mesh!r}): {stated} of "
+            f"{verb}({type(self.module).__name__}, {self.mesh!r}): {stated} of "
             f"{len(self.placements)} parameters and buffers placed, "
             f"{self.stage_plan.num_stages} stage{'s' * (self.stage_plan.num_stages != 1)}"
         )

@@ -19,7 +19,6 @@ from numbers import Integral
 from dtensor.api.plan_call import PlanCache
 from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError
-from dtensor.daft.cluster.part import Part
 from dtensor.errors import check_kind, check_number
 from dtensor.runtime.simulate.breakdown import (
     Measured,
@@ -58,13 +57,12 @@ def profiled(
         noted, timed = _timed(session, step, read)
         steps.append(timed)
         plain.append(_plain(session, step, read))
-    cluster, planned = session.cluster, plans.latest
+    planned = plans.latest
     assert planned is not None, "what ran was planned"
-    size = session.mesh.size
     measured = Measured(
         program=noted.handle.program,
         lists=noted.handle.report.lists,
-        ranks=cluster.ranks if isinstance(cluster, Part) else tuple(range(size)),
+        ranks=session.ranks,
         floors=floors,
         steps=steps,
         plain=plain,

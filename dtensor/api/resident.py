@@ -52,6 +52,7 @@ from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, assemble_at, held
 from dtensor.sharding.spec.spec import TensorSpec
 
+LOAD = "dt.load_state_dict(model, opt, state)"
 BUCKET_BYTES = 2**26
 """What comes home at a time: the controller holds no more than this twice."""
 
@@ -116,17 +117,19 @@ class Resident:
 
     ``own``: label to the module's tensor whose shards were put, those on meta left out;
     ``stale``: labels whose shards are newer than the module's memory; ``touched``: label to a copy
-    of what the user was shown.
+    of what the user was shown; ``planned``: how programs that ran keep values, and where, which
+    holds for those too that are put anew.
     """
 
     model: ParallelModule
     prefix: str
     mesh: Mesh
     cluster: Cluster
-    version: int
+    loads: int
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
+    planned: dict[str, tuple[TensorSpec, tuple[int, ...]]] = field(default_factory=dict[str, Any])
     placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
     own: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     stale: set[str] = field(default_factory=set[str])
@@ -150,7 +153,7 @@ class Resident:
     def gone(self) -> str:
         """Why the values are out of reach for good, or ""."""
         if not self.lost and self.cluster.failure is not None:
-            return failed(self.mesh, self.cluster.failure)
+            return self._failed(self.cluster.failure)
         return self.lost
 
     @property
@@ -353,8 +356,8 @@ class Resident:
         """The cluster is about to end."""
         failure = self.cluster.failure
         if failure is not None:
-            self.leave(failed(self.mesh, failure))
-        elif not bring_home:
+            self.leave(self._failed(failure))
+        elif not bring_home and self.model.source is None:
             self.leave(
                 f"is not here: its value was on {self.mesh}, in a launch that has ended with "
                 f"bring_home=False.\n"
@@ -366,7 +369,7 @@ class Resident:
                 self.come_home()
             finally:
                 if self.cluster.failure is not None:
-                    self.leave(failed(self.mesh, self.cluster.failure))
+                    self.leave(self._failed(self.cluster.failure))
 
     def come_home(self) -> None:
         """All that can, in place. A model on meta stays where it is, its optimizer's state too.
@@ -381,7 +384,7 @@ class Resident:
                 home.come_home()
         self.leave(
             f"is on the meta device: its value was on {self.mesh}, in a launch that has ended.\n"
-            f"fix: {LOAD}, with what dt.gather_state_dict(model, opt) gave inside the launch"
+            f"fix: {self._remedy('what dt.gather_state_dict(model, opt) gave inside the launch')}"
         )
         self._refuse(written)
 
@@ -399,6 +402,17 @@ class Resident:
         holders = self.model.initial.holders
         for label in [label for label in holders if holders[label] is self and not self.changed]:
             del holders[label]  # made anew, they are the same
+
+    def _failed(self, failure: Exception) -> str:
+        """Why what was on a cluster that failed is gone."""
+        reason = str(failure).partition("\n")[0]
+        return (
+            f"is lost: its value was on {self.mesh}, which failed ({reason}).\n"
+            f"fix: {self._remedy('what dt.gather_state_dict gave last')}"
+        )
+
+    def _remedy(self, state: str) -> str:
+        return self.model.initial.remedy or f"{LOAD}, with {state}"
 
     # -- what is looked at before each step -------------------------------------------------------
 
@@ -418,18 +432,6 @@ class Resident:
                 self._versions[label] = _version_of(self.own[label])
         self._counted = [self.own[label] for label in self._versions]
         self._counts = list(self._versions.values())
-
-
-LOAD = "dt.load_state_dict(model, opt, state)"
-
-
-def failed(mesh: Mesh, failure: Exception) -> str:
-    """Why what was on a cluster that failed is gone."""
-    reason = str(failure).partition("\n")[0]
-    return (
-        f"is lost: its value was on {mesh}, which failed ({reason}).\n"
-        f"fix: {LOAD}, with what dt.gather_state_dict gave last"
-    )
 
 
 def _reader(optimizer: str, size: int) -> Program:

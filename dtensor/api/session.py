@@ -1,8 +1,11 @@
-"""A session: a launched cluster, and what of the controller's state lives on it.
+"""A session: a mesh on ranks of a launched cluster, and what of the controller's state lives there.
 
     with launch(mesh, backend="ray"):        # default: in-process
         ...
-Outside a launch there is an implicit in-process session per mesh.
+    with launch(train, play):                # train has ranks 0..n-1, play those after
+        ...
+A `Launch` has a session for each mesh that it was started with, and for each that a transfer has
+put values on. Outside a launch there is an implicit in-process one per mesh.
 
 A parallelized module becomes resident at first use: the controller's values are cut into shards
 and put on the ranks, and the module's tensors are away (resident.py). Leaving a launch brings them
@@ -40,8 +43,7 @@ from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.record import PlannedInput
-from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -55,28 +57,37 @@ them is a call to every actor."""
 
 
 class MeshSession:
-    """See the module docstring. ``mode``: how programs run, compiled or interpreted; ``local``:
-    what local code is."""
+    """See the module docstring. ``cluster``: the mesh's ranks; ``mode``: how programs run, compiled
+    or interpreted."""
 
-    def __init__(
-        self, mesh: Mesh, cluster: Cluster, mode: Mode, local: LocalKind = "generated"
-    ) -> None:
+    def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
         self.mesh = mesh
         self.cluster = cluster
-        self.mode: Mode = mode
-        self.local: LocalKind = local
+        self.launch = launch
+        self.mode: Mode = launch.mode
         self.noted: Noted | None = None  # the last run of those that are `noting`
         self._noting = False
-        self.closed = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
         self.garbage_bytes = 0  # as if no rank held a part
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
-        self.failure_was_read = False
-        self.said_lost = False
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
-        self.parts: dict[Mesh, MeshSession] = {}  # other meshes on ranks of this cluster
+
+    @property
+    def closed(self) -> bool:
+        return self.launch.closed
+
+    @property
+    def local(self) -> LocalKind:
+        """What local code is."""
+        return self.launch.local
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers that the launch has for the mesh's ranks."""
+        cluster = self.cluster
+        return cluster.ranks if isinstance(cluster, Part) else tuple(range(cluster.size))
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -103,10 +114,16 @@ class MeshSession:
 
     def told(self, error: DaftError) -> DaftError:
         """The error; where the state is lost with it, it says which was saved last."""
-        if error is self.cluster.failure and not self.said_lost:
-            self.said_lost = True
-            parts = ["the state on the ranks is lost"]
-            for home in self.residents.values():
+        launch = self.launch
+        if error is self.cluster.failure and not launch.said_lost:
+            launch.said_lost = True
+            meshes = ""
+            if len(launch.sessions) > 1:
+                from dtensor.api.several_meshes import listed
+
+                meshes = f", on all meshes of the launch: {listed(launch.places)}"
+            parts = [f"the state on the ranks is lost{meshes}"]
+            for home in launch.residents:
                 where, step = home.saved
                 back = home.model.steps.present() - step
                 parts.append(f"{where}, of step {step}, {back} before this one")
@@ -179,11 +196,11 @@ class MeshSession:
         found = self.residents.get(id(model))
         if found is None:
             prefix = f"model {len(self.residents)}: "
-            found = Resident(model, prefix, self.mesh, self.cluster, model.version)
+            found = Resident(model, prefix, self.mesh, self.cluster, model.loads)
             self.residents[id(model)] = found
             found.saved = "the controller has what was put there", model.steps.present()
-        if found.version != model.version:  # other values were loaded for what is on meta
-            found.version = model.version
+        if found.loads != model.loads:  # other values were loaded for what is on meta
+            found.loads = model.loads
             found.forget([label for label in model.initial.loaded if label in found.specs])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
@@ -196,9 +213,20 @@ class MeshSession:
         if all(resident.placed is plan for resident in residents):
             return
         models.settle(plan, stages)
-        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
-        for model, own in models.by_part(items):
-            self._place(model, own, plan)
+        wanted = {
+            i.label: (on_mesh(plan, i.held), holders(plan, i))
+            for i in plan.inputs
+            if i.kind in ("parameter", "buffer")
+        }
+        for model, own in models.by_part(wanted):
+            resident = self.resident(model)
+            if resident.specs.keys() - resident.planned:  # put before a program had said how
+                from dtensor.api.kept import keep_as_planned
+
+                keep_as_planned(resident, own)
+            self.hold(model, own)
+            resident.planned.update(own)
+            resident.placed = plan
 
     def wrote(
         self,
@@ -212,16 +240,16 @@ class MeshSession:
             if labels or home is not None:
                 resident.wrote(labels, home)
 
-    def _place(self, model: ParallelModule, items: Mapping[str, PlannedInput], plan: Plan) -> None:
-        """``items``: what the program needs, by the module's own names."""
+    def hold(
+        self, model: ParallelModule, wanted: Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
+    ) -> None:
+        """Put what is missing of these: by the module's own names, how which ranks keep them."""
         resident = self.resident(model)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
         made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
-        for name, item in items.items():
-            spec = on_mesh(plan, item.held)
-            ranks = holders(plan, item)
+        for name, (spec, ranks) in wanted.items():
             known = resident.specs.get(name)
             if known is not None and known != spec:
                 raise PlanningError(
@@ -253,7 +281,6 @@ class MeshSession:
             self.run(handle, [{} for _ in made], kept).get()
         resident.specs.update(put)
         resident.keep({label: tensors[label] for label in put})
-        resident.placed = plan
 
     def place_optimizer(
         self,
@@ -328,47 +355,64 @@ class MeshSession:
             return shard_of(value, local, self.mesh.coordinates(rank))
         return value
 
+
+class Launch:
+    """A cluster, and a session for each mesh on its ranks; ``mode`` and ``local`` are of all.
+
+    Meshes may share ranks: each has names of its own there. A rank that is lost takes the values of
+    all meshes along; a call that fails is of its run alone.
+    """
+
+    def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "generated") -> None:
+        self.cluster = cluster
+        self.mode: Mode = mode
+        self.local: LocalKind = local
+        self.sessions: dict[Mesh, MeshSession] = {}
+        self.closed = False
+        self.failure_was_read = False
+        self.said_lost = False
+
+    def add(self, mesh: Mesh, ranks: tuple[int, ...] | None = None) -> MeshSession:
+        """The session of one more mesh, on these ranks; or of the only one, on all."""
+        cluster = self.cluster
+        if ranks is not None:
+            cluster = Part(cluster, ranks, f"part {len(self.sessions)}: ", str(mesh))
+        self.sessions[mesh] = MeshSession(mesh, cluster, self)
+        return self.sessions[mesh]
+
+    @property
+    def places(self) -> dict[Mesh, tuple[int, ...]]:
+        """The ranks of each mesh."""
+        return {mesh: session.ranks for mesh, session in self.sessions.items()}
+
+    @property
+    def residents(self) -> list[Resident]:
+        return [r for session in self.sessions.values() for r in session.residents.values()]
+
     def settle(self) -> None:
         """Wait for what is under way; a failure that nobody has read raises here."""
         if not self.failure_was_read:
-            for wait in self.settling:
-                wait()
-            for part in self.parts.values():
-                part.settle()
-            cluster = self.cluster
-            if not isinstance(cluster, Part) and not cluster.immediate and cluster.failure is None:
-                cluster.check_undone()
-
-    def part(self, mesh: Mesh, ranks: tuple[int, ...]) -> MeshSession:
-        """The session of another mesh on ranks of this cluster, made at first use."""
-        found = self.parts.get(mesh)
-        if found is None:
-            cluster = Part(self.cluster, ranks, f"part {len(self.parts)}: ")
-            found = self.parts[mesh] = MeshSession(mesh, cluster, self.mode, self.local)
-        return found
-
-    # -- the end -----------------------------------------------------------------------------------
+            for session in self.sessions.values():
+                for wait in session.settling:
+                    wait()
+            if not self.cluster.immediate and self.cluster.failure is None:
+                self.cluster.check_undone()
 
     def close(self, *, bring_home: bool = True) -> None:
         """What was changed comes home, unless it shall not or cannot; then the ranks end."""
         if self.closed:
             return
         try:
-            for session in (self, *self.parts.values()):
-                for resident in session.residents.values():
-                    resident.end(bring_home)
+            for resident in self.residents:
+                resident.end(bring_home)
             if bring_home and self.cluster.failure is None:
                 self._tell_of_unsaved()
         finally:
             self.closed = True
-            for part in self.parts.values():
-                part.closed = True
-                part.cluster.close()
             self.cluster.close()
 
     def _tell_of_unsaved(self) -> None:
-        every = (r for session in (self, *self.parts.values()) for r in session.residents.values())
-        count = sum(1 for resident in every if resident.on_meta and resident.unsaved)
+        count = sum(1 for resident in self.residents if resident.on_meta and resident.unsaved)
         if count:
             warnings.warn(
                 f"the launch ended with changed state of {count} model(s) on the meta device that "
@@ -400,40 +444,38 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 
 # -- which session ---------------------------------------------------------------------------------
 
-_launched: list[MeshSession] = []
+_launched: list[Launch] = []
 _implicit: dict[Mesh, MeshSession] = {}
 
 
 def session_for(mesh: Mesh) -> MeshSession:
-    """The launched session, a part of it, or the implicit in-process one of the mesh."""
+    """That of the running launch, or the implicit in-process one of the mesh."""
     if _launched:
-        session = _launched[-1]
-        if mesh in session.parts:  # a transfer put values of that mesh on ranks of this launch
-            return session.parts[mesh]
-        if session.mesh != mesh:
-            raise PlanningError(
-                f"the running launch is on {session.mesh}, this program is for {mesh}; "
-                f"fix: dt.launch({mesh!r}), or leave the launch first"
-            )
-        return session
+        launch = _launched[-1]
+        if (session := launch.sessions.get(mesh)) is not None:
+            return session
+        from dtensor.api.several_meshes import not_launched
+
+        raise not_launched(mesh, launch.places)
     if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
-        _implicit.pop(mesh).close()
+        _implicit.pop(mesh).launch.close()
     if mesh not in _implicit:
-        _implicit[mesh] = MeshSession(mesh, launch_cluster(mesh.size), "compiled")
+        launch = Launch(launch_cluster(mesh.size), "compiled")
+        _implicit[mesh] = launch.add(mesh)
     return _implicit[mesh]
 
 
 def launched() -> MeshSession | None:
-    """The session of the running launch."""
-    return _launched[-1] if _launched else None
+    """The session of the first mesh of the running launch."""
+    return next(iter(_launched[-1].sessions.values())) if _launched else None
 
 
 @contextmanager
 def launch(
-    mesh: Mesh,
+    *meshes: Mesh | str,
     backend: Backend = "inprocess",
     device: str = "cpu",
-    *,
+    ranks: Mapping[Mesh, Sequence[int]] | None = None,
     address: str | None = None,
     deadline_s: float = 60.0,
     call_deadline_s: float = 3600.0,
@@ -441,12 +483,24 @@ def launch(
     bring_home: bool = True,
     local: LocalKind = "generated",
 ) -> Iterator[MeshSession]:
-    """Start the ranks of ``mesh``; what runs inside the block runs there.
+    """Start the ranks of one or several meshes; what runs inside the block runs there.
+
+    Several meshes are on ranks of one cluster, in order: the first has ranks 0, 1, ..., the next
+    those after. Equal meshes are one: ``Mesh(tp=2, name="play")`` is another than ``Mesh(tp=2)``.
+    Models and DTensors are of one mesh each; `transfer` brings values from one to another. A call
+    that raises fails its own run, and the other meshes go on; where a rank is lost, the values of
+    all meshes of the launch are, and the error names the rank by both numbers.
 
     At its end the values of models and the state of their optimizers come home, in place: what the
     controller's module and optimizer have is current again. Models on the meta device stay away.
 
+    Gives the session of the first mesh.
+
     Args:
+        meshes: after them backend and device may stand, as in ``launch(mesh, "ray")``.
+        ranks: mesh to numbers of ranks of the launch, in the mesh's order; meshes may share ranks:
+            ``launch(train, play, ranks={play: (0, 1)})``. A mesh that is not named gets ranks of
+            its own, after those of the meshes before it.
         backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank.
         device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
             each rank a GPU of its own where Ray has enough, else one actor hosts all on one GPU.
@@ -463,7 +517,16 @@ def launch(
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
-    check_mesh(mesh)
+    if ranks is None and len(meshes) == 1 and isinstance(mesh := meshes[0], Mesh):
+        places, size = {mesh: None}, mesh.size
+    else:
+        from dtensor.api.several_meshes import by_position, ranks_of_meshes
+
+        stated, backend, device = by_position(meshes, backend, device)
+        stated_ranks = ranks_of_meshes(stated, ranks)
+        size = 1 + max(map(max, stated_ranks.values()))
+        alone = ranks is None and len(stated) == 1
+        places = dict.fromkeys(stated) if alone else stated_ranks
     check_word("backend", backend, get_args(Backend))
     check_word("mode", mode, ("compiled", "interpreted"))
     # "meta" computes nothing: it shows what a step makes, and where
@@ -487,25 +550,26 @@ def launch(
     if _launched:
         raise PlanningError("a launch is running already; leave it before starting another")
     cluster = launch_cluster(
-        mesh.size,
+        size,
         backend=backend,
         device=device,
         address=address,
         deadline_s=deadline_s,
         call_deadline_s=call_deadline_s,
     )
-    session = MeshSession(mesh, cluster, mode, local)
-    _launched.append(session)
+    running = Launch(cluster, mode, local)
+    sessions = [running.add(mesh, own) for mesh, own in places.items()]
+    _launched.append(running)
     try:
-        yield session
-        session.settle()
+        yield sessions[0]
+        running.settle()
     except BaseException as error:
         try:
-            _leave(session, bring_home)
+            _leave(running, bring_home)
         except (DaftError, PlanningError) as lost:  # which reading the weights says, too
             error.add_note(f"and not all weights came home: {lost}")
         raise
-    _leave(session, bring_home)
+    _leave(running, bring_home)
 
 
 def _check_inductor(device: str) -> None:
@@ -527,6 +591,6 @@ def _check_inductor(device: str) -> None:
         ) from error
 
 
-def _leave(session: MeshSession, bring_home: bool) -> None:
-    _launched.remove(session)
-    session.close(bring_home=bring_home)
+def _leave(running: Launch, bring_home: bool) -> None:
+    _launched.remove(running)
+    running.close(bring_home=bring_home)

@@ -99,6 +99,11 @@ def load_state_dict(
     Raises as torch does for names and shapes that do not fit.
     """
     check_parallel("load_state_dict", model)
+    if model.source is not None:
+        raise PlanningError(
+            "a replica has no values of its own to load.\n"
+            "fix: dt.load_state_dict(policy, opt, state), then dt.sync(policy, actor)"
+        )
     check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
     check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
@@ -116,7 +121,7 @@ def load_state_dict(
         # torch would keep the state's own tensors
         optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         _keep_values(optimizer, state["optimizer"])
-    model.version += 1
+    model.loads += 1
 
 
 def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

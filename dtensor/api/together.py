@@ -48,7 +48,8 @@ class Models:
         for model in models:
             if model.mesh != mesh:
                 raise PlanningError(
-                    f"the model was parallelized on {model.mesh}, the program is for {mesh}"
+                    f"the model was parallelized on {model.mesh}, the program is for {mesh}.\n"
+                    f"fix: make the program for {model.mesh!r}, or parallelize a model on {mesh!r}"
                 )
         for (name, one), (other_name, other) in itertools.combinations(
             zip(names, models, strict=True), 2

@@ -112,7 +112,7 @@ class Loss(ReadsAsFloat):
         try:
             return self.wait()
         except DaftError as error:
-            self._session.failure_was_read |= self._session.cluster.failure is not None
+            self._session.launch.failure_was_read |= self._session.cluster.failure is not None
             raise self._session.told(error) from error.__cause__
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
@@ -502,6 +502,12 @@ def train_step(
     Raises PlanningError, here and at the first `plan` or call.
     """
     check_parallel("train_step", model)
+    if model.source is not None:
+        raise PlanningError(
+            f"{model!r} is a replica: its values are the policy's, and the next dt.sync would put "
+            f"these in the place of what a step has trained.\n"
+            f"fix: dt.train_step(policy, loss_fn, optimizer)"
+        )
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
     check_callable("loss_fn", loss_fn, fix)
     check_optimizer(optimizer)

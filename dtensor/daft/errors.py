@@ -22,12 +22,14 @@ MOST_FRAMES = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What went wrong on one rank; `index` counts the instructions of that rank's own program.
+    `known_as`: what its users call the rank, where that is another number.
 
     Of an actor that was spawned: its name, what it was to do (`text`), and `issued`, where the
     controller asked for that: lines of "file:line in function", innermost first.
     """
 
     rank: int | None
+    known_as: str = ""
     actor: str = ""
     stage: int | None = None
     index: int | None = None
@@ -42,6 +44,8 @@ class Failure:
 
     def __str__(self) -> str:
         where = "a rank" if self.rank is None else f"rank {self.rank}"
+        if self.known_as:
+            where += f", {self.known_as}"
         if self.actor:
             where = f"actor {self.actor!r}" + (f", {self.text}" if self.text else "")
         if self.stage is not None:

@@ -1,12 +1,17 @@
-"""A transfer between two meshes as a program: every rank sends, receives and joins blocks.
+"""Values that go between two meshes as a program: ranks send, receive and put together blocks.
 
-    program = transfer_program(plan_transfer(source, target), 4, "x", device)
-    cluster.run(cluster.load(program), fed)       # rank r's shard is fed as "x", comes out as "y"
+    program = sync_program(plan_sync("Net", {...}), 4, device, names)
+    cluster.run(cluster.load(program), [{}] * 4)      # state "policy w" to state "actor w"
+    program = transfer_program(plan_transfer(source, target), 4, device)
+    cluster.run(cluster.load(program), fed)           # rank r's shard is fed as "x", comes as "y"
 
-Each rank starts all its sends and receives, then waits, then puts its shard together, and then
-agrees with the others that all have theirs; so it cannot hang whatever the pattern, which daft's
-verifier proves again when it loads the program. All blocks of one (source, target) pair are
-separate messages on a channel of their own.
+A rank goes through its messages in the order of the plan: it packs and sends, or starts to receive,
+and then completes the message before it of the same pair, so that of each pair `AHEAD` are under
+way. It waits for none before it has started all that come earlier in the order, so nobody waits in
+a circle, which daft's verifier proves again for each program. What is received is written into new
+memory. At the end all ranks agree that all have all, and only then new values take the place of the
+old: a program that fails on one rank changes nothing on any, and no rank ever has some values of
+before and some of after.
 
 Where source and target do not share a cluster there is no program: `pieces_of` and `shard_from`
 are the same cutting and joining for a controller that carries the blocks itself.
@@ -14,8 +19,9 @@ are the same cutting and joining for a controller that carries the blocks itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -38,28 +44,29 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import WORD
 from dtensor.numerics import ReduceOp, rest_of
 from dtensor.sharding.redistribute.between_meshes import (
-    Piece,
     TransferPlan,
     box_of,
-    holders_of,
 )
+from dtensor.sharding.redistribute.named_values import SyncMessage, SyncPlan, of_transfers
 from dtensor.sharding.spec.placements import Partial
-from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of
+from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of, write
+
+AHEAD = 2
+"""Messages of a pair that are under way at a time: one is filled while the other is emptied."""
+
+Names = Mapping[str, tuple[str, str]]
+"""By label, what a value is called in the tables of the source's ranks and of the target's."""
+
+
+def sync_program(plan: SyncPlan, size: int, device: torch.device, names: Names) -> Program:
+    """The program for a cluster of ``size`` ranks, from state to state."""
+    return _program(plan, size, device, names, state=True)
 
 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
-    """The program for a cluster of ``size`` ranks; its input is "x", its output "y"."""
-    functions: dict[str, Function] = {}
-    ranks = tuple(_rank(plan, rank, device, functions) for rank in range(size))
-    if any(piece.source_rank != piece.target_rank for piece in plan.pieces):
-        active = tuple(rank for rank, own in enumerate(ranks) if own.instructions)
-        ranks = tuple(_agreed(own, active) if own.instructions else own for own in ranks)
-    return Program(
-        name="transfer",
-        ranks=ranks,
-        functions=tuple(functions.items()),
-        stage_of=(0,) * size,
-    )
+    """The program of one value for a cluster of ``size`` ranks: from input "x" to output "y"."""
+    alone = of_transfers("transfer", {"": plan})
+    return _program(alone, size, device, {"": ("x", "y")}, state=False)
 
 
 def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -77,102 +84,262 @@ def shard_from(
 ) -> torch.Tensor:
     """The shard of rank ``index`` of the target's mesh, from its pieces in the plan's order."""
     box = box_of(plan.target, index)
-    op = _pending_op(plan)
     mine = [p for p in plan.pieces if p.target_rank == plan.target_ranks[index]]
-    wheres = tuple(positions(box, piece.ranges) for piece in mine)
-    return joined(shape_of(box), wheres, plan.target.dtype, device, op, *blocks)[0]
-
-
-def cut(wheres: Sequence[Where], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Blocks of a shard."""
-    return tuple(block(x, where) for where in wheres)
-
-
-def joined(
-    shape: tuple[int, ...],
-    wheres: Sequence[Where],
-    dtype: torch.dtype,
-    device: torch.device,
-    op: ReduceOp,
-    *blocks: torch.Tensor,
-) -> tuple[torch.Tensor]:
-    """A tensor of ``shape`` made of blocks; without any, what adds nothing under ``op``."""
     if not blocks:
-        return (rest_of(torch.zeros(shape, dtype=dtype, device=device), op),)
-    return (join(blocks, shape, *wheres),)
+        empty = torch.zeros(shape_of(box), dtype=plan.target.dtype, device=device)
+        return rest_of(empty, _pending_op(plan))
+    return join(blocks, shape_of(box), *(positions(box, piece.ranges) for piece in mine))
 
 
-def _rank(
-    plan: TransferPlan, rank: int, device: torch.device, functions: dict[str, Function]
-) -> RankProgram:
-    source = {plan.source_ranks[i]: i for i in holders_of(plan.source)}
-    target = {plan.target_ranks[i]: i for i in holders_of(plan.target)}
-    given = [(i, p) for i, p in enumerate(plan.pieces) if p.source_rank == rank]
-    taken = [(i, p) for i, p in enumerate(plan.pieces) if p.target_rank == rank]
-    sent = [(i, p) for i, p in given if p.target_rank != rank]
-    received = [(i, p) for i, p in taken if p.source_rank != rank]
-    dtype = plan.source.dtype
-    items: list[Instruction] = []
-    nbytes: dict[str, int] = {}
-    if given:
-        box = box_of(plan.source, source[rank])
-        name = f"cut {rank}"
-        wheres = tuple(positions(box, p.ranges) for _, p in given)
-        functions[name] = Function.of(partial(cut, wheres), name)
-        items.append(Call(name, ("x",), tuple(_block(i) for i, _ in given), label="transfer"))
-        nbytes |= {_block(i): _buffer(p, dtype).nbytes for i, p in given}
-    for i, p in sent:
-        channel = f"transfer {rank}->{p.target_rank}"
-        items.append(Send(_block(i), p.target_rank, channel, _buffer(p, dtype), label="transfer"))
-    for i, p in received:
-        channel = f"transfer {p.source_rank}->{rank}"
-        items.append(Recv(_block(i), p.source_rank, channel, _buffer(p, dtype), label="transfer"))
-    if received:
-        items.append(Wait(tuple(_block(i) for i, _ in received), label="transfer"))
-    outputs: tuple[str, ...] = ()
-    if rank in target:
-        box = box_of(plan.target, target[rank])
-        name = f"join {rank}"
-        wheres = tuple(positions(box, p.ranges) for _, p in taken)
-        make = partial(joined, shape_of(box), wheres, dtype, device, _pending_op(plan))
-        functions[name] = Function.of(make, name)
-        items.append(Call(name, tuple(_block(i) for i, _ in taken), ("y",), label="transfer"))
-        nbytes["y"] = plan.target.local_nbytes(plan.target.mesh.coordinates(target[rank]))
-        outputs = ("y",)
-    if sent:
-        items.append(Wait(tuple(_block(i) for i, _ in sent), label="transfer"))
-    # a kept block is in both lists
-    blocks = sorted({i for i, _ in (*given, *taken)})
-    if blocks:
-        items.append(Free(tuple(_block(i) for i in blocks), label="transfer"))
-    inputs = ("x",) if rank in source else ()
-    return RankProgram(
-        instructions=tuple(items), inputs=inputs, outputs=outputs, nbytes=tuple(nbytes.items())
+# -- what ranks call -------------------------------------------------------------------------------
+
+
+def made(
+    shards: Sequence[tuple[tuple[int, ...], torch.dtype, ReduceOp | None]], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Room for values; for one that is to be pending, what adds nothing under its op."""
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=device)
+        if op is None
+        else rest_of(torch.zeros(shape, dtype=dtype, device=device), op)
+        for shape, dtype, op in shards
     )
 
 
-def _agreed(own: RankProgram, active: tuple[int, ...]) -> RankProgram:
-    """With a commit point at the end."""
-    words = (("vote",), ("votes",), (WORD,), (WORD,))
-    end = (
-        Vote("vote", label="transfer"),
-        Collective("all_reduce", active, *words, "sum", "transfer agreed", label="transfer"),
-        Wait(("votes",), label="transfer"),
-        Commit("votes", label="transfer"),
-        Free(("vote", "votes"), label="transfer"),
+def copied_here(
+    copies: Sequence[tuple[int, Where, int, Where]], *values: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """For each (source, where in it, target, where in it): the one's block becomes the other's."""
+    for source, here, target, there in copies:
+        write(values[target], block(values[source], here), there)
+    return ()
+
+
+def packed(blocks: Sequence[tuple[int, Where]], *values: torch.Tensor) -> tuple[torch.Tensor]:
+    """Blocks of values as one message: bytes; one that is alone as it is."""
+    found = [block(values[i], where) for i, where in blocks]
+    if len(found) == 1:
+        return (found[0],)
+    return (torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in found]),)
+
+
+def unpacked(
+    blocks: Sequence[tuple[int, Where]], message: torch.Tensor, *values: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The message's blocks become those of the values."""
+    if len(blocks) == 1:
+        number, where = blocks[0]
+        write(values[number], message, where)
+        return ()
+    begin = 0
+    for number, where in blocks:
+        shape = shape_of(where)
+        end = begin + torch.Size(shape).numel() * values[number].itemsize
+        write(values[number], message[begin:end].view(values[number].dtype).view(shape), where)
+        begin = end
+    return ()
+
+
+def placed(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """They stand from now on under their own names."""
+    return values
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def _program(
+    plan: SyncPlan, size: int, device: torch.device, names: Names, *, state: bool
+) -> Program:
+    functions: dict[str, Function] = {}
+    active = {message.source_rank for message in plan.messages}
+    active |= {t.target_ranks[i] for t in plan.transfers.values() for i in t.targets}
+    group = tuple(sorted(active)) if plan.messages else ()
+    ranks = tuple(
+        _Lines(plan, rank, device, names, functions, group, state).program() for rank in range(size)
     )
-    return replace(own, instructions=(*own.instructions, *end))
+    return Program(
+        name=f"sync of {plan.name}" if state else plan.name,
+        ranks=ranks,
+        functions=tuple(functions.items()),
+        stage_of=(0,) * size,
+    )
+
+
+@dataclass(slots=True)
+class _Lines:
+    """One rank's list. Values are known by label; ``names`` are those in the ranks' tables;
+    ``group``: the ranks that agree at the end, none where each has all it needs."""
+
+    plan: SyncPlan
+    rank: int
+    device: torch.device
+    names: Names
+    functions: dict[str, Function]
+    group: tuple[int, ...]
+    state: bool
+    items: list[Instruction] = field(default_factory=list[Instruction], init=False)
+    nbytes: dict[str, int] = field(default_factory=dict[str, int], init=False)
+    given: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
+    taken: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
+
+    def program(self) -> RankProgram:
+        for label, plan in self.plan.transfers.items():
+            source = {plan.source_ranks[i]: i for i in plan.sources}
+            target = {plan.target_ranks[i]: i for i in plan.targets}
+            if self.rank in source:
+                self.given[label] = box_of(plan.source, source[self.rank])
+            if self.rank in target:
+                self.taken[label] = box_of(plan.target, target[self.rank])
+        self._make()
+        self._copy()
+        self._exchange()
+        if self.rank in self.group:
+            self._agree()
+        self._place()
+        sources = [self.names[label][0] for label in self.given]
+        targets = [self.names[label][1] for label in self.taken]
+        own = RankProgram(instructions=tuple(self.items), nbytes=tuple(self.nbytes.items()))
+        if not self.state:
+            return replace(own, inputs=tuple(sources), outputs=tuple(targets))
+        # sizes of state are not declared: it may be kept otherwise before and after
+        state = tuple(dict.fromkeys((*sources, *targets))) if self.items else ()
+        return replace(own, state=state)
+
+    def _make(self) -> None:
+        """Room for what this rank is to hold."""
+        if not self.taken:
+            return
+        shards: list[tuple[tuple[int, ...], torch.dtype, ReduceOp | None]] = []
+        for label, box in self.taken.items():
+            spec, shape = self.plan.transfers[label].target, shape_of(box)
+            is_pending = any(isinstance(p, Partial) for p in spec.placements)
+            op = _pending_op(self.plan.transfers[label]) if is_pending else None
+            shards.append((shape, spec.dtype, op))
+            self.nbytes[self._new(label)] = torch.Size(shape).numel() * spec.dtype.itemsize
+        self._call("make", partial(made, shards, self.device), (), self._all_new())
+
+    def _copy(self) -> None:
+        """What is here already."""
+        copies: list[tuple[str, Where]] = [
+            (label, piece.ranges)
+            for label, plan in self.plan.transfers.items()
+            for piece in plan.pieces
+            if piece.target_rank == self.rank and plan.stays(piece)
+        ]
+        if not copies:
+            return
+        labels = list(dict.fromkeys(label for label, _ in copies))
+        number = {label: i for i, label in enumerate(labels)}
+        wheres = [
+            (
+                number[label],
+                positions(self.given[label], ranges),
+                len(labels) + number[label],
+                positions(self.taken[label], ranges),
+            )
+            for label, ranges in copies
+        ]
+        new = tuple(self._new(label) for label in labels)
+        sources = tuple(self.names[label][0] for label in labels)
+        self._call("keep", partial(copied_here, wheres), (*sources, *new), (), new)
+
+    def _exchange(self) -> None:
+        under_way: dict[tuple[int, int], deque[tuple[int, SyncMessage]]] = {}
+        for number, message in enumerate(self.plan.messages):
+            pair = message.source_rank, message.target_rank
+            if self.rank not in pair:
+                continue
+            own = under_way.setdefault(pair, deque())
+            self._start(number, message)
+            own.append((number, message))
+            if len(own) == AHEAD:
+                self._complete(*own.popleft())
+        rest = sorted((item for own in under_way.values() for item in own), key=lambda i: i[0])
+        for number, message in rest:
+            self._complete(number, message)
+
+    def _start(self, number: int, message: SyncMessage) -> None:
+        name, pair = f"m{number}", (message.source_rank, message.target_rank)
+        channel, label = f"{self._what} {pair[0]}->{pair[1]}", self._what
+        buffer = self._buffer(message)
+        if self.rank == message.target_rank:
+            self.items.append(Recv(name, pair[0], channel, buffer, label=label))
+            return
+        labels, blocks = _blocks(message, self.given)
+        sources = tuple(self.names[label][0] for label in labels)
+        self._call(f"pack {number}", partial(packed, blocks), sources, (name,))
+        self.nbytes[name] = buffer.nbytes
+        self.items.append(Send(name, pair[1], channel, buffer, label=label))
+
+    def _complete(self, number: int, message: SyncMessage) -> None:
+        name = f"m{number}"
+        self.items.append(Wait((name,), label=self._what))
+        if self.rank == message.target_rank:
+            labels, blocks = _blocks(message, self.taken)
+            new = tuple(self._new(label) for label in labels)
+            self._call(f"unpack {number}", partial(unpacked, blocks), (name, *new), (), new)
+        self.items.append(Free((name,), label=self._what))
+
+    def _agree(self) -> None:
+        """The commit point: before what is to hold is placed."""
+        what, words = self._what, (("vote",), ("votes",), (WORD,), (WORD,))
+        self.items += (
+            Vote("vote", label=what),
+            Collective("all_reduce", self.group, *words, "sum", f"{what} agreed", label=what),
+            Wait(("votes",), label=what),
+            Commit("votes", label=what),
+            Free(("vote", "votes"), label=what),
+        )
+
+    def _place(self) -> None:
+        """New values under their own names; behind the commit point, where there is one."""
+        if self.state and self.taken:
+            new, names = self._all_new(), tuple(self.names[label][1] for label in self.taken)
+            self._call("place", placed, new, names)
+            self.items.append(Free(new, label=self._what))
+
+    def _call(
+        self,
+        name: str,
+        fn: Callable[..., tuple[torch.Tensor, ...]],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        writes: tuple[str, ...] = (),
+    ) -> None:
+        name = f"{name} on {self.rank}"
+        self.functions[name] = Function.of(fn, name)
+        self.items.append(Call(name, inputs, outputs, writes, label=self._what))
+
+    def _all_new(self) -> tuple[str, ...]:
+        return tuple(self._new(label) for label in self.taken)
+
+    def _new(self, label: str) -> str:
+        """The name of what this rank is to hold, until it is placed."""
+        return f"new {label}" if self.state else self.names[label][1]
+
+    def _buffer(self, message: SyncMessage) -> Buffer:
+        if len(message.blocks) > 1:
+            return Buffer((message.bytes_sent,), torch.uint8)
+        alone = message.blocks[0]
+        return Buffer(shape_of(alone.ranges), self.plan.transfers[alone.label].source.dtype)
+
+    @property
+    def _what(self) -> str:
+        return "sync" if self.state else "transfer"
+
+
+def _blocks(
+    message: SyncMessage, boxes: Mapping[str, Where]
+) -> tuple[list[str], list[tuple[int, Where]]]:
+    """The labels of a message, and its blocks: the label's number, and where it stands in the box
+    that a rank has of it."""
+    labels = list(dict.fromkeys(block.label for block in message.blocks))
+    number = {label: i for i, label in enumerate(labels)}
+    return labels, [(number[b.label], positions(boxes[b.label], b.ranges)) for b in message.blocks]
 
 
 def _pending_op(plan: TransferPlan) -> ReduceOp:
     """How the target is pending; "sum" where it is not."""
     ops: list[ReduceOp] = [p.op for p in plan.target.placements if isinstance(p, Partial)]
     return ops[0] if ops else "sum"
-
-
-def _block(index: int) -> str:
-    return f"b{index}"
-
-
-def _buffer(piece: Piece, dtype: torch.dtype) -> Buffer:
-    return Buffer(shape_of(piece.ranges), dtype)

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.api.loaded_program import load
 from dtensor.api.plan_call import BoundCall, Options, Planned, plan_call
-from dtensor.api.session import MeshSession
+from dtensor.api.session import Launch
 from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
@@ -236,7 +236,7 @@ def run(
                     f"fix: pass it as an argument, by torch.func.functional_call"
                 )
     with launch_cluster(mesh.size) as cluster:
-        session = MeshSession(mesh, cluster, "compiled")
+        session = Launch(cluster, "compiled").add(mesh)
         program = load(session, made, Roles(gradients=True))
         inputs = [
             {name: fed[name][rank] for name in own.inputs}

@@ -116,6 +116,7 @@ class Cluster(ABC):
 
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
     failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
+    `known_as`: what users call ranks that are in parts of it.
     `recording`: while there is a list, compiled runs are timed ones and go there.
     """
 
@@ -125,6 +126,7 @@ class Cluster(ABC):
     runs: int
     failure: DaftError | None
     immediate: bool
+    known_as: dict[int, str]
     recording: list[RecordedRun] | None = None
 
     @abstractmethod
@@ -227,6 +229,7 @@ class HostedCluster(Cluster):
         self.runs = 0
         self.failure: DaftError | None = None
         self.immediate = False
+        self.known_as = {}
         self._seed = seed
         self._handles: dict[int, Handle] = {}
         self._next_handle = 0

@@ -1,14 +1,14 @@
 """A part of a cluster: some of its ranks as a cluster of their own.
 
     with launch_cluster(4) as whole:
-        part = Part(whole, (2, 3), "part 1: ")
+        part = Part(whole, (2, 3), "part 1: ", 'mesh(tp=2, name="play")')
         part.put([{"w": w0}, {"w": w1}])           # on ranks 2 and 3 of the whole
         part.run(part.load(program_of_two_ranks), [{}, {}]).get()
 
 Several parts may share ranks: each writes its names in the ranks' tables with its own prefix, so
 that equal names of two parts are two values (`inner` says how the whole calls a name of the part).
 A program is restated for the whole: rank i becomes ``ranks[i]``, its state gets the prefix, the
-other ranks do nothing.
+other ranks do nothing. Errors name a rank by both numbers: "rank 2, rank 0 of mesh(tp=2)".
 
 Invariants: a part starts nothing and closing it stops nothing; a failure of the whole is its own.
 """
@@ -43,7 +43,7 @@ from dtensor.daft.run.worker import NOTHING_KEPT, Counted, Stored
 
 
 class Part(Cluster):
-    def __init__(self, whole: Cluster, ranks: Sequence[int], prefix: str) -> None:
+    def __init__(self, whole: Cluster, ranks: Sequence[int], prefix: str, title: str) -> None:
         self.whole = whole
         self.ranks = tuple(ranks)
         self.prefix = prefix
@@ -57,6 +57,11 @@ class Part(Cluster):
                 f"A part has distinct ranks of its cluster, 0..{whole.size - 1}; "
                 f"got {list(self.ranks)}."
             )
+        self.known_as = {}
+        self._names = tuple(f"rank {index} of {title}" for index in range(self.size))
+        for rank, name in zip(self.ranks, self._names, strict=True):
+            known = whole.known_as.get(rank)
+            whole.known_as[rank] = f"{known} and {name}" if known else name
 
     @property
     def calls(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -139,6 +144,7 @@ class Part(Cluster):
     def _restated(self, program: Program) -> Program:
         ranks = [RankProgram(instructions=())] * self.whole.size
         stages = [0] * self.whole.size
+        known_as = [""] * self.whole.size
         for index, own in enumerate(program.ranks):
             names = {name: self.inner(name) for name in own.state}
             ranks[self.ranks[index]] = RankProgram(
@@ -149,7 +155,10 @@ class Part(Cluster):
                 nbytes=tuple((names.get(name, name), size) for name, size in own.nbytes),
             )
             stages[self.ranks[index]] = program.stage_of[index]
-        return replace(program, ranks=tuple(ranks), stage_of=tuple(stages))
+            known_as[self.ranks[index]] = self._names[index]
+        return replace(
+            program, ranks=tuple(ranks), stage_of=tuple(stages), known_as=tuple(known_as)
+        )
 
     def _instruction(self, instruction: Instruction, names: Mapping[str, str]) -> Instruction:
         match instruction:

@@ -70,12 +70,14 @@ class RankProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program:
-    """A list for each rank; `stage_of[rank]` is its pipeline stage, which errors name."""
+    """A list for each rank; `stage_of[rank]` is its pipeline stage, which errors name, as they do
+    `known_as[rank]`, what its users call the rank: by default as it is here."""
 
     name: str
     ranks: tuple[RankProgram, ...]
     functions: tuple[tuple[str, Function], ...]
     stage_of: tuple[int, ...]
+    known_as: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.stage_of) != len(self.ranks):

@@ -189,7 +189,8 @@ class RayCluster(HostedCluster):
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         if (known := self._at(host, at)) is None:
-            return Failure(rank=self.hosts[host][0], reason=f"{reason} It was between runs.")
+            rank, reason = self.hosts[host][0], f"{reason} It was between runs."
+            return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = known
         return replace(describe(handle.program, site, reason), step=at.run)
 

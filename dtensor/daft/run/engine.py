@@ -422,6 +422,7 @@ def describe(program: Program, site: Site, reason: str, line: str | None = None)
     peers = sorted({peer for start in starts for peer in key_of(rank, start)[0]} - {rank})
     return Failure(
         rank=rank,
+        known_as=program.known_as[rank] if program.known_as else "",
         stage=program.stage_of[rank],
         index=index,
         text=excerpt(instruction),

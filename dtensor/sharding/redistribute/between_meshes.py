@@ -12,8 +12,9 @@
 The meshes may differ in size, names and shape. Each axis cuts a dim into disjoint index sets, so
 the source's distinct shards are disjoint boxes that fill the tensor; a target's shard is filled by
 its intersections with them. What a rank already holds, where both meshes live on one set of ranks,
-it keeps. Of several ranks that hold a piece, the target's own number picks one (target rank modulo
-the number of holders), so that replicas share the work; the same specs give the same pieces.
+it keeps. Of several ranks that hold a piece, the one that sends the least so far gives it, and of
+equals the target's own number picks (target rank modulo the number of holders), so that replicas
+share the work; the same specs give the same pieces. named_values.py plans many values together.
 
 A pending source must be reduced first. A pending target takes the value at coordinate 0 and what
 adds nothing elsewhere (sum, softmax), or the value everywhere (max, min). Nothing runs here:
@@ -24,11 +25,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, intersect
 from dtensor.sharding.spec.shards import Where, held, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
@@ -52,14 +54,18 @@ class Piece:
 class TransferPlan:
     """The pieces, by target rank, then source rank.
 
-    ``source_ranks[i]``: the cluster's rank that is rank i of the source's mesh; ``distinct``: the
-    two meshes live on different clusters, so that equal numbers are different ranks.
+    ``source_ranks[i]``: the cluster's rank that is rank i of the source's mesh; ``sources``: the
+    ranks of that mesh that have the value, ``targets``: those of the target's that are to have it;
+    ``distinct``: the two meshes live on different clusters, so that equal numbers are different
+    ranks.
     """
 
     source: TensorSpec
     target: TensorSpec
     source_ranks: tuple[int, ...]
     target_ranks: tuple[int, ...]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
     distinct: bool
     pieces: tuple[Piece, ...]
 
@@ -83,19 +89,14 @@ class TransferPlan:
         A transfer runs along no axis of either mesh, so the slowest axis that a topology names is
         what counts.
         """
-        latency, bandwidth = _slowest(topology, self.source, self.target)
-        out: defaultdict[int, float] = defaultdict(float)
-        into: defaultdict[int, float] = defaultdict(float)
-        for (source, target), sent in self.bytes_by_pair.items():
-            out[source] += latency + sent / bandwidth
-            into[target] += latency + sent / bandwidth
-        return max([*out.values(), *into.values()], default=0.0)
+        messages = ((*pair, sent) for pair, sent in self.bytes_by_pair.items())
+        return busiest_seconds(messages, topology, (self.source.mesh, self.target.mesh))
 
     def __str__(self) -> str:
         rows: list[tuple[str, str, str]] = []
         for piece in self.pieces:
-            box = _box_text(piece.ranges, self.source.shape)
-            if self._stays(piece):
+            box = box_text(piece.ranges, self.source.shape)
+            if self.stays(piece):
                 rows.append((f"  rank {piece.source_rank} keeps", box, ""))
             else:
                 pair = f"* rank {piece.source_rank} -> {piece.target_rank}"
@@ -115,7 +116,8 @@ class TransferPlan:
             ]
         )
 
-    def _stays(self, piece: Piece) -> bool:
+    def stays(self, piece: Piece) -> bool:
+        """Whether its rank has it already."""
         return not self.distinct and piece.source_rank == piece.target_rank
 
 
@@ -125,14 +127,20 @@ def plan_transfer(
     *,
     source_ranks: Sequence[int] | None = None,
     target_ranks: Sequence[int] | None = None,
+    sources: Sequence[int] | None = None,
+    targets: Sequence[int] | None = None,
     distinct: bool = False,
+    sent: dict[int, int] | None = None,
 ) -> TransferPlan:
     """The cheapest way from ``source`` to ``target``, two specs of one value.
 
     Args:
         source_ranks, target_ranks: the cluster's rank of each rank of the mesh; by default rank i
             is rank i on both sides.
+        sources, targets: the ranks of the meshes that have the value, and are to have it; by
+            default those that the specs say (``spec.on``).
         distinct: the meshes live on different clusters; nothing is kept.
+        sent: by the cluster's rank, the bytes that it sends of other values; these are added.
 
     Raises PlanningError for specs of different tensors, a pending source, and ranks that do not
     fit their mesh.
@@ -151,14 +159,38 @@ def plan_transfer(
         )
     here = _ranks(source, source_ranks)
     there = _ranks(target, target_ranks)
+    have = holders_of(source) if sources is None else tuple(sources)
+    want = holders_of(target) if targets is None else tuple(targets)
     return TransferPlan(
         source=source,
         target=target,
         source_ranks=here,
         target_ranks=there,
+        sources=have,
+        targets=want,
         distinct=distinct,
-        pieces=tuple(_pieces(source, target, here, there, distinct)),
+        pieces=tuple(
+            _pieces(
+                (source, {rank: here[rank] for rank in have}),
+                (target, {rank: there[rank] for rank in want}),
+                distinct,
+                {} if sent is None else sent,
+            )
+        ),
     )
+
+
+def busiest_seconds(
+    messages: Iterable[tuple[int, int, int]], topology: Topology, meshes: Sequence[Mesh]
+) -> float:
+    """Messages (source rank, target rank, bytes), of one rank one after the other, in or out."""
+    latency, bandwidth = _slowest(topology, meshes)
+    out: defaultdict[int, float] = defaultdict(float)
+    into: defaultdict[int, float] = defaultdict(float)
+    for source, target, nbytes in messages:
+        out[source] += latency + nbytes / bandwidth
+        into[target] += latency + nbytes / bandwidth
+    return max([*out.values(), *into.values()], default=0.0)
 
 
 def holders_of(spec: TensorSpec) -> tuple[int, ...]:
@@ -188,30 +220,33 @@ def is_neutral(spec: TensorSpec, rank: int) -> bool:
 # -- the pieces --------------------------------------------------------------------------------
 
 
-def _pieces(
-    source: TensorSpec,
-    target: TensorSpec,
-    here: tuple[int, ...],
-    there: tuple[int, ...],
-    distinct: bool,
-) -> list[Piece]:
+_Held = tuple[TensorSpec, dict[int, int]]
+"""A spec, and the ranks of its mesh that hold it, each with its number in the cluster."""
+
+
+def _pieces(source: _Held, target: _Held, distinct: bool, sent: dict[int, int]) -> list[Piece]:
+    (spec, here), (wanted_spec, there) = source, target
     holders: dict[Where, list[int]] = {}
-    for rank in holders_of(source):
-        holders.setdefault(box_of(source, rank), []).append(here[rank])
+    for rank, number in here.items():
+        holders.setdefault(box_of(spec, rank), []).append(number)
     found: list[Piece] = []
-    for rank in holders_of(target):
-        if is_neutral(target, rank):
+    for rank, own in there.items():
+        if is_neutral(wanted_spec, rank):
             continue
-        wanted, own = box_of(target, rank), there[rank]
+        wanted = box_of(wanted_spec, rank)
         pieces: list[Piece] = []
         for box, owners in holders.items():
             ranges = tuple(intersect(a, b) for a, b in zip(box, wanted, strict=True))
             count = math.prod(shape_of(ranges))
             if count == 0:
                 continue
-            kept = not distinct and own in owners
-            sender = own if kept else owners[rank % len(owners)]
-            nbytes = 0 if kept else count * source.dtype.itemsize
+            if not distinct and own in owners:
+                pieces.append(Piece(own, own, ranges, 0))
+                continue
+            turned = owners[rank % len(owners) :] + owners[: rank % len(owners)]
+            sender = min(turned, key=lambda owner: sent.get(owner, 0))
+            nbytes = count * spec.dtype.itemsize
+            sent[sender] = sent.get(sender, 0) + nbytes
             pieces.append(Piece(sender, own, ranges, nbytes))
         found += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
     return found
@@ -227,8 +262,8 @@ def _ranks(spec: TensorSpec, stated: Sequence[int] | None) -> tuple[int, ...]:
     return ranks
 
 
-def _slowest(topology: Topology, *specs: TensorSpec) -> tuple[float, float]:
-    axes = sorted({axis for spec in specs for axis in spec.mesh.axes})
+def _slowest(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:
+    axes = sorted({axis for mesh in meshes for axis in mesh.axes})
     latencies = [topology.latency_of(a) for a in axes if _known(topology.latency, a)]
     bandwidths = [topology.bandwidth_of(a) for a in axes if _known(topology.bandwidth, a)]
     if axes and not (latencies and bandwidths):
@@ -243,7 +278,7 @@ def _known(value: object, axis: str) -> bool:
     return not isinstance(value, dict) or axis in value
 
 
-def _box_text(box: Where, shape: tuple[int, ...]) -> str:
+def box_text(box: Where, shape: tuple[int, ...]) -> str:
     parts: list[str] = []
     for intervals, size in zip(box, shape, strict=True):
         if intervals == ((0, size),):

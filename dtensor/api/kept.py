@@ -1,0 +1,97 @@
+"""How a module's values are kept on a mesh, each of them, before a program has said and after.
+
+    kept(model, resident)          # {"up.weight": (f32[64@tp,16], (0, 1)), ...}
+
+A program keeps what it uses as its plan says. A sync moves all values, and may come before any
+program: then a value is kept as other programs of the model have settled it, or as stated; whole
+where nothing is, or a role whose dims a program shows. With ZeRO-3 a parameter is split over its
+axis besides, and stages say which ranks have it. Where a plan then says something else,
+`keep_as_planned` has the ranks cut the values anew among themselves.
+
+Not here: putting values there (session.py), moving them to another mesh (replica.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from dtensor.api.away import as_it_is
+from dtensor.api.parallel import ParallelModule
+from dtensor.api.resident import Resident
+from dtensor.frontend.graph import first_names, named_tensors
+from dtensor.runtime.between_meshes import sync_program
+from dtensor.sharding.plan.storage import stored_spec
+from dtensor.sharding.redistribute.named_values import Side, plan_sync
+from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
+
+Keeping = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
+"""By label: the spec under which a value is kept, and the ranks of its mesh that keep it."""
+
+
+def kept(model: ParallelModule, resident: Resident | None) -> Keeping:
+    """Every parameter and buffer, as it is on a cluster, or would be put there now."""
+    tensors = named_tensors(model.module)
+    found: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
+    for label in dict.fromkeys(first_names(model.module).values()):
+        if resident is not None and label in resident.specs:
+            found[label] = resident.specs[label], resident.ranks[label]
+        elif resident is not None and label in resident.planned:
+            found[label] = resident.planned[label]
+        else:
+            found[label] = _as_stated(model, label, tensors[label])
+    return found
+
+
+def keep_as_planned(resident: Resident, planned: Keeping) -> None:
+    """Values that are on the mesh as no program has said yet are kept as this one says."""
+    wanted = {
+        label: now
+        for label, now in planned.items()
+        if label in resident.specs
+        and label not in resident.planned
+        and now != (resident.specs[label], resident.ranks[label])
+    }
+    if not wanted:
+        return
+    cluster = resident.cluster
+    numbers = tuple(range(cluster.size))
+    homes = {
+        label: (Side(resident.specs[label], resident.ranks[label], numbers), Side(*now, numbers))
+        for label, now in wanted.items()
+    }
+    plan = plan_sync(type(resident.model.module).__name__, homes)
+    names = {label: (resident.name(label), resident.name(label)) for label in wanted}
+    handle = cluster.load(sync_program(plan, cluster.size, cluster.device, names))
+    cluster.run(handle, [{} for _ in numbers]).get()
+    cluster.unload(handle)
+    left: list[list[str]] = [[] for _ in numbers]
+    for label, (spec, ranks) in wanted.items():
+        for rank in set(resident.ranks[label]) - set(ranks):
+            left[rank].append(resident.name(label))
+        resident.specs[label], resident.ranks[label] = spec, ranks
+    if any(left):
+        cluster.delete(left)
+
+
+def _as_stated(
+    model: ParallelModule, label: str, tensor: torch.Tensor
+) -> tuple[TensorSpec, tuple[int, ...]]:
+    stated: Mapping[str, Placement] = model.settled.get(label, {})
+    if label not in model.settled:
+        own = next((p.placements for p in model.placements if p.name == label), {})
+        stated = {axis: p for axis, p in own.items() if isinstance(p, Placement)}
+    with as_it_is():
+        shape, dtype = tuple(tensor.shape), tensor.dtype
+    spec = make_spec(shape, dtype, model.mesh, stated)
+    if model.zero is not None and model.zero[1] == 3 and isinstance(tensor, nn.Parameter):
+        spec = stored_spec(spec, model.zero[0]) or spec
+    stages = model.stage_plan
+    everyone = tuple(range(model.mesh.size))
+    if not stages.axis or stages.waiting or label not in stages.held:
+        return spec, everyone
+    mine = {model.homes[stage] for stage in stages.held[label]}
+    return spec, tuple(r for r in everyone if model.mesh.coordinates(r)[stages.axis] in mine)

@@ -1,0 +1,303 @@
+"""`replica`, `sync_plan`, `sync`: a model's values on a second mesh, brought there when asked.
+
+    train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
+    policy = dt.parallelize(net, train, {}, zero={"dp": 3})
+    actor = dt.replica(policy, play, {"up.weight": dict(tp=dt.Row())})
+    print(dt.sync_plan(policy, actor))           # who sends what to whom; nothing is launched
+    with dt.launch(train, play):
+        step(x, y)
+        dt.sync(policy, actor)                   # 1: the actor has the values after that step
+        logits = dt.compile(lambda model, x: model(x), play)(actor, x)
+
+A replica is a `ParallelModule` over the same definition with no values: its module is a copy of
+the policy's whose parameters and buffers are on the meta device, tied where those are, with a mode
+of its own (``actor.eval()``). Its values live on the ranks of its mesh and come by `sync` alone.
+
+A sync is one verified program (runtime/between_meshes.py) from the shards that the policy's ranks
+keep, whatever their stages, placements or ZeRO, to those that the actor's ranks are to keep. It is
+submitted like a step, and has its place in their order: it takes the values after all steps that
+were called before it, what is called after it sees them, and no program ever sees some of before
+and some of after. Nothing passes the controller but the call.
+
+How each side keeps a value, before a program has said: kept.py.
+
+Not here: generating with a replica, several of which may be of one policy; a replica of a replica.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from dtensor.api.away import ONE_AT_A_TIME, as_it_is
+from dtensor.api.kept import Keeping, kept
+from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
+from dtensor.api.session import MeshSession, launched, session_for
+from dtensor.api.stating.roles_of_weights import StatedRoles
+from dtensor.api.stating.stages import Stages
+from dtensor.daft import DaftError, Future, Handle
+from dtensor.errors import PlanningError
+from dtensor.frontend.graph import named_tensors, type_text
+from dtensor.runtime.between_meshes import sync_program
+from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.spec import TensorSpec
+
+MOST_UNREAD = 2
+"""Syncs of an actor that may be under way; the next waits for the oldest."""
+
+
+def replica(
+    policy: ParallelModule,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    *,
+    stages: Stages | None = None,
+) -> ParallelModule:
+    """The policy's module on another mesh, without values until `sync` brings them.
+
+    Args:
+        placements, stages: as of `parallelize`, for ``mesh``; stages are stated, not "auto".
+
+    It goes where a parallelized module goes, but into `train_step` as what is trained. Raises
+    PlanningError as `parallelize` does, for a replica of a replica, and for the policy's own mesh.
+    """
+    check_parallel("replica", policy)
+    check_mesh(mesh)
+    if policy.source is not None:
+        raise PlanningError(
+            "what is to be replicated is a replica itself, and has no values of its own.\n"
+            "fix: dt.replica(policy, mesh, placements), with the module that is trained"
+        )
+    if mesh == policy.mesh:
+        named = mesh.shape | {"name": "play"}
+        text = ", ".join(f"{axis}={size!r}" for axis, size in named.items()).replace("'", '"')
+        raise PlanningError(
+            f"the policy is on {policy.mesh}, and a replica lives on another mesh.\n"
+            f"fix: dt.Mesh({text}) is another one, which may share the ranks"
+        )
+    actor = parallelize(_definition(policy.module), mesh, placements, stages=stages)
+    if actor.stage_plan.waiting:
+        raise PlanningError(
+            f"stages={stages!r}: a program chooses them when it first runs, and a replica's values "
+            f"have to be somewhere before.\n"
+            f"fix: state them; the plan of a function of dt.parallelize(module, mesh, "
+            f"stages={stages!r}) shows what it would choose"
+        )
+    actor.source = policy
+    actor.initial.remedy = "dt.sync(policy, actor), inside the launch that uses the actor"
+    return actor
+
+
+def sync_plan(
+    policy: ParallelModule, actor: ParallelModule, *, topology: Topology | None = None
+) -> SyncPlan:
+    """What `sync` would send: each value's pieces, the bytes of each pair of ranks, the messages,
+    and the price. Nothing is launched.
+
+    Outside a launch the policy's ranks are the first ones and the actor's follow.
+    """
+    _check_pair(policy, actor)
+    check_topology(topology)
+    if launched() is None:
+        first, last = policy.mesh.size, policy.mesh.size + actor.mesh.size
+        numbers = tuple(range(first)), tuple(range(first, last))
+        return _planned(policy, kept(policy, None), actor, kept(actor, None), numbers, topology)
+    here, there = session_for(policy.mesh), session_for(actor.mesh)
+    numbers = here.ranks, there.ranks
+    source = kept(policy, here.residents.get(id(policy)))
+    target = kept(actor, there.residents.get(id(actor)))
+    return _planned(policy, source, actor, target, numbers, topology)
+
+
+def sync(policy: ParallelModule, actor: ParallelModule) -> int:
+    """Give the actor the policy's values; the actor's version afterwards, 1 for the first sync.
+
+    It is submitted and not waited for. The policy's values are those after the steps called before;
+    what was written into the module since is sent, as before a step. A sync that fails leaves the
+    actor's values as they were, and raises here or, where it was not over then, at the next one.
+
+    Raises PlanningError outside a launch of both meshes, for what is no replica of the policy, and
+    where the two modules no longer have the same parameters and buffers.
+    """
+    _check_pair(policy, actor)
+    if launched() is None:
+        raise PlanningError(
+            f"dt.sync runs in a launch that has the ranks of both meshes, and none is running.\n"
+            f"fix: with dt.launch({policy.mesh!r}, {actor.mesh!r}): ..."
+        )
+    with ONE_AT_A_TIME:
+        here, there = session_for(policy.mesh), session_for(actor.mesh)
+        link = _Pair.of(here, policy, there, actor)
+        link.run()
+        actor.version += 1
+        return actor.version
+
+
+class _Pair:
+    """A policy and an actor in a launch: the program between them, made anew where one of them is
+    kept otherwise than it was made for."""
+
+    def __init__(
+        self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
+    ) -> None:
+        self.policy, self.here, self.source = policy, here, here.resident(policy)
+        self.actor, self.there, self.target = actor, there, there.resident(actor)
+        self.cluster = here.launch.cluster
+        self.unread: list[Future] = []
+        self.made: tuple[Keeping, Keeping] = {}, {}
+        self.handle: Handle | None = None
+        there.settling.append(self._settle)
+
+    @staticmethod
+    def of(
+        here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
+    ) -> _Pair:
+        key = "sync", id(policy), id(actor)
+        if key not in there.loaded:
+            there.loaded[key] = _Pair(here, policy, there, actor)
+        return there.loaded[key]
+
+    def run(self) -> None:
+        while self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD):
+            self._read(self.unread.pop(0))
+        self.source.settle()
+        self.here.hold(self.policy, kept(self.policy, self.source))
+        self._load()
+        assert self.handle is not None
+        empty: list[Mapping[str, object]] = [{}] * self.cluster.size
+        future = self.cluster.run(self.handle, empty, mode=self.there.mode)
+        if self.there.at_once:
+            self._read(future)
+        else:
+            self.unread.append(future)
+        target, where = self.target, self.made[1]
+        target.specs.update({label: spec for label, (spec, _) in where.items()})
+        target.ranks.update({label: ranks for label, (_, ranks) in where.items()})
+        tensors = named_tensors(self.actor.module)
+        target.keep({label: tensors[label] for label in where})
+        target.stale.clear()
+        target.saved = "the policy's values are where they were", self.actor.steps.present()
+
+    def _load(self) -> None:
+        here, there = kept(self.policy, self.source), kept(self.actor, self.target)
+        if self.handle is not None and self.made == (here, there):
+            return
+        numbers = self.here.ranks, self.there.ranks
+        plan = _planned(self.policy, here, self.actor, there, numbers, None)
+        names = {
+            label: (
+                inner_name(self.here, self.source.name(label)),
+                inner_name(self.there, self.target.name(label)),
+            )
+            for label in there
+        }
+        program = sync_program(plan, self.cluster.size, self.cluster.device, names)
+        before, self.handle = self.handle, load_across(self.cluster, program)
+        if before is not None:
+            self.cluster.unload(before)
+        self.made = here, there
+
+    def _settle(self) -> None:
+        while self.unread:
+            self._read(self.unread.pop(0))
+
+    def _read(self, future: Future) -> None:
+        try:
+            future.check()
+        except DaftError as error:
+            raise self.there.told(error) from error.__cause__
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def _planned(
+    policy: ParallelModule,
+    here: Keeping,
+    actor: ParallelModule,
+    there: Keeping,
+    numbers: tuple[tuple[int, ...], tuple[int, ...]],
+    topology: Topology | None,
+) -> SyncPlan:
+    _check_same(here, there)
+    return plan_sync(
+        type(policy.module).__name__,
+        {
+            label: (Side(*here[label], numbers[0]), Side(*there[label], numbers[1]))
+            for label in there
+        },
+        topology=topology,
+    )
+
+
+def _definition(module: nn.Module) -> nn.Module:
+    """A copy of the module without memory: tensors on the meta device, one for each."""
+    memo: dict[int, object] = {}
+    with as_it_is():
+        for tensor in named_tensors(module).values():
+            if id(tensor) in memo:
+                continue
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            grad = tensor.requires_grad
+            memo[id(tensor)] = nn.Parameter(empty, requires_grad=grad) if is_parameter else empty
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError) as error:
+        raise PlanningError(
+            f"{type(module).__name__} cannot be copied, and a replica has a module of its own: "
+            f"{error}.\n"
+            f"fix: keep what copy.deepcopy refuses out of it: locks, files, computed tensors"
+        ) from error
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
+    check_parallel("sync", policy)
+    check_parallel("sync", actor)
+    if actor.source is None:
+        swapped = policy.source is actor
+        raise PlanningError(
+            f"{actor!r} is no replica, and its values are its own.\n"
+            + (
+                "fix: the policy first, as in dt.sync(policy, actor)"
+                if swapped
+                else "fix: actor = dt.replica(policy, mesh, placements)"
+            )
+        )
+    if actor.source.module is not policy.module:
+        raise PlanningError(
+            f"{actor!r} is a replica of another module than {policy!r} has.\n"
+            f"fix: sync it with the policy that it was made of, or make a replica of this one"
+        )
+
+
+def _check_same(here: Keeping, there: Keeping) -> None:
+    """That both modules still have the same parameters and buffers."""
+    for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
+        missing = sorted(mine.keys() - other.keys())
+        if missing:
+            raise _differ(f"the {whose} alone has {', '.join(missing[:4])}")
+    for label, (spec, _) in here.items():
+        target = there[label][0]
+        if (spec.shape, spec.dtype) != (target.shape, target.dtype):
+            raise _differ(f"{label} is {_type(spec)} in the policy, {_type(target)} in the actor")
+
+
+def _differ(fact: str) -> PlanningError:
+    return PlanningError(
+        f"the policy's module has changed since the replica was made: {fact}.\n"
+        f"fix: actor = dt.replica(policy, mesh, placements), anew"
+    )
+
+
+def _type(spec: TensorSpec) -> str:
+    return type_text(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))

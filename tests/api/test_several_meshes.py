@@ -1,0 +1,287 @@
+"""Several meshes in one launch: their ranks, what each has of its own, and what they share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import daft
+from dtensor.api.session import launched, session_for
+from dtensor.api.several_meshes import ranks_of_meshes
+
+TRAIN, PLAY = dt.Mesh(dp=2), dt.Mesh(tp=2, name="play")
+
+
+class MLP(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.dropout(self.up(x).relu(), 0.25))
+
+
+def loss_fn(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    return (model(x) - target).square().mean()
+
+
+def logits(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+class Side:
+    """A model that trains on one mesh, and is evaluated there."""
+
+    def __init__(self, mesh: dt.Mesh, seed: int) -> None:
+        self.mesh, self.module = mesh, MLP(seed)
+        placements: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
+        if "tp" in mesh.axes:
+            placements = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+        if "dp" in mesh.axes:
+            inputs = dict(dp=dt.Row())
+        self.model = dt.parallelize(self.module, mesh, placements)
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.step = dt.train_step(self.model, loss_fn, self.opt, inputs=inputs)
+        self.evaluate = dt.compile(logits, mesh)
+
+    def turn(self, number: int) -> list[Any]:
+        torch.manual_seed(number)
+        x, y = torch.randn(8, 6), torch.randn(8, 4)
+        return [self.step(x, y), self.evaluate(self.model, x)]
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {"model": self.module.state_dict(), "optimizer": self.opt.state_dict()}
+        )
+
+
+def read(turns: list[list[Any]]) -> list[Tensor]:
+    return [t for loss, y in turns for t in (loss.tensor(), y.full_tensor())]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def alone(mesh: dt.Mesh, seed: int) -> tuple[list[Tensor], dict[str, Any]]:
+    dt.manual_seed(3)
+    side = Side(mesh, seed)
+    with dt.launch(mesh):
+        found = read([side.turn(n) for n in range(3)])
+    return found, side.state()
+
+
+def together(ranks: Any, **launch: Any) -> list[tuple[list[Tensor], dict[str, Any]]]:
+    dt.manual_seed(3)
+    sides = [Side(TRAIN, 1), Side(PLAY, 2)]
+    with dt.launch(TRAIN, PLAY, ranks=ranks, **launch):
+        turns: list[list[list[Any]]] = [[], []]
+        for n in range(3):  # nothing is read between them
+            for mine, side in zip(turns, sides, strict=True):
+                mine.append(side.turn(n))
+        found = [read(mine) for mine in turns]
+    return [(values, side.state()) for values, side in zip(found, sides, strict=True)]
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def test_ranks_in_order_or_as_stated() -> None:
+    third = dt.Mesh(k=3)
+    assert ranks_of_meshes((TRAIN, PLAY), None) == {TRAIN: (0, 1), PLAY: (2, 3)}
+    assert ranks_of_meshes((TRAIN, PLAY), {PLAY: (1, 0)}) == {TRAIN: (0, 1), PLAY: (1, 0)}
+    assert ranks_of_meshes((TRAIN, PLAY, third), {PLAY: [0, 1]})[third] == (2, 3, 4)
+    assert ranks_of_meshes((PLAY, TRAIN), {PLAY: range(2)}) == {PLAY: (0, 1), TRAIN: (2, 3)}
+    assert ranks_of_meshes((third,), {third: (2, 0, 1)}) == {third: (2, 0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("meshes", "ranks", "words"),
+    [
+        ((dt.Mesh(tp=2), dt.Mesh(tp=2)), None, r'twice.*\n.*dt.Mesh\(tp=2, name="play"\)'),
+        ((TRAIN, PLAY), {PLAY: (0,)}, r"states \[0\] for mesh\(tp=2, name=\"play\"\), which has 2"),
+        ((TRAIN, PLAY), {PLAY: (0, 0)}, "different numbers of ranks"),
+        ((TRAIN, PLAY), {PLAY: (0, -1)}, "different numbers of ranks"),
+        ((TRAIN, PLAY), {PLAY: (0, True)}, "different numbers of ranks"),
+        ((TRAIN, PLAY), {PLAY: 0}, "not a list of ranks"),
+        ((TRAIN, PLAY), {PLAY: (5, 4)}, "leaves ranks 2, 3 of the launch without a mesh"),
+        ((TRAIN,), {PLAY: (0, 1)}, "the launch has mesh"),
+        ((TRAIN, PLAY), {"play": (0, 1)}, "not a Mesh"),
+        ((TRAIN, PLAY), (0, 1), "not a dict"),
+        ((), None, "not a Mesh"),
+        (("ray",), None, "not a Mesh"),
+        ((TRAIN, "ray", PLAY), None, "a backend and a device at most"),
+        ((TRAIN, "ray", "cpu", "x"), None, "a backend and a device at most"),
+        ((TRAIN, "rya"), None, "backend='rya'"),
+        ((TRAIN, 3), None, "not a Mesh"),
+    ],
+)
+def test_what_is_refused(meshes: Any, ranks: Any, words: str) -> None:
+    with pytest.raises(dt.PlanningError, match=words), dt.launch(*meshes, ranks=ranks):
+        pass
+    assert launched() is None
+
+
+def test_backend_and_device_by_position() -> None:
+    with dt.launch(TRAIN, PLAY, "inprocess", "cpu") as session:
+        assert session.mesh == TRAIN and session.ranks == (0, 1)
+        assert session_for(PLAY).ranks == (2, 3)
+
+
+def test_a_program_for_a_mesh_that_is_not_there() -> None:
+    words = r"mesh\(x=3\).*has mesh\(dp=2\) on ranks 0, 1 and mesh\(tp=2, name=\"play\"\) on ranks"
+    with dt.launch(TRAIN, PLAY), pytest.raises(dt.PlanningError, match=words):
+        dt.distribute(torch.ones(3), dt.Mesh(x=3))
+
+
+# -- what each has of its own ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [None, {PLAY: (1, 0)}], ids=["apart", "shared"])
+@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
+def test_two_models_in_turns_are_as_in_launches_of_their_own(ranks: Any, mode: Any) -> None:
+    both = together(ranks, mode=mode)
+    for (found, state), (expected, own) in zip(
+        both, (alone(TRAIN, 1), alone(PLAY, 2)), strict=True
+    ):
+        assert same(found, expected)
+        assert same(state, own)  # which came home
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_on_ray_too(ray_session: None) -> None:
+    assert same(together(None, backend="ray"), together(None))
+
+
+def test_state_in_and_out_on_the_second_mesh() -> None:
+    side, other = Side(PLAY, 2), Side(TRAIN, 1)
+    with dt.launch(TRAIN, PLAY):
+        other.turn(0)
+        side.turn(0)
+        saved = dt.gather_state_dict(side.model, side.opt)
+        expected = [float(side.turn(n)[0]) for n in (1, 2)]
+        dt.load_state_dict(side.model, side.opt, saved)
+        assert [float(side.turn(n)[0]) for n in (1, 2)] == expected
+        steps = side.step.profile(1, torch.randn(8, 6), torch.randn(8, 4))
+        assert steps.seconds > 0
+
+
+def test_values_go_from_one_to_the_other() -> None:
+    x = torch.randn(6, 4)
+    with dt.launch(TRAIN, PLAY) as session:
+        a = dt.distribute(x, TRAIN, dp=dt.Row())
+        assert dt.transfer_plan(a, PLAY, tp=dt.Row()).bytes_by_pair == {
+            (0, 2): 3 * 4 * 4,
+            (1, 3): 3 * 4 * 4,
+        }
+        before = session.launch.sessions.keys()
+        b = dt.transfer(a, PLAY, (2, 3), tp=dt.Column())
+        assert torch.equal((b.relu() + 1).full_tensor(), x.relu() + 1)
+        assert torch.equal(dt.transfer(b, TRAIN, dp=dt.Row()).full_tensor(), x)
+        assert session.launch.sessions.keys() == before
+        with pytest.raises(dt.PlanningError, match=r"lives on ranks \[2, 3\]"):
+            dt.transfer(a, PLAY, (0, 1))
+        third = dt.transfer(b, dt.Mesh(k=3), (3, 1, 0), k=dt.Row())  # named by nobody before
+        assert torch.equal(third.full_tensor(), x)
+        with pytest.raises(dt.PlanningError, match="fix"):
+            a + b
+
+
+def test_a_model_of_one_mesh_is_not_for_another() -> None:
+    side = Side(PLAY, 2)
+    words = r'parallelized on mesh\(tp=2, name="play"\), the program is for mesh\(dp=2\)'
+    with dt.launch(TRAIN, PLAY), pytest.raises(dt.PlanningError, match=words):
+        dt.compile(logits, TRAIN)(side.model, torch.randn(8, 6))
+
+
+def test_one_module_on_both_meshes_has_one_value() -> None:
+    side = Side(TRAIN, 1)
+    shown = dt.parallelize(side.module, PLAY, {"up.weight": dict(tp=dt.Row())})
+    evaluate = dt.compile(lambda model, x: model.up(x), PLAY)
+    x = torch.randn(8, 6)
+    with dt.launch(TRAIN, PLAY):
+        for n in range(2):
+            side.turn(n)
+            y = evaluate(shown, x).full_tensor()
+            weight = dt.gather_state_dict(side.model)["model"]
+            expected = torch.nn.functional.linear(x, weight["up.weight"], weight["up.bias"])
+            torch.testing.assert_close(y, expected)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def look_up(table: Tensor, index: Tensor) -> Tensor:
+    return table[index]
+
+
+@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
+def test_a_failing_call_leaves_the_other_mesh_going(mode: Any) -> None:
+    side = Side(TRAIN, 1)
+    with dt.launch(TRAIN, PLAY, mode=mode):
+        first = side.turn(0)
+        failing = dt.compile(look_up, PLAY)
+        table = dt.distribute(torch.ones(3, 2), PLAY)
+        with pytest.raises(daft.TaskError, match=r'rank 2, rank 0 of mesh\(tp=2, name="play"\)'):
+            failing(table, torch.tensor([7])).full_tensor()
+        assert failing(table, torch.tensor([1])).full_tensor().tolist() == [[1.0, 1.0]]
+        found = read([first, side.turn(1), side.turn(2)])
+    assert same(found, alone_again(side))
+
+
+def alone_again(side: Side) -> list[Tensor]:
+    fresh = Side(side.mesh, 1)
+    with dt.launch(side.mesh):
+        return read([fresh.turn(n) for n in range(3)])
+
+
+@contextmanager
+def lost(session: Any, rank: int) -> Iterator[None]:
+    import os
+    import signal
+
+    os.kill(session.launch.cluster._home.processes[rank].counter.pid, signal.SIGKILL)
+    yield
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_lost_rank_takes_all_meshes_along(ray_session: None) -> None:
+    side = Side(TRAIN, 1)
+    words = r'rank 3, rank 1 of mesh\(tp=2, name="play"\)'
+    with pytest.raises(daft.ActorLost, match=words) as caught:  # noqa: SIM117
+        with dt.launch(TRAIN, PLAY, backend="ray") as session:
+            read([side.turn(0)])
+            with lost(session, 3):
+                for n in range(200):
+                    float(side.turn(n)[0])
+    notes = " ".join(caught.value.__notes__)
+    assert "on all meshes of the launch" in notes and "mesh(dp=2) on ranks 0, 1" in notes
+    with pytest.raises(RuntimeError, match="is lost"):
+        side.module.up.weight.sum()
+
+
+def test_one_mesh_has_the_cluster_itself() -> None:
+    """Its errors name ranks by one number."""
+    for given in ((TRAIN,), (TRAIN, "inprocess")):
+        with dt.launch(*given) as session:  # type: ignore[arg-type]
+            assert session.cluster is session.launch.cluster
+            with pytest.raises(dt.PlanningError, match=r"launch is on mesh\(dp=2\), this"):
+                dt.distribute(torch.ones(3), PLAY)
