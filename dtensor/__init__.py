@@ -16,6 +16,7 @@ from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager.policy import implicit_redistribution
 from dtensor.api.eager.tensor import DTensor, distribute, spec
+from dtensor.api.generation.generator import generator
 from dtensor.api.move_between_meshes import transfer, transfer_plan
 from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
@@ -98,6 +99,7 @@ __all__ = [
     "daft",
     "distribute",
     "gather_state_dict",
+    "generator",
     "implicit_redistribution",
     "kernel",
     "launch",

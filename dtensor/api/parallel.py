@@ -170,6 +170,12 @@ class ParallelModule:
             "dt.compile or dt.train_step, as in dt.compile(lambda model, x: model(x), mesh)"
         )
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a parallelized module generates on its ranks: gen = dt.generator(model, slots=8, "
+            "length=256), then gen(prompts, max_new_tokens=64); model.module.generate runs here"
+        )
+
     def __getattr__(self, name: str) -> Any:
         # only for names that the wrapper itself lacks: config, submodules
         if name == "module":

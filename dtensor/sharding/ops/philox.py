@@ -33,10 +33,13 @@ _DEVICE_CHUNK = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a number depends on besides its element. ``step`` and ``op`` have 32 bits."""
+    """What a number depends on besides its element. ``step`` and ``op`` have 32 bits.
 
-    seed: int
-    step: int
+    Where each row has a seed and a step of its own, they are columns, int64[rows, 1].
+    """
+
+    seed: int | Tensor
+    step: int | Tensor
     op: int
 
 
@@ -124,12 +127,12 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
     low = _M1 * (key.step & _MASK)
     product = c0 * _M0
     # round 1: c0 meets no other tensor yet
-    a = c1 ^ (low >> 32) ^ k0
+    a = c1 ^ (low >> 32 & _MASK) ^ k0
     b = low & _MASK
     c = (product >> 32 & _MASK) ^ (key.op & _MASK) ^ k1
     d = product
     # rounds 2 and 3: out of place, shapes still grow
-    x0, x1, x2, x3 = a, c0.new_full((), b), c, d
+    x0, x1, x2, x3 = a, torch.as_tensor(b, dtype=c0.dtype, device=c0.device), c, d
     for number in (1, 2):
         p0, p1 = x0 * _M0, x2 * _M1
         n0, n1 = _round_key(k0, _W0, number), _round_key(k1, _W1, number)
@@ -155,5 +158,5 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
     return [x0, x1 & _MASK, x2, x3 & _MASK]
 
 
-def _round_key(key: int, increment: int, number: int) -> int:
+def _round_key(key: int | Tensor, increment: int, number: int) -> int | Tensor:
     return (key + number * increment) & _MASK

@@ -354,6 +354,14 @@ def _ce_backward(d: Draw) -> Call:
     return call(d("n"), *_cross_entropy(d), IGNORE)
 
 
+def _next_tokens(d: Draw) -> Call:
+    """Greedy and drawn rows, with and without filters."""
+    n = d.size("n")
+    request = torch.tensor([[7 << 40, 0], [5, 2], [9, 0]]).repeat(n, 1)[:n]
+    knobs = torch.tensor([[0.0, 1.0], [0.7, 1.0], [1.3, 0.6]]).repeat(n, 1)[:n]
+    return call(d("n v"), torch.arange(n), request, knobs)
+
+
 TOKENS: dict[str, list[Sample]] = {
     "aten.embedding.default": [
         lambda d: call(d("v d"), d.ints("b t", d.size("v"))),
@@ -368,6 +376,7 @@ TOKENS: dict[str, list[Sample]] = {
     "dt.ce_count.default": [lambda d: call(_target(d), IGNORE)],
     "dt.ce_backward.default": [_ce_backward],
     "dt.cross_entropy_rows.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
+    "dt.next_tokens.default": [_next_tokens],
 }
 
 TENSORS: dict[str, list[Sample]] = {

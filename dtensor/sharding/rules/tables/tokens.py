@@ -1,13 +1,14 @@
-"""Rules of token embedding, of bags of tokens and of cross entropy: what splits a vocabulary.
+"""Rules of tokens: embedding, bags, cross entropy, and the next one; what splits a vocabulary.
 
     embedding     "v d, ... -> ... d"            v split: rows that are elsewhere give zeros, summed
     embedding_bag "v! d, i!, o! -> b! d, ..."    columns split alone
     ce_stats      "n v, n -> n k!"               contracted with softmax
     ce_loss       "n k!, n -> n"                 its rows
     ce_backward   "n, n v, n k!, n -> n v"       nothing contracted
+    next_tokens   "n v!, n, n r!, n p! -> n, n"  its rows, each of the whole vocabulary
 
 Invariants: where the vocabulary is split, localizers tell the op which global rows or columns the
-rank holds. The ops themselves: ops/attention.py, ops/cross_entropy.py.
+rank holds. The ops themselves: ops/attention.py, ops/cross_entropy.py, ops/sampling.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from dtensor.sharding.ops import attention as attention  # registers torch.ops.dt
+from dtensor.sharding.ops import sampling as sampling
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import flat, make, pattern, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
@@ -103,6 +105,7 @@ RULES: dict[str, Builder] = {
         "n, n v, n k!, n -> n v", linear=((0,),), localize=_vocab(1, 5)
     ),
     "dt.cross_entropy_rows.default": pattern("n v!, n -> n, n k!"),
+    "dt.next_tokens.default": pattern("n v!, n, n r!, n p! -> n, n"),
     "aten._embedding_bag.default": _bag,
     "aten._embedding_bag_forward_only.default": _bag,
     "aten._embedding_bag_backward.default": _bag_backward,

@@ -1,0 +1,467 @@
+"""`generator`: texts from a parallelized model, a token of every slot at a time.
+
+    model = dt.parallelize(LlamaForCausalLM(config), dt.Mesh(tp=2), placements)
+    gen = generator(model, slots=8, length=256)
+    gen([[5, 3, 9], [7]], max_new_tokens=64)           # [Generated(tokens=..., ...), ...]
+    for event in gen.stream(prompts): ...              # as tokens come
+    request = gen.submit(prompt); gen.step()           # continuous batching by the caller
+
+Two programs take the model as it is on the ranks, and a module of the generator's own that has the
+caches alone: *prefill* (one prompt, padded to a bucket, into one slot) and *decode* (one token of
+every slot). What the next decode needs (``live``: each slot's last token and its position) is a
+result of the one before. The controller reads tokens to see who has stopped, up to ``ahead`` runs
+late: what a slot has made after its stop is dropped, and the slot waits.
+
+The caches lie as the model does: slots over every axis that splits no weight, heads as the planner
+splits them with the attention's projections, each layer's on the stage of its attention.
+
+Invariants: what a request gets is a function of its prompt, its options and its seed, to the bit in
+the same program: not of its slot, its company, its time or ``ahead``. Nothing is captured for
+another option, prompt or number of requests within a bucket.
+Not here: what caches are (caches.py), how models are called (forwards.py), how a token is drawn
+(sharding/ops/sampling.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dtensor.api.eager.tensor import DTensor, distribute
+from dtensor.api.generation.forwards import evaluating, forward_of
+from dtensor.api.generation.programs import (
+    CACHES,
+    axes_of_slots,
+    caches_of,
+    decode_program,
+    prefill_program,
+)
+from dtensor.api.generation.requests import (
+    Eos,
+    Event,
+    Generated,
+    Sampling,
+    TextRequest,
+    each,
+    eos_of,
+    prompt_of,
+    prompts_of,
+)
+from dtensor.api.generation.summary import Summary, summary_of
+from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by
+from dtensor.api.randomness import Counter, initial_seed, key_of
+from dtensor.api.session import MeshSession, session_for
+from dtensor.errors import PlanningError, check_number, check_word
+from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
+
+SMALLEST_BUCKET = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One that was asked for: the requests that it makes a token of, with the row of each."""
+
+    of: tuple[tuple[int, TextRequest], ...]
+    token: DTensor
+    logprob: DTensor
+
+
+class Generator:
+    """What `generator` returns; see the module docstring."""
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        slots: int,
+        length: int,
+        buckets: Sequence[int],
+        sampling: Sampling,
+        eos: Eos | Literal["model"],
+        ahead: int,
+    ) -> None:
+        forward = forward_of(model.module, length)
+        self.model = model
+        self.slots, self.length, self.buckets, self.ahead = slots, length, tuple(buckets), ahead
+        self.sampling, self.eos = sampling, eos_of(eos, forward.eos)
+        self.vocabulary = forward.vocabulary
+        self.rows_over = axes_of_slots(model)
+        pieces = 1
+        for axis in self.rows_over:
+            pieces *= model.mesh.axis_size(axis)
+        self.rows = -(-slots // pieces) * pieces  # of the caches: slots that nobody gets fill up
+        self.caches = caches_of(model, forward, self.rows, length, self.rows_over)
+        self._decode = decode_program(forward, model.mesh, self.rows_over)
+        self._prefill = prefill_program(forward, model.mesh, self.rows_over)
+        self._settled = False
+        self._asked = Counter()  # requests, for seeds that nobody states
+        self._numbers = 0
+        self._session: MeshSession | None = None
+        self._live: Tensor | None = None
+        self._seats: list[TextRequest | None] = [None] * slots
+        self._waiting: deque[TextRequest] = deque()
+        self._flying: deque[_Run] = deque()
+        self._events: list[Event] = []  # of what was submitted
+
+    def __repr__(self) -> str:
+        return (
+            f"<generator of {type(self.model.module).__name__} on {self.model.mesh}: "
+            f"{self.slots} slots of {self.length} positions>"
+        )
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def plan(self, which: str, bucket: int | None = None) -> Plan:
+        """The plan of "decode", or of "prefill" with a bucket, the largest by default. Nothing is
+        launched."""
+        check_word("which", which, ("prefill", "decode"))
+        with evaluating(self.model.module):
+            self._settle()
+            live = self._live_spec()
+            if which == "decode":
+                return self._decode.plan(self.model, self.caches, live)
+            size = self.buckets[-1] if bucket is None else bucket
+            if size not in self.buckets:
+                raise PlanningError(f"bucket={bucket!r}: the buckets are {list(self.buckets)}")
+            return self._prefill.plan(
+                self.model, self.caches, live, *_asking((0,), 0, size, 0, Sampling())
+            )
+
+    def summary(self) -> Summary:
+        """Bytes of the cache on each rank, and what a token costs in communication."""
+        decode = self.plan("decode")
+        return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
+
+    def _live_spec(self) -> TensorSpec | Tensor:
+        if self._through_controller:
+            return torch.empty(self.rows, 2, dtype=torch.int64)
+        return make_spec((self.rows, 2), torch.int64, self.model.mesh, self.rows_over)
+
+    def _first_live(self) -> Tensor:
+        live = torch.zeros(self.rows, 2, dtype=torch.int64)
+        if self._through_controller:
+            return live
+        return distribute(live, self.model.mesh, **self.rows_over)
+
+    @property
+    def _through_controller(self) -> bool:
+        """Whether ``live`` comes from one stage alone, which no program takes as it is."""
+        axis = self.model.stage_plan.axis
+        return axis is not None and self.model.mesh.axis_size(axis) > 1
+
+    def _settle(self) -> None:
+        """Both programs have the caches as decode, which runs most, wants them."""
+        if not self._settled:
+            plan = self._decode.plan(self.model, self.caches, self._live_spec())
+            found = chosen_by(plan).items()
+            own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
+            self.caches.settle(own, plan.stage_ranks, self.caches.stage_plan)
+            self._settled = True
+
+    # -- all at once ------------------------------------------------------------------------------
+
+    def __call__(
+        self, prompts: Sequence[Any] | Tensor, max_new_tokens: Any = None, **options: Any
+    ) -> list[Generated]:
+        """The new tokens of each prompt, in the prompts' order.
+
+        Args:
+            prompts: lists of tokens, or 1-D integer tensors; any lengths.
+            max_new_tokens: a number, or one for each; None: as many as the slot has room for.
+            options: temperature, top_k, top_p, seed: each one for all, or a list of one for each
+                prompt; eos. See `generator`. An integer ``seed`` gives every prompt numbers of its
+                own by its place.
+        """
+        requests = self._requests(prompts, max_new_tokens, options, [])
+        self._run_all(requests)
+        return [request.generated() for request in requests]
+
+    def stream(
+        self, prompts: Sequence[Any] | Tensor, max_new_tokens: Any = None, **options: Any
+    ) -> Iterator[Event]:
+        """The same as it comes: an event for each token. Leaving the loop early drops the rest."""
+        events: list[Event] = []
+        requests = self._requests(prompts, max_new_tokens, options, events)
+        return self._streamed(requests, events)
+
+    def _streamed(self, requests: list[TextRequest], events: list[Event]) -> Iterator[Event]:
+        self._waiting.extend(requests)
+        try:
+            while events or not all(request.done for request in requests):
+                if not events:
+                    self._advance()
+                while events:
+                    yield events.pop(0)
+            _check_whole(requests)
+        finally:
+            for request in requests:
+                self.cancel(request)
+
+    def _run_all(self, requests: list[TextRequest]) -> None:
+        self._waiting.extend(requests)
+        try:
+            while not all(request.done for request in requests):
+                self._advance()
+            _check_whole(requests)
+        finally:
+            for request in requests:
+                self.cancel(request)
+
+    # -- one at a time ----------------------------------------------------------------------------
+
+    def submit(self, prompt: Any, max_new_tokens: int | None = None, **options: Any) -> TextRequest:
+        """A request that waits for a free slot; `step` brings its tokens. Options as in a call."""
+        (request,) = self._requests([prompt], max_new_tokens, options, self._events)
+        request.number = self._numbers
+        self._numbers += 1
+        self._waiting.append(request)
+        return request
+
+    def step(self) -> list[Event]:
+        """Lets requests into free slots, makes one token of every slot that has a request, and
+        gives what was read: events of requests that were submitted, up to ``ahead`` runs late."""
+        if not self.idle:
+            self._advance()
+        events, self._events[:] = list(self._events), []
+        return events
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits, and none is on its way."""
+        return not (self._waiting or self._flying or any(self._seats))
+
+    def cancel(self, request: TextRequest) -> None:
+        """The request gets no more tokens; its slot is free."""
+        if not request.done and request in self._waiting:
+            self._waiting.remove(request)
+        self._seats = [None if seat is request else seat for seat in self._seats]
+        if not request.done:
+            request.reason = "dropped"
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _requests(
+        self,
+        prompts: Sequence[Any] | Tensor,
+        max_new_tokens: Any,
+        options: Mapping[str, Any],
+        events: list[Event],
+    ) -> list[TextRequest]:
+        _check_options(options)
+        listed = prompts_of(prompts)
+        num = len(listed)
+        limits = each("max_new_tokens", max_new_tokens, num)
+        names = ("temperature", "top_k", "top_p")
+        columns = {n: each(n, options[n], num) for n in names if n in options}
+        stated = options.get("seed")
+        seeds = each("seed", stated, num)
+        own = options.get("eos", "own")
+        eos = self.eos if own == "own" else eos_of(own, tuple(self.eos))
+        made: list[TextRequest] = []
+        for number, given in enumerate(listed):
+            prompt = prompt_of(given, self.vocabulary)
+            how = replace(self.sampling, **{n: column[number] for n, column in columns.items()})
+            seed = self._seed(seeds[number], 0 if isinstance(stated, (list, tuple)) else number)
+            most = self._most(prompt, limits[number])
+            made.append(TextRequest(number, prompt, most, how, seed, eos, events))
+        return made
+
+    def _seed(self, seed: object, place: int) -> int:
+        if seed is None:
+            return key_of(initial_seed(), "generate", "next", str(self._asked.advance()))
+        check_number("seed", seed, least=0, whole=True, fix="seed=7")
+        return key_of(int(seed), "generate", str(place))  # type: ignore[call-overload]
+
+    def _most(self, prompt: tuple[int, ...], limit: object) -> int:
+        """New tokens that a request may have. PlanningError where it does not fit."""
+        num = len(prompt)
+        if num > self.buckets[-1] or num >= self.length:
+            largest = min(self.buckets[-1], self.length - 1)
+            raise PlanningError(
+                f"a prompt has {num} tokens; the buckets are {list(self.buckets)}, and a slot has "
+                f"{self.length} positions.\n"
+                f"fix: a prompt of at most {largest}, or dt.generator(model, slots={self.slots}, "
+                f"length={2 * num})"
+            )
+        room = self.length - num
+        if limit is None:
+            return room
+        check_number("max_new_tokens", limit, least=1, whole=True, fix="max_new_tokens=64")
+        most = int(limit)  # type: ignore[call-overload]
+        if most > room:
+            raise PlanningError(
+                f"a prompt of {num} tokens and {most} new ones do not fit in a slot of "
+                f"{self.length} positions.\n"
+                f"fix: max_new_tokens={room}, or dt.generator(model, slots={self.slots}, "
+                f"length={num + most})"
+            )
+        return most
+
+    # -- runs -------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Prefills who can sit, decodes for all who sit, and reads what is older than ``ahead``."""
+        try:
+            self._enter()
+            with evaluating(self.model.module):
+                self._settle()
+                asked = self._admit()
+                sitting = tuple((row, r) for row, r in enumerate(self._seats) if r is not None)
+                if sitting:
+                    made = self._decode(self.model, self.caches, self._live)
+                    self._went(sitting, made)
+                self._read(self.ahead if asked or sitting else 0)
+        except BaseException:
+            self._clear()
+            raise
+
+    def _admit(self) -> bool:
+        asked = False
+        for row in range(self.slots):
+            if self._waiting and self._seats[row] is None:
+                request = self._waiting.popleft()
+                self._seats[row] = request
+                bucket = next(size for size in self.buckets if size >= len(request.prompt))
+                arguments = _asking(request.prompt, row, bucket, request.seed, request.sampling)
+                made = self._prefill(self.model, self.caches, self._live, *arguments)
+                self._went(((row, request),), made)
+                self._read(self.ahead)
+                asked = True
+        return asked
+
+    def _went(self, of: tuple[tuple[int, TextRequest], ...], made: Mapping[str, DTensor]) -> None:
+        assert self._session is not None
+        live = made["live"]
+        self._live = live.full_tensor() if self._through_controller else live
+        # of no worth once the launch has ended: no warning that they were not gathered
+        self._session.resident(self.caches).unsaved = False
+        self._flying.append(_Run(of, made["token"], made["logprob"]))
+        for row, request in of:
+            request.issued += 1
+            if request.issued == request.most:
+                self._seats[row] = None
+
+    def _read(self, ahead: int) -> None:
+        while len(self._flying) > ahead:
+            run = self._flying.popleft()
+            if all(request.done for _, request in run.of):
+                continue
+            tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
+            for row, request in run.of:
+                at = row if len(tokens) == self.rows else 0  # a prefill gives one
+                request.took(tokens[at], logprobs[at])
+                if request.done and self._seats[row] is request:
+                    self._seats[row] = None
+
+    def _enter(self) -> None:
+        """The session that runs now; caches begin anew on another one."""
+        session = session_for(self.model.mesh)
+        if session is self._session and not session.closed:
+            return
+        begun = {id(r) for run in self._flying for _, r in run.of if not r.done}
+        begun |= {id(r) for r in self._seats if r is not None}
+        self._session = session
+        self.caches.initial.holders.clear()  # zeros again: what was there ended with its launch
+        self._live = self._first_live()
+        if begun:
+            raise RuntimeError(
+                f"the launch in which {len(begun)} requests were on their way has ended, and their "
+                f"caches with it.\nfix: submit them again"
+            )
+
+    def _clear(self) -> None:
+        """After a failure nobody sits or waits, and nothing is under way."""
+        known = [*self._waiting, *self._seats, *(r for run in self._flying for _, r in run.of)]
+        for request in known:
+            if request is not None and not request.done:
+                request.reason = "dropped"
+        self._session = self._live = None
+        self._flying.clear()
+        self._waiting.clear()
+        self._seats = [None] * self.slots
+
+
+def generator(
+    model: ParallelModule,
+    *,
+    slots: int,
+    length: int,
+    buckets: Sequence[int] | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos: Eos | Literal["model"] = "model",
+    ahead: int = 0,
+) -> Generator:
+    """Texts from a parallelized model: of transformers as it is, or with ``forward(tokens, cache,
+    pos)`` (docs/generation.md).
+
+    Args:
+        slots: requests that are under way at once.
+        length: positions of each, the prompt's and the new tokens'.
+        buckets: lengths that prompts are padded to, one captured program each; by default powers
+            of two from 16, and ``length``.
+        temperature, top_k, top_p: of requests that state none. 0: greedy; 0: all; 1: all.
+        eos: the token or tokens that end a text; "model": those of a Hugging Face model's
+            generation_config, none of another's.
+        ahead: runs that may be under way when a result is read.
+
+    Raises PlanningError for a model whose cache is more than keys and values, by name.
+    """
+    check_parallel("generator", model)
+    fix = "dt.generator(model, slots=8, length=256)"
+    check_number("slots", slots, least=1, whole=True, fix=fix)
+    check_number("length", length, least=2, whole=True, fix=fix)
+    check_number("ahead", ahead, least=0, whole=True, fix="ahead=2")
+    how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    return Generator(model, slots, length, _buckets(buckets, length), how, eos, ahead)
+
+
+def _buckets(buckets: object, length: int) -> tuple[int, ...]:
+    if buckets is None:
+        powers = (2**n for n in range(length.bit_length()))
+        return (*(size for size in powers if SMALLEST_BUCKET <= size < length), length)
+    if not isinstance(buckets, (list, tuple)) or not buckets:
+        raise PlanningError(f"buckets={buckets!r} is no list of lengths; fix: buckets=(64, 256)")
+    for size in buckets:
+        check_number("buckets", size, least=1, whole=True, fix="buckets=(64, 256)")
+        if size > length:
+            raise PlanningError(
+                f"a bucket of {size} is longer than a slot, {length}.\nfix: length={size}"
+            )
+    return tuple(sorted(set(buckets)))
+
+
+_OPTIONS = ("temperature", "top_k", "top_p", "seed", "eos")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"{name}= is no option of a request; they are {', '.join(_OPTIONS)}")
+
+
+def _check_whole(requests: Sequence[TextRequest]) -> None:
+    dropped = [request.number for request in requests if request.reason == "dropped"]
+    if dropped:
+        raise RuntimeError(
+            f"the requests {dropped} ended before their last token: a run failed, or they were "
+            f"cancelled.\nfix: ask for them again"
+        )
+
+
+def _asking(
+    prompt: Sequence[int], row: int, bucket: int, seed: int, how: Sampling
+) -> tuple[Tensor, ...]:
+    """The arguments of a prefill after ``live``."""
+    tokens = torch.zeros(1, bucket, dtype=torch.int64)
+    tokens[0, : len(prompt)] = torch.tensor(prompt)
+    where, request = torch.tensor([[row, len(prompt)]]), torch.tensor([[seed, how.top_k]])
+    knobs = torch.tensor([[how.temperature, how.top_p]], dtype=torch.float32)
+    return tokens, where, request, knobs

@@ -1,0 +1,130 @@
+"""The two programs of a generator, and a module of its own that has the caches.
+
+    decode(model, kv_cache, live)                                        live: int64[rows, 2]
+    prefill(model, kv_cache, live, tokens, where, request, knobs)        tokens: int64[1, bucket]
+        -> {"live": int64[rows, 2], "token": int64[rows or 1], "logprob": float[rows or 1]}
+
+``live`` is each slot's last token and its position: what the next run needs, and no more. The
+caches lie as the model does: slots over every axis that splits no weight, heads as the planner
+splits them with the attention's projections, each layer's on the stage of its attention.
+
+Not here: who asks for which run (generator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dtensor.api.compiled import CompiledFunction, compile
+from dtensor.api.generation.caches import Decoding, Prefill, Slots
+from dtensor.api.generation.forwards import Forward
+from dtensor.api.parallel import ParallelModule, parallelize
+from dtensor.errors import PlanningError
+from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Placement, Replicate, Row
+
+CACHES = "kv_cache."
+"""What the names of the caches begin with in the programs."""
+
+Split = Mapping[str, Placement]  # by axis
+
+
+def decode_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunction:
+    """One token of every slot."""
+
+    def decode(model: nn.Module, kv_cache: Slots, live: Tensor) -> dict[str, Tensor]:
+        cache = Decoding(kv_cache, live[:, 1:])
+        at = live[:, 1] + 1
+        logits = forward(model, live[:, :1], cache, torch.zeros(1, dtype=torch.int64))
+        token, logprob = _next(logits, at, kv_cache.request, kv_cache.knobs)
+        # a slot that nobody reads goes no further than there is room
+        after = torch.stack([token, at.clamp(max=kv_cache.length - 1)], 1)
+        return {"live": after, "token": token, "logprob": logprob}
+
+    return compile(decode, mesh, out=dict.fromkeys(("live", "token", "logprob"), over))
+
+
+def prefill_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunction:
+    """One prompt into one slot, and its first token. ``where``: int64[1, 2], the row and the length
+    of the prompt; ``request`` and ``knobs``: [1, 2], as in `Slots`."""
+
+    def prefill(
+        model: nn.Module,
+        kv_cache: Slots,
+        live: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        request: Tensor,
+        knobs: Tensor,
+    ) -> dict[str, Tensor]:
+        row, at = where[:, 0], where[:, 1]
+        cache = Prefill(kv_cache, row, tokens.shape[1])
+        logits = forward(model, tokens, cache, at - 1)
+        token, logprob = _next(logits, at, request, knobs)
+        kv_cache.request.index_copy_(0, row, request)
+        kv_cache.knobs.index_copy_(0, row, knobs)
+        after = live.index_copy(0, row, torch.stack([token, at], 1))
+        return {"live": after, "token": token, "logprob": logprob}
+
+    return compile(prefill, mesh, out={"live": over})
+
+
+def _next(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.dt.next_tokens(logits.detach(), at, request, knobs)
+
+
+# -- the caches ------------------------------------------------------------------------------------
+
+
+def axes_of_slots(model: ParallelModule) -> dict[str, Placement]:
+    """The axes over which slots are split: those that hold no stages and split no weight."""
+    split = {model.stage_plan.axis}
+    for stated in model.placements:
+        split |= {axis for axis, p in stated.placements.items() if p != Replicate()}
+    return {axis: Row() for axis, n in model.mesh.shape.items() if n > 1 and axis not in split}
+
+
+def caches_of(
+    model: ParallelModule,
+    forward: Forward,
+    rows: int,
+    length: int,
+    over: Split,
+) -> ParallelModule:
+    """A module on the meta device: each rank makes its own zeros."""
+
+    def build() -> Slots:
+        return Slots(forward.layers, rows, length)
+
+    with torch.device("meta"):
+        slots = build()
+    stages = _stages_of_caches(model, forward)
+    return parallelize(slots, model.mesh, {"*": over} if over else {}, stages=stages, init=build)
+
+
+def _stages_of_caches(model: ParallelModule, forward: Forward) -> dict[str, list[list[str]]] | None:
+    """Each layer's cache is where the weights of the module are that keeps it."""
+    plan = model.stage_plan
+    if plan.axis is None:
+        return None
+    if plan.waiting:
+        raise PlanningError(
+            "the stages of the model are still to be chosen, and caches follow them.\n"
+            "fix: state them, or run a program of the model first"
+        )
+    patterns: list[list[str]] = [[] for _ in range(plan.num_stages)]
+    for number, layer in forward.layers.items():
+        inside = [s for n, s in plan.held.items() if n.startswith(f"{layer.module}.")]
+        if len(set(inside)) != 1 or len(inside[0]) != 1:
+            raise PlanningError(
+                f"the weights of {layer.module}, which keeps a cache, are on the stages "
+                f"{sorted({stage for found in inside for stage in found})}.\n"
+                f"fix: state one stage for them"
+            )
+        patterns[inside[0][0]] += [f"k{number}", f"v{number}"]
+    patterns[-1] += ["request", "knobs"]
+    return {plan.axis: patterns}

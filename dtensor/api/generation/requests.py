@@ -1,0 +1,190 @@
+"""What is asked of a generator, and what it gives: requests, events, texts; all checked here.
+
+    prompt = prompt_of([5, 3, 9], vocabulary=256)          # (5, 3, 9)
+    sampling = Sampling(temperature=0.7, top_k=50)
+    request = TextRequest(number=0, prompt=prompt, most=64, sampling=sampling, key=..., eos=...)
+    request.took(token, logprob)                           # Event(request=0, token=..., ...)
+
+Invariants: a request keeps what it was given from when it was made. Not here: slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, cast
+
+import torch
+
+from dtensor.errors import PlanningError, check_number, shown
+
+Reason = Literal["stop", "length", "dropped"]
+Eos = int | Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is drawn. ``temperature`` 0: the likeliest; ``top_k`` 0 and ``top_p`` 1: of
+    all. Filters are transformers': temperature, then top_k, then top_p of what is left."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        fix = "temperature=0.7, top_k=50, top_p=0.9"
+        check_number("temperature", self.temperature, least=0, fix=fix)
+        check_number("top_k", self.top_k, least=0, whole=True, fix=fix)
+        check_number("top_p", self.top_p, above=0, fix=fix)
+        if not self.top_p <= 1 or self.temperature == float("inf"):
+            raise PlanningError(
+                f"temperature={self.temperature}, top_p={self.top_p}: the first is finite, the "
+                f"second at most 1.\nfix: {fix}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One token. ``request``: the place of its prompt in what `stream` was given, or the number of
+    what `submit` gave; ``position``: in the text, the prompt's first token having 0; ``done``: why
+    it is the last, or None; ``logprob``: see `Generated`."""
+
+    request: int
+    token: int
+    logprob: float
+    position: int
+    done: Reason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """The new tokens of one prompt. ``reason``: "stop", and the last token is one that ends a text,
+    or "length", all that were asked for; ``logprobs``: of each token under softmax(logits / temperature), before top_k and
+    top_p; of greedy ones at temperature 1."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: Reason
+
+
+@dataclass(slots=True, eq=False)
+class TextRequest:
+    """One text on its way. ``tokens`` and ``logprobs`` grow; ``reason``: once it has ended;
+    "dropped": before its end, by `Generator.cancel` or because a run failed.
+
+    ``most``: new tokens at most; ``seed``: the 63-bit key of its random numbers; ``issued``: tokens
+    that programs were asked for; ``events``: where its events go.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    most: int
+    sampling: Sampling
+    seed: int
+    eos: frozenset[int]
+    events: list[Event] = field(repr=False)
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    reason: Reason | None = None
+    issued: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    def took(self, token: int, logprob: float) -> None:
+        """One more token; none after the last."""
+        if self.done:
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.eos:
+            self.reason = "stop"
+        elif len(self.tokens) == self.most:
+            self.reason = "length"
+        position = len(self.prompt) + len(self.tokens) - 1
+        event = Event(
+            request=self.number,
+            token=token,
+            logprob=logprob,
+            position=position,
+            done=self.reason,
+        )
+        self.events.append(event)
+
+    def generated(self) -> Generated:
+        assert self.reason is not None
+        return Generated(
+            tokens=tuple(self.tokens), logprobs=tuple(self.logprobs), reason=self.reason
+        )
+
+
+def prompts_of(prompts: object) -> list[Any]:
+    """A sequence of prompts. PlanningError for one prompt alone."""
+    if isinstance(prompts, torch.Tensor) and prompts.dim() != 2:
+        shape = ",".join(map(str, prompts.shape))
+        raise PlanningError(
+            f"prompts is a tensor of shape [{shape}], not a list of prompts.\n"
+            f"fix: [prompt] for one prompt"
+        )
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise PlanningError(f"prompts is {shown(prompts)}, not a list of prompts; fix: [[5, 3, 9]]")
+    listed = list(cast(Iterable[Any], prompts))
+    if listed and all(isinstance(token, Integral) for token in listed):
+        raise PlanningError("prompts is one list of tokens, not a list of prompts; fix: [prompt]")
+    return listed
+
+
+def prompt_of(prompt: object, vocabulary: int) -> tuple[int, ...]:
+    """The tokens. PlanningError for what is no list of tokens of the vocabulary, or empty."""
+    fix = "a list of integers, or a tensor of them with one dim"
+    if isinstance(prompt, torch.Tensor):
+        whole = not prompt.is_floating_point() and not prompt.is_complex()
+        if prompt.dim() != 1 or not whole or prompt.dtype == torch.bool:
+            kind = str(prompt.dtype).removeprefix("torch.")
+            shape = ",".join(map(str, prompt.shape))
+            raise PlanningError(f"a prompt is a tensor {kind}[{shape}].\nfix: {fix}")
+        tokens = prompt.tolist()
+    elif isinstance(prompt, str) or not isinstance(prompt, Iterable):
+        raise PlanningError(f"a prompt is {shown(prompt)}.\nfix: {fix}, as a tokenizer gives it")
+    else:
+        tokens = list(cast(Iterable[Any], prompt))
+    if not tokens:
+        raise PlanningError("a prompt has no tokens.\nfix: give it at least one to begin with")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise PlanningError(f"a prompt has {shown(token)} in it.\nfix: {fix}")
+        if not 0 <= int(token) < vocabulary:
+            raise PlanningError(
+                f"a prompt has the token {token}, and the model's are 0 to {vocabulary - 1}.\n"
+                f"fix: the tokenizer of this model"
+            )
+    return tuple(map(int, tokens))
+
+
+def eos_of(eos: object, known: Sequence[int]) -> frozenset[int]:
+    """Tokens that end a text: ``known``, the model's own, where "model" is stated."""
+    if eos == "model":
+        return frozenset(known)
+    if eos is None:
+        return frozenset()
+    listed = [eos] if isinstance(eos, Integral) else eos
+    if isinstance(listed, str) or not isinstance(listed, Iterable):
+        raise PlanningError(f'eos={eos!r}: it is "model", None, a token or tokens; fix: eos=2')
+    tokens = list(cast(Iterable[Any], listed))
+    for token in tokens:
+        check_number("eos", token, least=0, whole=True, fix="eos=2, or eos=[2, 7]")
+    return frozenset(map(int, tokens))
+
+
+def each(name: str, value: object, num: int) -> list[Any]:
+    """One for each prompt, from one for all or a list of them."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * num
+    if len(value) != num:
+        raise PlanningError(
+            f"{name} has {len(value)} entries for {num} prompts.\n"
+            f"fix: one for each prompt, or one number for all"
+        )
+    return list(value)

@@ -1,0 +1,90 @@
+"""What a generator holds and sends, from the plan of its decode program.
+
+    print(gen.summary())
+    # <generator of LlamaForCausalLM on mesh(tp=2): 8 slots of 256 positions>
+    #   prompts    in buckets of 16, 32, 64, 128, 256
+    #   cache      128.0 KiB on each rank, f32[8,2@tp,256,16] twice a layer
+    #   a token    4 all_reduce over tp, 1 all_gather over tp; 12.0 KiB sent by each rank
+
+Not here: what prefill sends (`gen.plan("prefill")`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.text.words import size_text
+
+_KEPT = re.compile(r"kv_cache\.[kv]\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """``kv_bytes``: of the caches, by rank; ``caches``: their specs; ``collectives``: of one run of
+    decode, (kind, axis) to how many; ``bytes_sent``: in one run, by the rank that sends most.
+
+    ``rows``: slots of the caches, of which those beyond ``slots`` only make the rest divide."""
+
+    head: str
+    slots: int
+    rows: int
+    length: int
+    buckets: tuple[int, ...]
+    kv_bytes: tuple[int, ...]
+    caches: tuple[str, ...]
+    collectives: dict[tuple[str, str], int]
+    bytes_sent: int
+
+    def __str__(self) -> str:
+        sizes = sorted(set(self.kv_bytes), reverse=True)
+        per_rank = " or ".join(map(size_text, sizes))
+        told = [f"{n} {kind} over {axis}" for (kind, axis), n in self.collectives.items()]
+        sent = f"; {size_text(self.bytes_sent)} sent by each rank" if told else ""
+        lines = [
+            self.head,
+            f"  prompts    in buckets of {', '.join(map(str, self.buckets))}",
+            f"  cache      {per_rank} on each rank, of {', '.join(self.caches)}",
+            f"  a token    {', '.join(told) or 'no communication'}{sent}",
+        ]
+        if self.rows > self.slots:
+            lines.append(f"  rows       {self.rows}, so that they divide")
+        return "\n".join(lines)
+
+
+def summary_of(
+    head: str, decode: Plan, slots: int, rows: int, length: int, buckets: tuple[int, ...]
+) -> Summary:
+    kv_bytes = [0] * decode.mesh.size
+    caches: dict[str, None] = {}
+    mesh = None
+    for item in decode.inputs:
+        if _KEPT.match(item.label):
+            spec = on_mesh(decode, item.held)
+            mesh = spec.mesh
+            kv_bytes = kv_bytes if len(kv_bytes) == mesh.size else [0] * mesh.size
+            caches[str(item.spec)] = None
+            for rank in holders(decode, item):
+                size = spec.dtype.itemsize
+                for n in spec.local_shape(mesh.coordinates(rank)):
+                    size *= n
+                kv_bytes[rank] += size
+    told: Counter[tuple[str, str]] = Counter()
+    sent = 0
+    for collective in decode.collectives:
+        told[collective.kind, str(collective.axis)] += collective.times
+        sent += collective.bytes_sent * collective.times
+    return Summary(
+        head=head,
+        slots=slots,
+        rows=rows,
+        length=length,
+        buckets=buckets,
+        kv_bytes=tuple(kv_bytes),
+        caches=tuple(caches),
+        collectives=dict(told),
+        bytes_sent=sent,
+    )

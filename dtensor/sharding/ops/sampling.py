@@ -1,0 +1,85 @@
+"""The next token of each row, drawn or the likeliest, as one op of the project's own.
+
+    token, logprob = next_tokens(logits[n v], at[n], request[n 2], knobs[n 2])
+
+``request``: each row's seed and top_k (0: all), int64; ``knobs``: its temperature (0: greedy) and
+top_p (1: all), float32; ``at``: the position of the token that is drawn. Filters are those of
+transformers and in its order: temperature, top_k (with what ties with the k-th), top_p of what is
+left. ``logprob`` is that of softmax(logits / temperature), before filters; of a greedy row
+temperature is 1.
+
+Invariants: a row's result is a function of its own logits, position, request and knobs, to the bit:
+what only some rows need (a draw) is computed a row at a time. The random number is one of 53 bits
+by the row's seed and position (philox.py), and picks by the inverse of the cumulative distribution.
+Not here: where seeds come from, who stops.
+"""
+
+# Torch leaves the types of its registration functions and of `torch.ops` open.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.ops.library import define
+from dtensor.sharding.ops.philox import Key, philox
+
+
+def uniform_of(seed: Tensor, at: Tensor) -> Tensor:
+    """float64[n] in [0, 1): one number for each (seed, position), both int64[n]."""
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=seed.device)
+    column = zero.expand(seed.shape[0], 1)
+    high, low, _, _ = philox(zero, column, Key(seed[:, None], at[:, None], 0))
+    bits = ((high << 21) | (low >> 11))[:, 0]
+    return bits.to(torch.float64) * 2.0**-53
+
+
+def _next_tokens(
+    logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor
+) -> tuple[Tensor, Tensor]:
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    temperature, top_p = knobs.unbind(1)
+    drawn = temperature > 0
+    scaled = wide / torch.where(drawn, temperature, 1)[:, None]
+    token = wide.argmax(1)
+    rows = drawn.nonzero()[:, 0].tolist()
+    if rows:
+        seed, top_k = request.unbind(1)
+        number = uniform_of(seed, at)
+        for row in rows:
+            limits = int(top_k[row]), float(top_p[row])
+            token[row] = _picked(scaled[row], number[row], *limits)
+    logprob = scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(1)
+    return token, logprob
+
+
+def _picked(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The index in [v] that the number picks."""
+    weights = (scaled.double() - scaled.max().double()).exp_()
+    if 0 < top_k < len(scaled):
+        weights.masked_fill_(scaled < scaled.topk(top_k).values[-1], 0)
+    if top_p < 1:
+        ordered, order = weights.sort(descending=True, stable=True)
+        before = ordered.cumsum(0).sub_(ordered)
+        ordered.masked_fill_(before >= top_p * weights.sum(), 0)
+        weights = torch.empty_like(weights).scatter_(0, order, ordered)
+    total = weights.cumsum(0)
+    # a number below 1 times the total is below the total, so what is found has weight
+    found = torch.searchsorted(total, number * total[-1], right=True)
+    return found.clamp_(max=len(scaled) - 1)  # of logits that are no numbers: some token
+
+
+def _fake(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
+    n = logits.shape[:1]
+    kept = accumulation_dtype(logits.dtype)
+    return logits.new_empty(n, dtype=torch.int64), logits.new_empty(n, dtype=kept)
+
+
+define(
+    "next_tokens(Tensor logits, Tensor at, Tensor request, Tensor knobs) -> (Tensor, Tensor)",
+    _next_tokens,
+    _fake,
+)
