@@ -21,6 +21,7 @@ from dtensor.api.move_between_meshes import transfer, transfer_plan
 from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
 from dtensor.api.replica import replica, sync, sync_plan
+from dtensor.api.rollouts import Rollouts, rollouts
 from dtensor.api.rule import rule
 from dtensor.api.session import launch
 from dtensor.api.state import gather_state_dict, load_state_dict
@@ -81,6 +82,7 @@ __all__ = [
     "Plan",
     "PlanningError",
     "Replicate",
+    "Rollouts",
     "Row",
     "RowParallel",
     "Schedule",
@@ -108,6 +110,7 @@ __all__ = [
     "parallelize",
     "placements",
     "replica",
+    "rollouts",
     "rule",
     "simulate",
     "spec",

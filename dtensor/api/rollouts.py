@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dtensor.api.generation.generator import Generator, generator
-from dtensor.api.generation.requests import Request
+from dtensor.api.generation.requests import TextRequest
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.staleness import Ledger
 from dtensor.daft.tasks.futures import TaskFuture
@@ -82,7 +82,7 @@ class _Text:
 
     number: int
     group: int
-    request: Request
+    request: TextRequest
     score: Any = None
     reward: float | None = None
 
@@ -177,7 +177,7 @@ class _Loop:
             end = begin + len(request.tokens)
             tokens[row, :end] = torch.tensor([*request.prompt, *request.tokens])
             logprobs[row, begin:end] = torch.tensor(request.logprobs)
-            versions[row, begin:end] = torch.tensor(request.versions)
+            versions[row, begin:end] = torch.tensor(request.versions[: end - begin])
         return Rollouts(
             tokens=tokens,
             generated=versions >= 0,

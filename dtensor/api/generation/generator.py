@@ -343,8 +343,8 @@ class Generator:
         self._session.resident(self.caches).unsaved = False
         self._flying.append(_Run(of, made["token"], made["logprob"]))
         for row, request in of:
-            request.issued += 1
-            if request.issued == request.most:
+            request.versions.append(self.model.version)
+            if len(request.versions) == request.most:
                 self._seats[row] = None
 
     def _read(self, ahead: int) -> None:

@@ -73,8 +73,8 @@ class TextRequest:
     """One text on its way. ``tokens`` and ``logprobs`` grow; ``reason``: once it has ended;
     "dropped": before its end, by `Generator.cancel` or because a run failed.
 
-    ``most``: new tokens at most; ``seed``: the 63-bit key of its random numbers; ``issued``: tokens
-    that programs were asked for; ``events``: where its events go.
+    ``most``: new tokens at most; ``seed``: the 63-bit key of its random numbers; ``versions``: of the
+    model's weights, for each token that a program was asked for; ``events``: where its events go.
     """
 
     number: int
@@ -87,7 +87,7 @@ class TextRequest:
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     reason: Reason | None = None
-    issued: int = 0
+    versions: list[int] = field(default_factory=list[int])
 
     @property
     def done(self) -> bool:
