@@ -39,6 +39,7 @@ from dtensor.api.stating.placing import (
 )
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
+from dtensor.daft import Future, GroupFuture
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture
@@ -489,6 +490,11 @@ def check_leaf(leaf: Any) -> None:
             return
         case int() | float() | complex() | str() | bytes() | None:
             return
+        case Future() | GroupFuture():
+            raise PlanningError(
+                f"an argument is {leaf!r}, whose value is not here yet.\n"
+                f"fix: wait for it, as in future.get()"
+            )
         case _:
             found = next(_tensors("", leaf, _DEEPEST), None)
     if found is None:

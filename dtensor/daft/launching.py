@@ -21,7 +21,14 @@ import torch
 
 from dtensor.daft.cluster.cluster import Backend, Cluster
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.daft.tasks.actors import ActorHandle, Session, current_session, enter, info_of
+from dtensor.daft.tasks.actors import (
+    ActorHandle,
+    Offer,
+    Session,
+    current_session,
+    enter,
+    info_of,
+)
 from dtensor.daft.tasks.local_session import LocalSession
 
 
@@ -42,17 +49,29 @@ def launch(
     ValueError for another backend, and for seconds that are none.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
+    return enter(_session(backend, address, deadline_s, call_deadline_s, seed))
+
+
+def offer(
+    backend: Backend, *, address: str | None, deadline_s: float, call_deadline_s: float
+) -> Offer:
+    """As `launch`, but nothing is started before an actor is spawned."""
+    return Offer(lambda: _session(backend, address, deadline_s, call_deadline_s, 0))
+
+
+def _session(
+    backend: Backend, address: str | None, deadline_s: float, call_deadline_s: float, seed: int
+) -> Session:
     match backend:
         case "inprocess":
-            return enter(LocalSession(seed))
+            return LocalSession(seed)
         case "ray":
             # Not at the top: Ray is an extra, and takes a second to import.
             from dtensor.daft.ray.session import RaySession
 
-            session = RaySession(
+            return RaySession(
                 address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s
             )
-            return enter(session)
         case _:
             assert_never(backend)
 
@@ -67,6 +86,7 @@ def spawn(
 ) -> ActorHandle:
     """An actor of any class; it is made of `cls(*args, **kwargs)` where it will live.
 
+    It is of the innermost launch, `dt.launch` included, and ends with it.
     `resources`: what Ray reserves for its process, in Ray's names: {"CPU": 1, "GPU": 1}; by
     default nothing. `host`: share the process of another actor. If `cls` raises, the handle's
     methods give futures with that failure.

@@ -24,7 +24,7 @@ import difflib
 import inspect
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -57,7 +57,7 @@ class Recorder(Protocol):
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-_sessions: list[Session] = []
+_sessions: list[Session | Offer] = []
 
 
 class Session(FutureOwner):
@@ -245,6 +245,30 @@ class Session(FutureOwner):
         return made
 
 
+class Offer:
+    """A place for actors that is made when somebody asks for it; until `end`."""
+
+    def __init__(self, make: Callable[[], Session]) -> None:
+        self._make = make
+        self._made: Session | None = None
+        self._lock = threading.Lock()
+        _sessions.append(self)
+
+    def session(self) -> Session:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+                _sessions[_sessions.index(self)] = self._made
+            return self._made
+
+    def end(self, *, quiet: bool = False) -> None:
+        """As `Session.close`, if one was made. Twice is fine."""
+        if self._made is not None:
+            self._made.close(quiet=quiet)
+        elif self in _sessions:
+            _sessions.remove(self)
+
+
 class ActorHandle(Placeholder):
     """Its public methods are those of the actor's class; each call returns a `TaskFuture`."""
 
@@ -319,7 +343,8 @@ def current_session() -> Session:
             f"Actors need a launch.\n  at {user_line()}\n"
             f"  Fix: put this inside `with daft.launch():`, or daft.launch(backend='ray')."
         )
-    return _sessions[-1]
+    last = _sessions[-1]
+    return last.session() if isinstance(last, Offer) else last
 
 
 def enter(session: Session) -> Session:
