@@ -33,7 +33,7 @@ from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
-from dtensor.daft.launching import offer
+from dtensor.daft.launching import Offer
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
@@ -555,7 +555,7 @@ def launch(
     running = Launch(cluster, mode, local)
     sessions = [running.add(mesh, own) for mesh, own in places.items()]
     _launched.append(running)
-    actors = offer(backend, address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
+    actors = Offer(backend, address, deadline_s, call_deadline_s)
     try:
         yield sessions[0]
         running.settle()

@@ -14,6 +14,7 @@ read. Leaving it by an exception waits for nothing.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any, assert_never, get_args
 
@@ -23,11 +24,11 @@ from dtensor.daft.cluster.cluster import Backend, Cluster
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.tasks.actors import (
     ActorHandle,
-    Offer,
     Session,
     current_session,
     enter,
     info_of,
+    sessions,
 )
 from dtensor.daft.tasks.local_session import LocalSession
 
@@ -52,11 +53,30 @@ def launch(
     return enter(_session(backend, address, deadline_s, call_deadline_s, seed))
 
 
-def offer(
-    backend: Backend, *, address: str | None, deadline_s: float, call_deadline_s: float
-) -> Offer:
-    """As `launch`, but nothing is started before an actor is spawned."""
-    return Offer(lambda: _session(backend, address, deadline_s, call_deadline_s, 0))
+class Offer:
+    """As `launch`, but nothing is started before an actor is spawned; until `end`."""
+
+    def __init__(
+        self, backend: Backend, address: str | None, deadline_s: float, call_deadline_s: float
+    ) -> None:
+        self._stated = backend, address, deadline_s, call_deadline_s
+        self._lock = threading.Lock()
+        self._made: Session | None = None
+        sessions.append(self)
+
+    def __call__(self) -> Session:
+        with self._lock:
+            if self._made is None:
+                self._made = _session(*self._stated, seed=0)
+                sessions[sessions.index(self)] = self._made
+            return self._made
+
+    def end(self, *, quiet: bool = False) -> None:
+        """As `Session.close`, if there is one. Twice is fine."""
+        if self._made is not None:
+            self._made.close(quiet=quiet)
+        elif self in sessions:
+            sessions.remove(self)
 
 
 def _session(

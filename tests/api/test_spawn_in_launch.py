@@ -51,7 +51,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Any:
     yield
-    assert actors._sessions == []  # type: ignore[reportPrivateUsage]
+    assert actors.sessions == []
 
 
 # -- where actors live -----------------------------------------------------------------------------
@@ -59,10 +59,10 @@ def nothing_is_left() -> Any:
 
 def test_nothing_is_made_where_nobody_spawns() -> None:
     with dt.launch(TRAIN):
-        (place,) = actors._sessions  # type: ignore[reportPrivateUsage]
-        assert isinstance(place, actors.Offer) and place._made is None  # type: ignore[reportPrivateUsage]
+        (place,) = actors.sessions
+        assert not isinstance(place, daft.Session)
         reward = daft.spawn(Reward)
-        assert actors.current_session() is actors.info_of(reward).session
+        assert actors.sessions == [actors.info_of(reward).session]
 
 
 def test_the_innermost_launch_has_them() -> None:

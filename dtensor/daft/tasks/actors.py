@@ -57,7 +57,8 @@ class Recorder(Protocol):
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-_sessions: list[Session | Offer] = []
+sessions: list[Session | Callable[[], Session]] = []
+"""The innermost last; or what makes it where somebody asks for it."""
 
 
 class Session(FutureOwner):
@@ -203,7 +204,7 @@ class Session(FutureOwner):
             )
         finally:
             self.closed = True
-            _sessions.remove(self)
+            sessions.remove(self)
             self.stop()
         if unread:
             unread[0].add_note(
@@ -243,30 +244,6 @@ class Session(FutureOwner):
         while (made := f"{cls.__name__}-{number}") in taken:
             number += 1
         return made
-
-
-class Offer:
-    """A place for actors that is made when somebody asks for it; until `end`."""
-
-    def __init__(self, make: Callable[[], Session]) -> None:
-        self._make = make
-        self._made: Session | None = None
-        self._lock = threading.Lock()
-        _sessions.append(self)
-
-    def session(self) -> Session:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-                _sessions[_sessions.index(self)] = self._made
-            return self._made
-
-    def end(self, *, quiet: bool = False) -> None:
-        """As `Session.close`, if one was made. Twice is fine."""
-        if self._made is not None:
-            self._made.close(quiet=quiet)
-        elif self in _sessions:
-            _sessions.remove(self)
 
 
 class ActorHandle(Placeholder):
@@ -338,17 +315,17 @@ def operation(actor: ActorInfo, name: str, *args: object) -> TaskFuture:
 
 
 def current_session() -> Session:
-    if not _sessions:
+    if not sessions:
         raise RuntimeError(
             f"Actors need a launch.\n  at {user_line()}\n"
             f"  Fix: put this inside `with daft.launch():`, or daft.launch(backend='ray')."
         )
-    last = _sessions[-1]
-    return last.session() if isinstance(last, Offer) else last
+    last = sessions[-1]
+    return last if isinstance(last, Session) else last()
 
 
 def enter(session: Session) -> Session:
-    _sessions.append(session)
+    sessions.append(session)
     return session
 
 

@@ -66,8 +66,7 @@ class ValuePickler(pickle.Pickler):
             return self._take("placeholder", self.placeholders, obj)
         if type(obj) in (Tensor, torch.nn.Parameter) and _is_plain(obj):
             return self._take("tensor", self.tensors, obj)
-        kind: type[object] = type(obj)
-        if (sent_as := SENT_AS.get(kind)) is not None:
+        if (sent_as := SENT_AS.get(obj.__class__)) is not None:
             if id(obj) not in self._seen:
                 self._seen[id(obj)] = ("tensor", len(self.tensors))
                 self.tensors.append(sent_as(obj))
