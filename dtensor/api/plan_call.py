@@ -409,7 +409,11 @@ def _input_pins(
         if isinstance(leaf, (DTensor, TensorSpec)):
             spec = leaf.spec if isinstance(leaf, DTensor) else leaf
             if spec.mesh != mesh:
-                raise PlanningError(f"{name} is on {spec.mesh}, the program is for {mesh}")
+                raise PlanningError(
+                    f"{name} is on {spec.mesh}, the program is for {mesh}.\n"
+                    f"fix: dt.transfer({name}, {mesh!r}) first, or make the program for "
+                    f"{spec.mesh!r}"
+                )
             merged[name] = {**restated(spec), **merged.get(name, {})}
     return InputPins(pins=merged, batch=pins.batch)
 
