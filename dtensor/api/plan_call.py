@@ -39,6 +39,7 @@ from dtensor.api.stating.placing import (
 )
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
+from dtensor.daft import Future, GroupFuture
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture
@@ -408,7 +409,11 @@ def _input_pins(
         if isinstance(leaf, (DTensor, TensorSpec)):
             spec = leaf.spec if isinstance(leaf, DTensor) else leaf
             if spec.mesh != mesh:
-                raise PlanningError(f"{name} is on {spec.mesh}, the program is for {mesh}")
+                raise PlanningError(
+                    f"{name} is on {spec.mesh}, the program is for {mesh}.\n"
+                    f"fix: dt.transfer({name}, {mesh!r}) first, or make the program for "
+                    f"{spec.mesh!r}"
+                )
             merged[name] = {**restated(spec), **merged.get(name, {})}
     return InputPins(pins=merged, batch=pins.batch)
 
@@ -489,6 +494,11 @@ def check_leaf(leaf: Any) -> None:
             return
         case int() | float() | complex() | str() | bytes() | None:
             return
+        case Future() | GroupFuture():
+            raise PlanningError(
+                f"an argument is {leaf!r}, whose value is not here yet.\n"
+                f"fix: wait for it, as in future.get()"
+            )
         case _:
             found = next(_tensors("", leaf, _DEEPEST), None)
     if found is None:

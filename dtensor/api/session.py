@@ -33,6 +33,7 @@ from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
+from dtensor.daft.launching import Offer
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
@@ -491,6 +492,9 @@ def launch(
     that raises fails its own run, and the other meshes go on; where a rank is lost, the values of
     all meshes of the launch are, and the error names the rank by both numbers.
 
+    `daft.spawn` inside the block makes actors of the same launch, beside the ranks: on Ray with the
+    same Ray and deadlines. They end with it; what failed in one and nobody has read raises then.
+
     At its end the values of models and the state of their optimizers come home, in place: what the
     controller's module and optimizer have is current again. Models on the meta device stay away.
 
@@ -560,10 +564,13 @@ def launch(
     running = Launch(cluster, mode, local)
     sessions = [running.add(mesh, own) for mesh, own in places.items()]
     _launched.append(running)
+    actors = Offer(backend, address, deadline_s, call_deadline_s)
     try:
         yield sessions[0]
         running.settle()
+        actors.end()
     except BaseException as error:
+        actors.end(quiet=True)
         try:
             _leave(running, bring_home)
         except (DaftError, PlanningError) as lost:  # which reading the weights says, too

@@ -131,7 +131,7 @@ def trace(
     noted, session.noted = session.noted, None
     assert noted is not None
     outputs = noted.future.get()
-    return measured(noted.handle, outputs, time.monotonic() - noted.called)
+    return measured(noted.handle, outputs, time.monotonic() - noted.called, session.ranks)
 
 
 def _check_step(verb: str, step: object) -> None:

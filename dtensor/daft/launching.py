@@ -14,6 +14,7 @@ read. Leaving it by an exception waits for nothing.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any, assert_never, get_args
 
@@ -21,7 +22,14 @@ import torch
 
 from dtensor.daft.cluster.cluster import Backend, Cluster
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.daft.tasks.actors import ActorHandle, Session, current_session, enter, info_of
+from dtensor.daft.tasks.actors import (
+    ActorHandle,
+    Session,
+    current_session,
+    enter,
+    info_of,
+    sessions,
+)
 from dtensor.daft.tasks.local_session import LocalSession
 
 
@@ -42,17 +50,48 @@ def launch(
     ValueError for another backend, and for seconds that are none.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
+    return enter(_session(backend, address, deadline_s, call_deadline_s, seed))
+
+
+class Offer:
+    """As `launch`, but nothing is started before an actor is spawned; until `end`."""
+
+    def __init__(
+        self, backend: Backend, address: str | None, deadline_s: float, call_deadline_s: float
+    ) -> None:
+        self._stated = backend, address, deadline_s, call_deadline_s
+        self._lock = threading.Lock()
+        self._made: Session | None = None
+        sessions.append(self)
+
+    def __call__(self) -> Session:
+        with self._lock:
+            if self._made is None:
+                self._made = _session(*self._stated, seed=0)
+                sessions[sessions.index(self)] = self._made
+            return self._made
+
+    def end(self, *, quiet: bool = False) -> None:
+        """As `Session.close`, if there is one. Twice is fine."""
+        if self._made is not None:
+            self._made.close(quiet=quiet)
+        elif self in sessions:
+            sessions.remove(self)
+
+
+def _session(
+    backend: Backend, address: str | None, deadline_s: float, call_deadline_s: float, seed: int
+) -> Session:
     match backend:
         case "inprocess":
-            return enter(LocalSession(seed))
+            return LocalSession(seed)
         case "ray":
             # Not at the top: Ray is an extra, and takes a second to import.
             from dtensor.daft.ray.session import RaySession
 
-            session = RaySession(
+            return RaySession(
                 address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s
             )
-            return enter(session)
         case _:
             assert_never(backend)
 
@@ -67,6 +106,7 @@ def spawn(
 ) -> ActorHandle:
     """An actor of any class; it is made of `cls(*args, **kwargs)` where it will live.
 
+    It is of the innermost launch, `dt.launch` included, and ends with it.
     `resources`: what Ray reserves for its process, in Ray's names: {"CPU": 1, "GPU": 1}; by
     default nothing. `host`: share the process of another actor. If `cls` raises, the handle's
     methods give futures with that failure.

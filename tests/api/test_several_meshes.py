@@ -170,7 +170,8 @@ def test_on_ray_too(ray_session: None) -> None:
     assert same(together(None, backend="ray"), together(None))
 
 
-def test_state_in_and_out_on_the_second_mesh() -> None:
+@pytest.mark.slow
+def test_what_takes_a_mesh_or_a_step_works_on_the_second() -> None:
     side, other = Side(PLAY, 2), Side(TRAIN, 1)
     with dt.launch(TRAIN, PLAY):
         other.turn(0)
@@ -179,8 +180,14 @@ def test_state_in_and_out_on_the_second_mesh() -> None:
         expected = [float(side.turn(n)[0]) for n in (1, 2)]
         dt.load_state_dict(side.model, side.opt, saved)
         assert [float(side.turn(n)[0]) for n in (1, 2)] == expected
-        steps = side.step.profile(1, torch.randn(8, 6), torch.randn(8, 4))
-        assert steps.seconds > 0
+        batch = torch.randn(8, 6), torch.randn(8, 4)
+        assert side.step.profile(1, *batch).seconds > 0
+        trace = dt.trace(side.step, *batch)
+        assert trace.ranks == (0, 1) and len(trace.peak_bytes) == 2
+        for rank in trace.ranks:
+            assert trace.spent(rank, "compute") > 0 and trace.spent(rank, "communication") > 0
+        assert side.step.gradients(*batch)["up.weight"].shape == (8, 6)
+        assert dt.calibrate(PLAY).latency.keys() == {"tp"}
 
 
 def test_values_go_from_one_to_the_other() -> None:
@@ -200,8 +207,10 @@ def test_values_go_from_one_to_the_other() -> None:
             dt.transfer(a, PLAY, (0, 1))
         third = dt.transfer(b, dt.Mesh(k=3), (3, 1, 0), k=dt.Row())  # named by nobody before
         assert torch.equal(third.full_tensor(), x)
-        with pytest.raises(dt.PlanningError, match="fix"):
+        with pytest.raises(dt.PlanningError, match="two meshes"):
             a + b
+        with pytest.raises(dt.PlanningError, match=r"fix: dt.transfer\(t, Mesh\(dp=2\)\) first"):
+            dt.compile(lambda t: t + 1, TRAIN)(b)
 
 
 def test_a_model_of_one_mesh_is_not_for_another() -> None:

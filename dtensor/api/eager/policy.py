@@ -8,6 +8,8 @@
 Implicit is what one op's plan sends (`moves_of`). Not implicit: `redistribute`, `full_tensor`,
 `local_tensors`, reading a value; nor what sends nothing (taking a part of a replicated value).
 
+An actor's method that is given a DTensor reads it too: implicit where it is not replicated.
+
 Invariants: "warn", the default, warns once per line of the user's program. "error" raises before
 anything runs, operands unchanged.
 """
@@ -68,6 +70,16 @@ _state = _State()
 
 def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
     """Called for an op that sends ``moves`` without being told to; before it runs."""
+    lines = [
+        f"{label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
+        f"{size_text(move.bytes_sent)} sent per rank"
+        for label, move in moves
+    ]
+    check_sent(op, lines, "op")
+
+
+def check_sent(op: str, sent: Sequence[str], before: str) -> None:
+    """Called for what sends, as ``sent`` says, without being told to; ``before``: what it is."""
     match _state.policy:
         case "allow":
             pass
@@ -76,27 +88,23 @@ def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
             place = (source.file, source.line) if source is not None else ("", 0)
             if place not in _state.warned:
                 _state.warned.add(place)
-                message = f"implicit redistribution in {_text(op, moves, source)}"
+                message = f"implicit redistribution in {_text(op, sent, before, source)}"
                 warnings.warn_explicit(message, UserWarning, *place)
         case "error":
             raise PlanningError(
-                f"{_text(op, moves, source_here())}".replace(
+                f"{_text(op, sent, before, source_here())}".replace(
                     op, f"{op} would redistribute implicitly", 1
                 )
             )
 
 
-def _text(op: str, moves: Sequence[tuple[str, Move]], source: Source | None) -> str:
-    lines = [op]
-    for label, move in moves:
-        lines.append(
-            f"  {label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
-            f"{size_text(move.bytes_sent)} sent per rank"
-        )
+def _text(op: str, sent: Sequence[str], before: str, source: Source | None) -> str:
+    lines = [op, *(f"  {line}" for line in sent)]
     if source is not None:
         lines.append(f"  {source}: {source.text}")
     lines.append(
-        'fix: say it with x.redistribute(...) before the op, or dt.implicit_redistribution("allow")'
+        f"fix: say it with x.redistribute(...) before the {before}, or "
+        'dt.implicit_redistribution("allow")'
     )
     return "\n".join(lines)
 

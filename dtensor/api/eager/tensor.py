@@ -37,6 +37,8 @@ from dtensor.api.eager.values import (
 )
 from dtensor.api.session import MeshSession, session_for
 from dtensor.api.stating.placing import check_fit, restated
+from dtensor.daft import Future, GroupFuture
+from dtensor.daft.tasks.values import SENT_AS
 from dtensor.errors import PlanningError, check_kind
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
@@ -224,6 +226,16 @@ class DTensor(CellTensor):
         return html_text(repr(self))
 
 
+def _sent_to_actor(x: DTensor) -> torch.Tensor:
+    # Not at the top: few programs have actors of their own.
+    from dtensor.api.eager.sent_to_actors import sent_to_actor
+
+    return sent_to_actor(x)
+
+
+SENT_AS[DTensor] = _sent_to_actor
+
+
 def _as_tensors(made: Any) -> Any:
     match made:
         case Cell():
@@ -301,7 +313,9 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
             f"distribute takes a plain tensor, not {tensor.spec} on {tensor.mesh}.\n"
             f"fix: x.redistribute(...), or dt.transfer(x, mesh, ...) to another mesh"
         )
-    check_kind("what is distributed", tensor, torch.Tensor, "a tensor", "torch.tensor(...)")
+    future = isinstance(tensor, Future | GroupFuture)
+    fix = "future.get()" if future else "torch.tensor(...)"
+    check_kind("what is distributed", tensor, torch.Tensor, "a tensor", fix)
     check_placements(mesh, placements)
     placed = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
     made = _put(tensor.detach(), placed, session_for(mesh))

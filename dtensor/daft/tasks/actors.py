@@ -24,7 +24,7 @@ import difflib
 import inspect
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -57,7 +57,8 @@ class Recorder(Protocol):
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-_sessions: list[Session] = []
+sessions: list[Session | Callable[[], Session]] = []
+"""The innermost last; or what makes it where somebody asks for it."""
 
 
 class Session(FutureOwner):
@@ -203,7 +204,7 @@ class Session(FutureOwner):
             )
         finally:
             self.closed = True
-            _sessions.remove(self)
+            sessions.remove(self)
             self.stop()
         if unread:
             unread[0].add_note(
@@ -314,16 +315,17 @@ def operation(actor: ActorInfo, name: str, *args: object) -> TaskFuture:
 
 
 def current_session() -> Session:
-    if not _sessions:
+    if not sessions:
         raise RuntimeError(
             f"Actors need a launch.\n  at {user_line()}\n"
             f"  Fix: put this inside `with daft.launch():`, or daft.launch(backend='ray')."
         )
-    return _sessions[-1]
+    last = sessions[-1]
+    return last if isinstance(last, Session) else last()
 
 
 def enter(session: Session) -> Session:
-    _sessions.append(session)
+    sessions.append(session)
     return session
 
 

@@ -8,6 +8,9 @@ header, and the bytes of each tensor, aligned. Tensors may be anywhere in the va
 classes too: they are taken out as it is pickled. So a message never shares memory with the value
 that it was made from, and one value is one transfer, whose size only the sender knows.
 
+A tensor that is elsewhere goes as the tensor that it stands for: whoever defines such a class says
+in `SENT_AS` how to get that.
+
 Invariants: a tensor comes out with its dtype, shape and bits, contiguous, without a gradient, on
 the CPU or, where the process has one, on the kind of device it came from; a tensor that a value
 holds twice is one tensor again. Everything else goes as pickle carries it. A failure is a message
@@ -19,7 +22,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +36,8 @@ PREAMBLE = 24
 
 Kind: TypeAlias = Literal[0, 1, 2, 3]
 VALUE = 0
+SENT_AS: dict[type, Callable[[Any], Tensor]] = {}
+"""By class, what gives the tensor that is sent in place of one."""
 FAILURES: dict[int, type[DaftError]] = {1: TaskError, 2: ActorLost, 3: CommunicationError}
 
 
@@ -54,12 +59,19 @@ class ValuePickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
         self.placeholders: list[Placeholder] = []
         self._seen: dict[int, tuple[str, int]] = {}
+        self._kept: list[object] = []
 
     def persistent_id(self, obj: Any) -> tuple[str, int] | None:
         if isinstance(obj, Placeholder):
             return self._take("placeholder", self.placeholders, obj)
         if type(obj) in (Tensor, torch.nn.Parameter) and _is_plain(obj):
             return self._take("tensor", self.tensors, obj)
+        if (sent_as := SENT_AS.get(obj.__class__)) is not None:
+            if id(obj) not in self._seen:
+                self._seen[id(obj)] = ("tensor", len(self.tensors))
+                self.tensors.append(sent_as(obj))
+                self._kept.append(obj)
+            return self._seen[id(obj)]
         return None
 
     def _take(self, kind: str, taken: list[Any], obj: Any) -> tuple[str, int]:

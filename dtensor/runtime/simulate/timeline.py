@@ -162,8 +162,8 @@ def timeline_of(
             continue
         num_runs[program.name] += 1
         for rank, outputs in enumerate(given):
-            if program.ranks[rank].instructions:
-                found = spans_of(ran.handle, rank, times_of(outputs), begin)
+            if instructions := program.ranks[rank].instructions:
+                found = spans_of(instructions, rank, times_of(outputs), begin)
                 spans[program.name, rank] += found
     return Timeline(
         seconds=end - begin,

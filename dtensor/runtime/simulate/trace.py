@@ -410,8 +410,14 @@ class Noted:
     returned: float
 
 
-def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: float) -> Trace:
-    """``outputs``: of a run in the mode "timed"; ``seconds``: from its call until they were there.
+def measured(
+    handle: Handle,
+    outputs: Sequence[Mapping[str, object]],
+    seconds: float,
+    ranks: Sequence[int],
+) -> Trace:
+    """``outputs``: of a run in the mode "timed"; ``seconds``: from its call until they were there;
+    ``ranks``: those of the program that gave them, which count from 0 in the trace.
 
     What the run took beside the ranks' instructions stands in front of them, as in a simulation:
     clocks of other hosts do not tell how much of it came after.
@@ -424,19 +430,21 @@ def measured(handle: Handle, outputs: Sequence[Mapping[str, object]], seconds: f
         Span(rank=r, track="wait", name=CALL, begin=0, end=called) for r in range(len(by_rank))
     ]
     for rank, own in enumerate(by_rank):
-        spans += spans_of(handle, rank, own, first - called)
+        instructions = handle.program.ranks[ranks[rank]].instructions
+        spans += spans_of(instructions, rank, own, first - called)
     return Trace(
         name=handle.program.name,
-        ranks=tuple(range(handle.program.size)),
+        ranks=tuple(range(len(by_rank))),
         alike=1,
         spans=tuple(sorted(spans, key=lambda s: (s.begin, s.rank, s.end))),
-        peak_bytes=handle.report.peak_bytes,
+        peak_bytes=tuple(handle.report.peak_bytes[rank] for rank in ranks),
     )
 
 
-def spans_of(handle: Handle, rank: int, times: Times, start: float) -> list[Span]:
+def spans_of(
+    instructions: Sequence[Instruction], rank: int, times: Times, start: float
+) -> list[Span]:
     """What the instructions of a rank took in a timed run; times count from ``start``."""
-    instructions = handle.program.ranks[rank].instructions
     waits = starts_of_waits(instructions)
     found: list[Span] = []
     started: dict[int, float] = {}

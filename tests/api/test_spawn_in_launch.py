@@ -1,0 +1,237 @@
+"""Actors of the user's own beside the ranks of a launch, and DTensors among their arguments."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor as dt
+from dtensor import daft
+from dtensor.daft.tasks import actors
+
+TRAIN, PLAY = dt.Mesh(dp=2), dt.Mesh(tp=2, name="play")
+BACKENDS = ["inprocess", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+
+
+class Reward:
+    def __init__(self, least: float = 0.0) -> None:
+        self.least = least
+
+    def score(self, tokens: Tensor) -> Tensor:
+        assert type(tokens) is Tensor
+        return (tokens.sum(1) - self.least).clone()
+
+    def add_one(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    def are_one(self, pair: dict[str, Tensor]) -> bool:
+        return pair["a"] is pair["b"]
+
+    def fail(self) -> None:
+        raise ValueError("no reward")
+
+    def slow(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Any:
+    if request.param == "ray":
+        request.getfixturevalue("ray_session")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Any:
+    yield
+    assert actors.sessions == []
+
+
+# -- where actors live -----------------------------------------------------------------------------
+
+
+def test_nothing_is_made_where_nobody_spawns() -> None:
+    with dt.launch(TRAIN):
+        (place,) = actors.sessions
+        assert not isinstance(place, daft.Session)
+        reward = daft.spawn(Reward)
+        assert actors.sessions == [actors.info_of(reward).session]
+
+
+def test_the_innermost_launch_has_them() -> None:
+    with daft.launch() as outer:
+        with dt.launch(TRAIN):
+            assert actors.info_of(daft.spawn(Reward)).session is not outer
+            with daft.launch() as inner:
+                assert actors.info_of(daft.spawn(Reward)).session is inner
+        assert actors.info_of(daft.spawn(Reward)).session is outer
+
+
+def test_they_end_with_the_launch(backend: Any) -> None:
+    with dt.launch(TRAIN, backend=backend):
+        found = daft.spawn(Reward, 1.0).score(torch.ones(2, 3))
+        assert found.get().tolist() == [2.0, 2.0]
+    with pytest.raises(daft.ClusterClosed):
+        found.get()
+
+
+def test_a_failure_that_nobody_read_raises_at_the_end(backend: Any) -> None:
+    linear = torch.nn.Linear(2, 2)
+    model = dt.parallelize(linear, TRAIN, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, lambda model, x: model(x).square().sum(), optimizer)
+    before = linear.weight.detach().clone()
+    with pytest.raises(daft.TaskError, match="no reward"), dt.launch(TRAIN, backend=backend):
+        step(torch.ones(2, 2))
+        daft.spawn(Reward).fail()
+    assert not torch.equal(linear.weight, before)  # it came home
+
+
+def test_an_exception_waits_for_no_actor() -> None:
+    with pytest.raises(KeyError), dt.launch(TRAIN):
+        daft.spawn(Reward).fail()
+        raise KeyError("mine")
+
+
+def test_threads_that_spawn_have_one_place() -> None:
+    with dt.launch(TRAIN):
+        made: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: made.append(daft.spawn(Reward))) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(actors.info_of(one).session) for one in made}) == 1
+
+
+# -- DTensors --------------------------------------------------------------------------------------
+
+
+def test_a_dtensor_arrives_whole(backend: Any) -> None:
+    x = torch.arange(12.0).reshape(4, 3)
+    with dt.launch(TRAIN, PLAY, backend=backend), dt.implicit_redistribution("allow"):
+        reward = daft.spawn(Reward)
+        split = dt.distribute(x, PLAY, tp=dt.Row())
+        for given in (
+            split,
+            dt.distribute(x, TRAIN),
+            dt.distribute(x, PLAY, tp=dt.Column()),
+            dt.distribute(x, TRAIN, dp=dt.Partial()),
+            dt.compile(lambda t: t * 1, PLAY)(split),
+            dt.distribute(x.t().contiguous(), PLAY, tp=dt.Row()).t(),
+        ):
+            assert torch.equal(reward.score(given).get(), x.sum(1))
+        assert torch.equal(reward.add_one(split).get(), x + 1)
+        assert torch.equal(split.full_tensor(), x)  # what the actor changed was a copy
+        assert reward.are_one({"a": split, "b": split}).get()
+        step = daft.compile(lambda t: reward.score(t))
+        assert torch.equal(step(split).get(), x.sum(1))
+        split.mul_(2)  # the next call sees it
+        assert torch.equal(step(split).get(), 2 * x.sum(1))
+        rewards = dt.distribute(reward.score(split).get(), TRAIN, dp=dt.Row())
+        assert torch.equal(rewards.full_tensor(), 2 * x.sum(1))
+
+
+def test_history_stays_here() -> None:
+    with dt.launch(TRAIN):
+        reward = daft.spawn(Reward)
+        x = dt.distribute(torch.ones(2, 3), TRAIN).requires_grad_()
+        found = reward.score(x * 2).get()
+        assert not found.requires_grad and found.tolist() == [6.0, 6.0]
+        assert reward.score(torch.nn.Parameter(x.detach())).get().tolist() == [3.0, 3.0]
+
+
+def test_the_controller_gets_one_copy_of_each_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = dt.Mesh(dp=2, tp=2)
+    asked: list[Any] = []
+    with dt.launch(mesh) as session, dt.implicit_redistribution("allow"):
+        reward = daft.spawn(Reward)
+        fetch = session.fetch
+
+        def noted(name: str, ranks: Any) -> Any:
+            asked.append(tuple(ranks))
+            return fetch(name, ranks)
+
+        monkeypatch.setattr(session, "fetch", noted)
+        reward.score(dt.distribute(torch.ones(4, 4), mesh)).get()
+        reward.score(dt.distribute(torch.ones(4, 4), mesh, tp=dt.Row())).get()
+    assert asked == [(0,), (0, 1)]
+
+
+def test_what_was_not_replicated_is_told_once() -> None:
+    with dt.launch(TRAIN), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reward = daft.spawn(Reward)
+        split = dt.distribute(torch.ones(4, 3), TRAIN, dp=dt.Row())
+        for _ in range(2):
+            reward.score(split)
+        reward.score(dt.distribute(torch.ones(4, 3), TRAIN))
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        "implicit redistribution in an argument of an actor\n"
+        "  f32[4@dp,3] -> f32[4,3]: 2 shards gathered by the controller, 48 B\n"
+    )
+    with dt.launch(TRAIN), dt.implicit_redistribution("error"):
+        reward = daft.spawn(Reward)
+        split = dt.distribute(torch.ones(4, 3), TRAIN, dp=dt.Row())
+        for given in (split, split[1:].t()):
+            with pytest.raises(dt.PlanningError, match="would redistribute implicitly"):
+                reward.score(given)
+        reward.score(split.redistribute(dp=dt.Replicate()))
+
+
+def test_a_value_of_a_launch_that_has_ended() -> None:
+    with dt.launch(TRAIN):
+        left = dt.distribute(torch.ones(2, 3), TRAIN)
+    with dt.launch(TRAIN), pytest.raises(RuntimeError, match="has ended"):
+        daft.spawn(Reward).score(left)
+
+
+def test_an_undone_value_is_its_failure() -> None:
+    with dt.launch(TRAIN, PLAY):
+        reward = daft.spawn(Reward)
+        look_up = dt.compile(lambda table, i: table[i], PLAY)
+        with pytest.raises(daft.TaskError, match="rank 2, rank 0 of mesh"):
+            reward.score(look_up(torch.ones(3, 2), torch.tensor([7]))).get()
+        assert reward.score(torch.ones(1, 2)).get().tolist() == [2.0]
+
+
+def test_futures_are_no_values() -> None:
+    with dt.launch(TRAIN):
+        future = daft.spawn(Reward).score(torch.ones(2, 3))
+        several = daft.WorkerGroup(Reward, 2).score(torch.ones(2, 3))
+        for given in (future, several):
+            with pytest.raises(dt.PlanningError, match=r"fix: future\.get\(\)"):
+                dt.distribute(given, TRAIN)  # type: ignore[arg-type]
+            for args in (given, [given]):
+                with pytest.raises(dt.PlanningError, match=r"not here yet[\s\S]*future\.get\(\)"):
+                    dt.compile(lambda t: t, TRAIN)(args)
+        with pytest.raises(TypeError, match=r"\.get\(\)"):
+            dt.distribute(torch.ones(2), TRAIN) + future  # type: ignore[operator]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_slow_actor_stops_no_rank(ray_session: None) -> None:
+    """It waits for nobody and nobody for it, but whoever reads its result."""
+    with dt.launch(TRAIN, PLAY, backend="ray", deadline_s=2.0):
+        reward = daft.spawn(Reward)
+        double = dt.compile(lambda t: t * 2, PLAY)
+        y = double(torch.ones(2, 3))
+        reward.score(y).get()  # it has started
+        waiting = reward.slow(5.0)  # longer than deadline_s: a method may
+        scored = reward.score(y)  # behind it
+        for _ in range(20):
+            y = double(y)
+        assert y.full_tensor()[0, 0] == 2.0**21
+        assert not waiting.done()
+        assert scored.get().tolist() == [6.0, 6.0]
