@@ -21,6 +21,7 @@ Not here: what is done with a batch; the slots (generation/generator.py).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from dtensor.api.generation.generator import Generator, generator
 from dtensor.api.generation.requests import TextRequest
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.staleness import Ledger
-from dtensor.daft.tasks.futures import TaskFuture
+from dtensor.daft import Future
 from dtensor.errors import PlanningError, check_callable, check_number
 
 POLL_S = 0.0005
@@ -116,6 +117,8 @@ class _Loop:
             if self.ended and not self.groups:
                 return None
             if self.ledger.starves(self._synced):
+                if not self._has_more():
+                    continue
                 raise RuntimeError(
                     f"{self.ledger.num_batches} batches were taken and the weights synced "
                     f"{self._synced} times: no other batch is within staleness="
@@ -128,6 +131,14 @@ class _Loop:
             elif not any(_is_there(text) for text in self.scoring):
                 time.sleep(POLL_S)
             self._collect()
+
+    def _has_more(self) -> bool:
+        """Whether there is another prompt, which has to wait."""
+        first = next(self.prompts, None)
+        self.ended = first is None
+        if first is not None:
+            self.prompts = itertools.chain([first], self.prompts)
+        return not self.ended
 
     @property
     def _synced(self) -> int:
@@ -285,12 +296,12 @@ def _generator(
 
 
 def _is_there(text: _Text) -> bool:
-    return not isinstance(text.score, TaskFuture) or text.score.done()
+    return not isinstance(text.score, Future) or text.score.done()
 
 
 def _number(text: _Text) -> float:
     """The text's score; raises what the reward has raised."""
-    given = text.score.get() if isinstance(text.score, TaskFuture) else text.score
+    given = text.score.get() if isinstance(text.score, Future) else text.score
     try:
         return float(given)
     except (TypeError, ValueError) as error:

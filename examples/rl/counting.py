@@ -3,9 +3,10 @@
     python examples/rl/counting.py                       # both meshes in this process
     python examples/rl/counting.py --backend ray         # four actors, and one that scores
 
-The model (model.py) is written once. The trainer has it on two ranks, split by ZeRO-3; the generator
-on two others, split by heads; a `daft` actor scores what is generated in plain Python. Group relative
-policy optimisation is Shao et al. 2024 (DeepSeekMath), with the clipped ratio of PPO and no critic.
+The model (model.py) is written once. The trainer has it on two ranks, split by ZeRO-3; the
+generator on two others, split by heads; a `daft` actor scores what is generated in plain Python.
+Group relative policy optimisation is Shao et al. 2024 (DeepSeekMath), here with the clipped ratio
+of PPO and without a reference model.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Judge:
 def loss_fn(
     model: nn.Module, tokens: Tensor, generated: Tensor, logprobs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of a batch: tokens [b, t], generated [b, t], logprobs [b, t] when drawn, advantages [b, 1]."""
+    """tokens, generated and logprobs (when drawn): [b, t]; advantages: [b, 1]."""
     new = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
     mask, old = generated[:, 1:], logprobs[:, 1:]
     ratio = torch.where(mask, new - old, 0.0).exp()
@@ -100,8 +101,10 @@ def train(steps: int, staleness: int, backend: str, picture: Path | None = None)
             dt.sync(policy, actor)
             found.append(float(batch.rewards.mean()))
             if number % 10 == 0:
-                print(f"step {number}: reward {found[-1]:.3f}, {batch.staleness} versions behind")
-            del loss
+                print(
+                    f"step {number}: reward {found[-1]:.3f}, at most {batch.staleness} versions "
+                    f"old, log-probabilities {loss.metrics['apart']:.1e} apart"
+                )
     return found
 
 

@@ -1,0 +1,227 @@
+"""Rollouts: the same numbers as a loop without them, no staler than stated, and mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor import daft
+from examples.rl.model import GPT
+
+TRAIN, PLAY = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
+HEADS = {
+    "*.qkv.weight": dict(tp=dt.Row(blocks=3)),
+    "*.proj.weight": dict(tp=dt.Column()),
+    "*.up.weight": dict(tp=dt.Row()),
+    "*.down.weight": dict(tp=dt.Column()),
+}
+VOCAB, LENGTH, NEW = 11, 16, 5
+EOS = 3
+
+
+def make() -> tuple[dt.ParallelModule, dt.ParallelModule, dt.TrainStep]:
+    torch.manual_seed(0)
+    net = GPT(vocab=VOCAB, context=LENGTH, width=16, heads=2, layers=1)
+    policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})
+    actor = dt.replica(policy, PLAY, HEADS)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    return policy, actor, dt.train_step(policy, loss, optimizer, inputs=dict(dp=dt.Row()))
+
+
+def loss(
+    model: nn.Module, tokens: Tensor, generated: Tensor, logprobs: Tensor, rewards: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    new = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    mask, old = generated[:, 1:], logprobs[:, 1:]
+    count = mask.sum()
+    gain = torch.where(mask, (new - old).exp() * rewards[:, None], 0.0).sum() / count
+    return -gain, {"apart": torch.where(mask, (new - old).abs(), 0.0).sum() / count}
+
+
+def score(prompt: list[int], tokens: list[int]) -> float:
+    return sum(token % 2 for token in tokens) / NEW - 0.3
+
+
+class Judge:
+    def score(self, prompt: list[int], tokens: list[int]) -> float:
+        return score(prompt, tokens)
+
+
+class Late(daft.Future):
+    """A score that is there when it has been asked for so often."""
+
+    def __init__(self, value: float, asks: int) -> None:
+        self.value, self.asks = value, asks
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self.value
+
+    def done(self) -> bool:
+        self.asks -= 1
+        return self.asks < 0
+
+
+def prompts(seed: int = 0) -> Iterator[list[int]]:
+    rng = random.Random(seed)
+    while True:
+        yield [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+
+
+OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, length=LENGTH, seed=7)
+
+
+@pytest.mark.slow
+def test_without_staleness_it_is_the_loop_that_does_one_after_the_other() -> None:
+    steps, batch, samples = 4, 4, 2
+    policy, actor, step = make()
+    seen: list[dt.Rollouts] = []
+    with dt.launch(TRAIN, PLAY):
+        judge = daft.spawn(Judge)
+        dt.sync(policy, actor)
+        found = dt.rollouts(
+            actor,
+            prompts(),
+            judge.score,
+            batch_size=batch,
+            samples=samples,
+            eos=EOS,
+            slots=3,
+            **OPTIONS,
+        )
+        for rolled in itertools.islice(found, steps):
+            seen.append(rolled)
+            made = step(rolled.tokens, rolled.generated, rolled.logprobs, rolled.rewards)
+            assert float(made.metrics["apart"]) <= 1e-5
+            dt.sync(policy, actor)
+    weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
+
+    policy, actor, step = make()
+    with dt.launch(TRAIN, PLAY):
+        dt.sync(policy, actor)
+        gen = dt.generator(actor, slots=3, length=LENGTH)
+        source = prompts()
+        for number, rolled in enumerate(seen):
+            asked = [p for p in itertools.islice(source, batch // samples) for _ in range(samples)]
+            tokens = torch.zeros(batch, LENGTH, dtype=torch.int64)
+            logprobs, rewards = torch.zeros(batch, LENGTH), torch.zeros(batch)
+            generated = torch.zeros(batch, LENGTH, dtype=torch.bool)
+            for row, prompt in enumerate(asked):
+                seed = 7 + number * batch + row
+                (text,) = gen([prompt], NEW, temperature=1.0, eos=EOS, seed=[seed])
+                begin, end = len(prompt), len(prompt) + len(text.tokens)
+                tokens[row, :end] = torch.tensor([*prompt, *text.tokens])
+                logprobs[row, begin:end] = torch.tensor(text.logprobs)
+                generated[row, begin:end] = True
+                rewards[row] = score(prompt, list(text.tokens))
+            assert torch.equal(tokens, rolled.tokens)
+            assert torch.equal(logprobs, rolled.logprobs)
+            assert torch.equal(generated, rolled.generated)
+            assert torch.equal(rewards, rolled.rewards)
+            assert rolled.version == number + 1 and rolled.staleness == 0
+            assert rolled.prompts.tolist() == [2 * number, 2 * number, 2 * number + 1] + [
+                2 * number + 1
+            ]
+            step(tokens, generated, logprobs, rewards)
+            dt.sync(policy, actor)
+    for name, p in policy.named_parameters():
+        assert torch.equal(p, weights[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_scores_that_come_late_make_texts_stale_and_never_more_than_stated(staleness: int) -> None:
+    policy, actor, step = make()
+    rng, worst, num = random.Random(1), 0, 0
+    with dt.launch(TRAIN, PLAY):
+        dt.sync(policy, actor)
+        found = dt.rollouts(
+            actor,
+            prompts(),
+            lambda prompt, tokens: Late(score(prompt, tokens), rng.randrange(60)),
+            batch_size=4,
+            samples=2,
+            staleness=staleness,
+            eos=EOS,
+            slots=4,
+            **OPTIONS,
+        )
+        for number, rolled in enumerate(itertools.islice(found, 25)):
+            assert rolled.version == number + 1
+            assert rolled.rewards.shape == (4,)
+            assert rolled.prompts.view(2, 2).diff(dim=1).eq(0).all()  # samples stand together
+            assert bool((rolled.versions[rolled.generated] >= rolled.version - staleness).all())
+            assert bool((rolled.versions[rolled.generated] <= rolled.version).all())
+            worst, num = max(worst, rolled.staleness), num + 1
+            step(rolled.tokens, rolled.generated, rolled.logprobs, rolled.rewards)
+            dt.sync(policy, actor)
+    assert num == 25 and 0 < worst <= staleness
+
+
+@pytest.mark.slow
+def test_prompts_that_end_and_a_generator_of_ones_own() -> None:
+    policy, actor, _ = make()
+    with dt.launch(TRAIN, PLAY):
+        dt.sync(policy, actor)
+        gen = dt.generator(actor, slots=2, length=LENGTH)
+        given = list(itertools.islice(prompts(), 5))
+        first = list(dt.rollouts(gen, given, score, batch_size=5, max_new_tokens=NEW))
+        assert [len(batch.rewards) for batch in first] == [5]
+        batches = dt.rollouts(gen, given, score, batch_size=4, max_new_tokens=NEW, staleness=1)
+        assert [len(batch.rewards) for batch in batches] == [4, 1]
+        assert gen.idle
+        batches = dt.rollouts(gen, given, score, batch_size=4, max_new_tokens=NEW, staleness=0)
+        next(batches)
+        with pytest.raises(RuntimeError, match="fix: dt.sync"):
+            next(batches)
+        left = dt.rollouts(gen, prompts(), score, batch_size=1, max_new_tokens=NEW, staleness=3)
+        next(left)
+        left.close()  # type: ignore[attr-defined]
+        assert gen.idle  # what nobody will read is not generated
+        with pytest.raises(dt.PlanningError, match="the reward of text 0 is 'good'"):
+            next(dt.rollouts(gen, given, lambda *_: "good", batch_size=1, max_new_tokens=NEW))
+
+
+def test_mistakes() -> None:
+    policy, actor, _ = make()
+    with pytest.raises(dt.PlanningError, match="samples=3"):
+        dt.rollouts(actor, prompts(), score, batch_size=4, samples=3, **OPTIONS)
+    with pytest.raises(dt.PlanningError, match="dt.replica"):
+        dt.rollouts(policy, prompts(), score, batch_size=4, **OPTIONS)
+    with pytest.raises(dt.PlanningError, match="staleness"):
+        dt.rollouts(actor, prompts(), score, batch_size=4, staleness=-1, **OPTIONS)
+    with pytest.raises(dt.PlanningError, match="the reward"):
+        dt.rollouts(actor, prompts(), 0.5, batch_size=4, **OPTIONS)  # type: ignore[arg-type]
+    gen = dt.generator(actor, slots=2, length=LENGTH)
+    with pytest.raises(dt.PlanningError, match="the generator's own"):
+        dt.rollouts(gen, prompts(), score, batch_size=4, slots=2, max_new_tokens=NEW)
+
+
+class Slow:
+    def score(self, prompt: list[int], tokens: list[int]) -> float:
+        time.sleep(0.02)
+        return score(prompt, tokens)
+
+
+@pytest.mark.ray
+def test_on_ray_the_judge_scores_while_others_train_and_generate() -> None:
+    policy, actor, step = make()
+    with dt.launch(TRAIN, PLAY, backend="ray"):
+        judge = daft.spawn(Slow)
+        dt.sync(policy, actor)
+        found = dt.rollouts(
+            actor, prompts(), judge.score, batch_size=4, staleness=1, slots=4, **OPTIONS
+        )
+        for rolled in itertools.islice(found, 4):
+            made = step(rolled.tokens, rolled.generated, rolled.logprobs, rolled.rewards)
+            if rolled.staleness == 0:
+                assert float(made.metrics["apart"]) <= 1e-5
+            assert rolled.staleness <= 1
+            dt.sync(policy, actor)
