@@ -17,6 +17,7 @@ import dtensor as dt
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (
     "compare",
+    "composition",
     "eager",
     "kernels",
     "performance",

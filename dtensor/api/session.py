@@ -570,13 +570,12 @@ def launch(
         running.settle()
         actors.end()
     except BaseException as error:
-        actors.end(quiet=True)
         try:
-            _leave(running, bring_home)
+            _leave(running, actors, bring_home)
         except (DaftError, PlanningError) as lost:  # which reading the weights says, too
             error.add_note(f"and not all weights came home: {lost}")
         raise
-    _leave(running, bring_home)
+    _leave(running, actors, bring_home)
 
 
 def _check_inductor(device: str) -> None:
@@ -598,6 +597,9 @@ def _check_inductor(device: str) -> None:
         ) from error
 
 
-def _leave(running: Launch, bring_home: bool) -> None:
+def _leave(running: Launch, actors: Offer, bring_home: bool) -> None:
     _launched.remove(running)
-    running.close(bring_home=bring_home)
+    try:
+        actors.end(quiet=True)
+    finally:
+        running.close(bring_home=bring_home)

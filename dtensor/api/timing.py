@@ -153,8 +153,9 @@ def calibrate(
 ) -> Topology:
     """Measure what the ranks of ``mesh`` do in a second; about a second itself.
 
-    Inside a `launch` its cluster is measured, and ``mesh`` is its own. Outside, the arguments are
-    those of `launch`, by default in this process; with no mesh, one rank.
+    Inside a `launch` its cluster is measured, and ``mesh`` is one of its own, by default the first.
+    Outside, the arguments are those of `launch`, by default in this process; with no mesh, one
+    rank.
 
     Args:
         dtype: of the tensors that are multiplied, gone through and sent.

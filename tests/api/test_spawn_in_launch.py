@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor import daft
+from dtensor.api.session import launched
 from dtensor.daft.tasks import actors
 
 TRAIN, PLAY = dt.Mesh(dp=2), dt.Mesh(tp=2, name="play")
@@ -98,6 +99,21 @@ def test_an_exception_waits_for_no_actor() -> None:
     with pytest.raises(KeyError), dt.launch(TRAIN):
         daft.spawn(Reward).fail()
         raise KeyError("mine")
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["at the end", "in the block"])
+def test_the_ranks_end_even_where_the_actors_cannot(
+    monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    def broken(session: object) -> None:
+        raise OSError("not stopped")
+
+    monkeypatch.setattr("dtensor.daft.tasks.local_session.LocalSession.stop", broken)
+    with pytest.raises(OSError, match="not stopped"), dt.launch(TRAIN) as session:
+        daft.spawn(Reward)
+        if inside:
+            raise KeyError("mine")
+    assert session.closed and launched() is None
 
 
 def test_threads_that_spawn_have_one_place() -> None:
