@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtensor.daft import launch_cluster
+from dtensor.daft import TaskError, launch_cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.between_meshes import sync_program
 from dtensor.sharding.redistribute.between_meshes import box_of
@@ -114,11 +114,11 @@ def test_any_values_between_any_placements(
     state: list[dict[str, object]] = [{} for _ in range(size)]
     for label, (here, there) in values.items():
         for r in there.ranks:
-            state[there.numbers[r]][f"new {label}'s"] = torch.zeros(0)
+            state[there.numbers[r]][f"actor {label}"] = torch.zeros(0)
         for r in here.ranks:
             shard = shard_of(content(label, here.spec), here.spec, here.spec.mesh.coordinates(r))
             state[here.numbers[r]][f"old {label}"] = shard
-    names = {label: (f"old {label}", f"new {label}'s") for label in values}
+    names = {label: (f"old {label}", f"actor {label}") for label in values}
     with launch_cluster(size) as cluster:
         cluster.put(state)
         handle = cluster.load(sync_program(plan, size, torch.device("cpu"), names))
@@ -128,7 +128,7 @@ def test_any_values_between_any_placements(
         own.update(zip(own, now, strict=True))
     for label, (here, there) in values.items():
         x = content(label, here.spec)
-        for side, name in ((here, f"old {label}"), (there, f"new {label}'s")):
+        for side, name in ((here, f"old {label}"), (there, f"actor {label}")):
             for r in side.ranks:
                 shard = state[side.numbers[r]][name]
                 assert isinstance(shard, torch.Tensor)
@@ -176,17 +176,16 @@ def test_a_run_that_fails_leaves_all_values_as_they_were() -> None:
     side = Side(make_spec((4,), torch.float32, mesh, {"a": Shard(0)}), (0, 1), (0, 1))
     whole = Side(make_spec((4,), torch.float32, other, {}), (0, 1), (1, 2))
     plan = plan_sync("v", {"x": (side, whole), "y": (side, whole)})
-    names = {label: (f"old {label}", f"new {label}") for label in "xy"}
-    ones, wrong = torch.ones(2), torch.ones(3)
+    names = {label: (f"old {label}", f"actor {label}") for label in "xy"}
+    ones, wrong = torch.ones(2), torch.ones(1)
     with launch_cluster(3) as cluster:
-        new = {"new x": torch.zeros(4), "new y": torch.zeros(4)}
+        new = {"actor x": torch.zeros(4), "actor y": torch.zeros(4)}
         cluster.put([{"old x": ones, "old y": ones}, {"old x": ones, "old y": wrong} | new, new])
         handle = cluster.load(sync_program(plan, 3, torch.device("cpu"), names))
-        with pytest.raises(Exception, match="sync"):
+        with pytest.raises(TaskError, match="sync"):
             cluster.run(handle, [{}, {}, {}]).check()
-        assert all(
-            not x.any() for own in cluster.get([[], list(new), list(new)]).get() for x in own
-        )
+        asked = [[], list(new), list(new)]
+        assert not any(x.any() for own in cluster.get(asked).get() for x in own)
         cluster.put([{}, {"old y": ones}, {}])
         cluster.run(handle, [{}, {}, {}]).check()
-        assert all(x.all() for own in cluster.get([[], list(new), list(new)]).get() for x in own)
+        assert all(x.all() for own in cluster.get(asked).get() for x in own)
