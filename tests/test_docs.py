@@ -25,6 +25,7 @@ PAGES = (
     "recompute",
     "schedules",
     "state",
+    "sync",
     "traces",
     "zero",
 )
