@@ -26,6 +26,7 @@ PAGES = (
     "recompute",
     "schedules",
     "state",
+    "sync",
     "traces",
     "zero",
 )

@@ -22,7 +22,7 @@ from dtensor.api.away import as_it_is
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import Resident
 from dtensor.frontend.graph import first_names, named_tensors
-from dtensor.runtime.between_meshes import sync_program
+from dtensor.runtime.between_meshes import bucket_bytes, sync_program
 from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.named_values import Side, plan_sync
 from dtensor.sharding.spec.placements import Placement
@@ -63,7 +63,8 @@ def keep_as_planned(resident: Resident, planned: Keeping) -> None:
         label: (Side(resident.specs[label], resident.ranks[label], numbers), Side(*now, numbers))
         for label, now in wanted.items()
     }
-    plan = plan_sync(type(resident.model.module).__name__, homes)
+    name, most = type(resident.model.module).__name__, bucket_bytes(cluster.device)
+    plan = plan_sync(name, homes, bucket_bytes=most)
     names = {label: (resident.name(label), resident.name(label)) for label in wanted}
     handle = cluster.load(sync_program(plan, cluster.size, cluster.device, names))
     cluster.run(handle, [{} for _ in numbers]).get()

@@ -42,7 +42,7 @@ from dtensor.api.stating.stages import Stages
 from dtensor.daft import DaftError, Future, Handle
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors, type_text
-from dtensor.runtime.between_meshes import sync_program
+from dtensor.runtime.between_meshes import bucket_bytes, sync_program
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -107,12 +107,13 @@ def sync_plan(
     if launched() is None:
         first, last = policy.mesh.size, policy.mesh.size + actor.mesh.size
         numbers = tuple(range(first)), tuple(range(first, last))
-        return _planned(policy, kept(policy, None), actor, kept(actor, None), numbers, topology)
+        source, target, cpu = kept(policy, None), kept(actor, None), torch.device("cpu")
+        return _planned(policy, source, target, numbers, cpu, topology)
     here, there = session_for(policy.mesh), session_for(actor.mesh)
     numbers = here.ranks, there.ranks
     source = kept(policy, here.residents.get(id(policy)))
     target = kept(actor, there.residents.get(id(actor)))
-    return _planned(policy, source, actor, target, numbers, topology)
+    return _planned(policy, source, target, numbers, here.cluster.device, topology)
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
@@ -167,29 +168,28 @@ class _Pair:
         while self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD):
             self._read(self.unread.pop(0))
         self.source.settle()
-        self.here.hold(self.policy, kept(self.policy, self.source))
-        self._load()
-        assert self.handle is not None
+        here, where = kept(self.policy, self.source), kept(self.actor, self.target)
+        self.here.hold(self.policy, here)
+        if self.handle is None or self.made != (here, where):
+            self.handle = self._loaded(here, where)
         empty: list[Mapping[str, object]] = [{}] * self.cluster.size
         future = self.cluster.run(self.handle, empty, mode=self.there.mode)
         if self.there.at_once:
             self._read(future)
         else:
             self.unread.append(future)
-        target, where = self.target, self.made[1]
+        target = self.target
         target.specs.update({label: spec for label, (spec, _) in where.items()})
         target.ranks.update({label: ranks for label, (_, ranks) in where.items()})
         tensors = named_tensors(self.actor.module)
         target.keep({label: tensors[label] for label in where})
-        target.stale.clear()
+        target.changed = target.unsaved = False
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
-    def _load(self) -> None:
-        here, there = kept(self.policy, self.source), kept(self.actor, self.target)
-        if self.handle is not None and self.made == (here, there):
-            return
-        numbers = self.here.ranks, self.there.ranks
-        plan = _planned(self.policy, here, self.actor, there, numbers, None)
+    def _loaded(self, here: Keeping, there: Keeping) -> Handle:
+        """The program for values that are kept so."""
+        numbers, device = (self.here.ranks, self.there.ranks), self.cluster.device
+        plan = _planned(self.policy, here, there, numbers, device)
         names = {
             label: (
                 inner_name(self.here, self.source.name(label)),
@@ -197,11 +197,12 @@ class _Pair:
             )
             for label in there
         }
-        program = sync_program(plan, self.cluster.size, self.cluster.device, names)
-        before, self.handle = self.handle, load_across(self.cluster, program)
-        if before is not None:
-            self.cluster.unload(before)
+        program = sync_program(plan, self.cluster.size, device, names)
+        found = load_across(self.cluster, program)
+        if self.handle is not None:
+            self.cluster.unload(self.handle)
         self.made = here, there
+        return found
 
     def _settle(self) -> None:
         while self.unread:
@@ -220,10 +221,10 @@ class _Pair:
 def _planned(
     policy: ParallelModule,
     here: Keeping,
-    actor: ParallelModule,
     there: Keeping,
     numbers: tuple[tuple[int, ...], tuple[int, ...]],
-    topology: Topology | None,
+    device: torch.device,
+    topology: Topology | None = None,
 ) -> SyncPlan:
     _check_same(here, there)
     return plan_sync(
@@ -233,6 +234,7 @@ def _planned(
             for label in there
         },
         topology=topology,
+        bucket_bytes=bucket_bytes(device),
     )
 
 

@@ -413,7 +413,8 @@ class Launch:
             self.cluster.close()
 
     def _tell_of_unsaved(self) -> None:
-        count = sum(1 for resident in self.residents if resident.on_meta and resident.unsaved)
+        own = (resident for resident in self.residents if resident.model.source is None)
+        count = sum(1 for resident in own if resident.on_meta and resident.unsaved)
         if count:
             warnings.warn(
                 f"the launch ended with changed state of {count} model(s) on the meta device that "

@@ -47,12 +47,17 @@ from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
 )
-from dtensor.sharding.redistribute.named_values import SyncMessage, SyncPlan, of_transfers
+from dtensor.sharding.redistribute.named_values import (
+    BUCKET_BYTES,
+    SyncMessage,
+    SyncPlan,
+    of_transfers,
+)
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of, write
 
-AHEAD = 2
-"""Messages of a pair that are under way at a time: one is filled while the other is emptied."""
+AHEAD = 4
+"""Messages of a pair that are under way at a time: one is filled while another is emptied."""
 
 Names = Mapping[str, tuple[str, str]]
 """By label, what a value is called in the tables of the source's ranks and of the target's."""
@@ -65,8 +70,13 @@ def sync_program(plan: SyncPlan, size: int, device: torch.device, names: Names) 
 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
     """The program of one value for a cluster of ``size`` ranks: from input "x" to output "y"."""
-    alone = of_transfers("transfer", {"": plan})
+    alone = of_transfers("transfer", {"": plan}, bucket_bytes=bucket_bytes(device))
     return _program(alone, size, device, {"": ("x", "y")}, state=False)
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """Of a message, at most: from one GPU to another it takes more before latency does not count."""
+    return BUCKET_BYTES if device.type == "cpu" else 1 << 25
 
 
 def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch.Tensor]:

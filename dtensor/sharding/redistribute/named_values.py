@@ -17,7 +17,7 @@ element once, and keeps what it holds already. Of replicas that could send, the 
 least so far does, the largest values first, so that no rank is the bottleneck.
 
 What one rank sends another is cut into blocks of at most ``BUCKET_BYTES``, and these are put
-together, of whatever values and dtypes, into messages of no more: few, so that their latency does
+together, of whatever values and dtypes, into messages of no more: large, so that their latency does
 not count, and not one alone, so that a rank fills the next while its partner empties the last.
 
 Invariants: the messages hold each piece that crosses ranks exactly once; within a message blocks
@@ -45,9 +45,9 @@ from dtensor.sharding.spec.placements import Intervals, length
 from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
 
-BUCKET_BYTES = 1 << 23
-"""Of a message, at most. Between actors of one host it is copied into shared memory and out again:
-of this size it stays in a processor's cache meanwhile, and few are held at a time."""
+BUCKET_BYTES = 1 << 20
+"""Of a message, at most, between processes of one host: it is copied into shared memory and out
+again, and stays in a core's cache meanwhile (67 MB on 2 cores took half as long as in 8 MB)."""
 
 
 @dataclass(frozen=True, slots=True)
