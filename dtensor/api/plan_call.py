@@ -28,7 +28,9 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from dtensor.api.away import as_it_is
 from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.values import contiguous_layout
 from dtensor.api.parallel import ParallelModule, recomputed_modules
 from dtensor.api.stating.auto_stages import cut
 from dtensor.api.stating.placing import (
@@ -456,9 +458,10 @@ def leaf_key(leaf: Any) -> object:
     """What the captured program depends on."""
     match leaf:
         case DTensor():
-            return (leaf.spec, leaf.requires_grad)
+            with as_it_is():  # or torch asks a function of ours
+                return (leaf.held, leaf.requires_grad)
         case TensorSpec():
-            return (leaf, leaf.requires_grad)
+            return (contiguous_layout(leaf), leaf.requires_grad)
         case torch.Tensor():
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case float():

@@ -164,6 +164,8 @@ def plan_transfer(
 def holders_of(spec: TensorSpec) -> tuple[int, ...]:
     """The ranks of the mesh that hold the value: those on its part (``spec.on``)."""
     mesh = spec.mesh
+    if not spec.on:
+        return tuple(range(mesh.size))
     return tuple(
         rank
         for rank in range(mesh.size)
