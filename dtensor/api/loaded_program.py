@@ -75,6 +75,11 @@ class LoadedProgram:
             name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
         )
         self._state = state  # the names of constants and weights in the actors' tables
+        self._on = {  # the part of the mesh that takes it, if one stage does
+            i.name: on_stage(plan, self.specs[i.name], *i.stages).on
+            for i in plan.inputs
+            if i.name in self.specs and len(i.stages) == 1
+        }
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
 
@@ -132,7 +137,7 @@ class LoadedProgram:
         return Stored(x.name)
 
     def _check_fit(self, name: str, held: TensorSpec) -> None:
-        if held.on:
+        if held.on and held.on != self._on.get(name):
             raise PlanningError(
                 f"{name} is {held}: only a part of the mesh holds it, and an argument is "
                 f"read on all of it.\n"

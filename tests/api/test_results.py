@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import weakref
 from collections import deque
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.loaded_program import RETURNED_BYTES
 from dtensor.daft import TaskError
+from dtensor.sharding.plan.steps import Transfer
 
 TP2, TP3 = dt.Mesh(tp=2), dt.Mesh(tp=3)
+PP2, PP2TP2 = dt.Mesh(pp=2), dt.Mesh(pp=2, tp=2)
 BACKENDS = ["inprocess", pytest.param("ray", marks=pytest.mark.ray)]
 
 
@@ -224,3 +228,158 @@ def test_a_call_that_fails_in_between(ray_session: None, ahead: int) -> None:
         assert read[6:] == read[:3]
         with pytest.raises(TaskError, match="index out of range"):
             f(table, bad, start)[1].full_tensor()
+
+
+# -- a result that a part of the mesh holds --------------------------------------------------------
+
+
+class Decoder(nn.Module):
+    """The first stage embeds the token that the last one chose; the state stays on the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(10, 8), nn.Linear(8, 8)
+        self.down, self.head = nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(self.down(self.up(self.embed(token)).relu()) + state)
+        return self.head(state).argmax(-1), state
+
+
+def decoder(mesh: dt.Mesh) -> tuple[nn.Module, Any]:
+    """In plain torch, and in two stages."""
+    plain = Decoder()
+    pins = {"up.weight": dict(tp=dt.Row()), "head.weight": dict(tp=dt.Row())}
+    stages = {"pp": [["embed*", "up*"], ["down*", "head*"]]}
+    pins = pins if "tp" in mesh.axes else {}
+    return plain, dt.parallelize(copy.deepcopy(plain), mesh, pins, stages=stages)
+
+
+def transfers(plan: dt.Plan) -> list[tuple[str, int, int]]:
+    steps = (step for step in plan.steps if isinstance(step, Transfer))
+    return [(step.operand, step.stage, step.to_stage) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("backend", "mesh"),
+    [("inprocess", PP2TP2), pytest.param("ray", PP2, marks=pytest.mark.ray)],
+    indirect=["backend"],
+)
+def test_what_the_last_stage_chose_feeds_the_first(backend: str, mesh: dt.Mesh) -> None:
+    plain, model = decoder(mesh)
+    f = dt.compile(lambda model, *given: model(*given), mesh)
+    token, state = torch.tensor([3]), torch.zeros(1, 8)
+    expected: list[int] = []
+    with torch.no_grad():
+        for _ in range(8):
+            token, state = plain(token, state)
+            expected.append(int(token))
+    assert len(set(expected)) > 2
+    with dt.launch(mesh, backend=backend) as session:  # type: ignore[arg-type]
+        found: list[dt.DTensor] = []
+        made: Any = (torch.tensor([3]), torch.zeros(1, 8))
+        for n in range(8):
+            before = session.cluster.calls
+            made = f(model, *made)
+            found.append(made[0])
+            assert n < 2 or session.cluster.calls - before == mesh.size
+        assert [str(x.spec) for x in made] == ["i64[1] on pp=1", "f32[1,8] on pp=1"]
+        assert [int(token) for token in found] == expected
+        torch.testing.assert_close(made[1].full_tensor(), state)
+        assert transfers(f.plan(model, *made))[0] == (f.plan(model, *made).inputs[-2].name, 1, 0)
+
+
+def test_a_plan_prints_where_an_argument_goes() -> None:
+    _, model = decoder(PP2TP2)
+    f = dt.compile(lambda model, token, state: model(token, state), PP2TP2)
+    token, state = (dt.spec(f"{text} on pp=1", PP2TP2) for text in ("i64[1]", "f32[1,8@tp]"))
+    plan = f.plan(model, token, state)
+    assert transfers(plan) == [("token", 1, 0), ("relu", 0, 1)]
+    assert "* token_at0" in str(plan) and "transfer(token, pp 1 -> 0)" in str(plan)
+    held = {item.label: item.stages for item in plan.inputs if item.kind == "argument"}
+    assert held == {"token": (1,), "state": (1,)}
+    whole = f.plan(model, dt.spec("i64[1]", PP2TP2), state)
+    assert transfers(whole) == [("relu", 0, 1)]
+
+
+def test_without_a_model_it_is_read_where_it_lies() -> None:
+    _, model = decoder(PP2TP2)
+    f = dt.compile(lambda model, *given: model(*given), PP2TP2)
+    total = dt.compile(lambda x: (x * 2).sum(), PP2TP2)
+    both = dt.compile(lambda x, y: (x + y, y - 1), PP2TP2)
+    with dt.launch(PP2TP2):
+        _, state = f(model, torch.tensor([3]), torch.zeros(1, 8))
+        value = state.full_tensor()
+        assert transfers(total.plan(state)) == []
+        assert str(total(state).spec) == "f32[] on pp=1"
+        torch.testing.assert_close(total(state).full_tensor(), (value * 2).sum())
+        here = dt.distribute(torch.arange(8.0), PP2TP2, tp=dt.Row())
+        added, less = both(state, here)
+        assert transfers(both.plan(state, here)) == []
+        torch.testing.assert_close(added.full_tensor(), value + torch.arange(8.0))
+        torch.testing.assert_close(less.full_tensor(), torch.arange(8.0) - 1)
+    first, last = (dt.spec(f"f32[4@tp] on pp={i}", PP2TP2) for i in (0, 1))
+    assert transfers(both.plan(first, last)) == [("x", 0, 1)]
+    assert transfers(both.plan(last, first)) == [("y", 0, 1)]
+
+
+class Rounds(nn.Module):
+    """Four stages on two ranks, that need the second argument here and there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        a = self.layers[0](x)
+        b = self.layers[1](a + y)
+        c = self.layers[2](b * y)
+        return self.layers[3](c), c, y + 1, y
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
+def test_from_any_stage_to_any(mode: Any) -> None:
+    plain = Rounds()
+    stages = {"pp": [[f"layers.{i}.*"] for i in range(4)]}
+    model = dt.parallelize(copy.deepcopy(plain), PP2, stages=stages)
+    f = dt.compile(lambda model, x, y: model(x, y), PP2)
+    given = torch.randn(2, 4), torch.randn(2, 4)
+    with dt.launch(PP2, mode=mode), torch.no_grad():
+        made, values = f(model, *given), plain(*given)
+        assert {str(x.spec) for x in made} == {"f32[2,4] on pp=0", "f32[2,4] on pp=1"}
+        for i, j in itertools.product(range(4), repeat=2):
+            expected = plain(values[i], values[j])
+            for found, value in zip(f(model, made[i], made[j]), expected, strict=True):
+                torch.testing.assert_close(found.full_tensor(), value, msg=f"{i}, {j}")
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (
+            ("f32[4] on pp=1", "f32[4] on tp=1"),
+            r"y is .* on tp=1: (.|\n)*stages over pp\nfix: pass y",
+        ),
+        (("f32[4] on pp=1,tp=0", "f32[4]"), "x is .* which is no stage of the program's"),
+    ],
+)
+def test_a_part_that_is_no_stage(specs: tuple[str, ...], message: str) -> None:
+    add = dt.compile(lambda x, y: x + y, PP2TP2)
+    with pytest.raises(dt.PlanningError, match=message):
+        add.plan(*(dt.spec(text, PP2TP2) for text in specs))
+
+
+def test_a_part_and_a_model_without_stages() -> None:
+    model = dt.parallelize(nn.Linear(4, 4), PP2TP2, {})
+    f = dt.compile(lambda model, x: model(x), PP2TP2)
+    with pytest.raises(
+        dt.PlanningError, match="no stage of the program's(.|\n)*no stages\nfix: pass x"
+    ):
+        f.plan(model, dt.spec("f32[2,4] on pp=1", PP2TP2))
+
+
+def test_a_result_is_not_placed_on_the_axis_of_stages() -> None:
+    f = dt.compile(lambda x: x + 1, PP2TP2, out=dict(pp=dt.Row()))
+    with pytest.raises(dt.PlanningError, match='out= places result 0 on the axis "pp", which hol'):
+        f.plan(dt.spec("f32[4] on pp=1", PP2TP2))

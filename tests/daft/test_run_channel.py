@@ -165,7 +165,7 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
     """So that a host is not held up in its write by results that nobody waits for yet."""
-    with channel_of(tmp_path) as (channel, (host,)):
+    with channel_of(tmp_path) as (channel, _):
         for _ in range(100):  # many times what sockets hold
             channel.send(0, ASKED, (Echo.make,), (1 << 16,))
         end = time.monotonic() + 30.0
