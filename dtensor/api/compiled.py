@@ -4,8 +4,11 @@
     y = f(x, w)                  # DTensors; the first call captures, plans and loads
     print(f.plan(x, w))          # nothing launched, nothing computed
 
-A call costs one round trip. Results are DTensors, replicated unless ``out`` pins them; their shards
-stay on the actors. A program is captured anew for new shapes, placements or modes, and cached.
+A call costs one message to each actor, which nobody waits for. Results are DTensors, replicated
+unless ``out`` pins them; their shards stay on the actors, and small ones (RETURNED_BYTES) come back
+too: reading them costs no further message, and waits for that call alone. A result may be an
+argument of the next call before it is there. A program is captured anew for new shapes, placements
+or modes, and cached.
 `out=` is stated for all results or in the shape of the result:
 
     dict(tp=Row())                               # all results
@@ -23,8 +26,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dtensor.api.away import ONE_AT_A_TIME
 from dtensor.api.eager.tensor import DTensor
-from dtensor.api.eager.values import fresh_name
-from dtensor.api.loaded_program import load, on_stage
+from dtensor.api.eager.values import Cell, Value, fresh_name
+from dtensor.api.loaded_program import load
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -34,7 +37,7 @@ from dtensor.api.plan_call import (
     plan_call,
 )
 from dtensor.api.randomness import Counter, numbers_fed
-from dtensor.api.session import session_for
+from dtensor.api.session import Returned, session_for
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.stating.placing import Stated, check_fit
 from dtensor.daft import TaskError
@@ -113,10 +116,11 @@ class CompiledFunction:
         session = session_for(self.mesh)
         program = load(session, planned, self._roles)
         session.place(planned.models, planned.plan, planned.stages)
-        names = {f"result {o.of}": fresh_name() for o in planned.plan.outputs if o.kind == "result"}
+        names = {output: fresh_name() for output in program.results}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
-        future = session.run(program.handle, program.feed(call, numbers), names, counted)
+        fed = program.feed(call, numbers)
+        future = session.run(program.handle, fed, names, counted, program.returned)
         session.wrote(program.written)
         if session.at_once:
             try:
@@ -125,10 +129,10 @@ class CompiledFunction:
                 session.give_back(self.calls, counted)
                 raise
         results: list[DTensor] = []
-        outputs = {o.of: o for o in planned.plan.outputs if o.kind == "result"}
-        for index in sorted(outputs, key=int):
-            spec = on_stage(planned.plan, outputs[index].spec, outputs[index].values[0][0])
-            results.append(DTensor(spec, session, names[f"result {index}"]))
+        for output, layout in program.results.items():
+            returned = Returned(future, output) if output in program.returned else None
+            value = Value(session, names[output], layout.spec, returned)
+            results.append(DTensor.of(Cell(session, layout, value)))
         return planned.graph.unflatten(results)
 
     def _planned(self, call: BoundCall) -> Planned:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.values import Layout, contiguous_layout
 from dtensor.api.plan_call import BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
@@ -33,12 +34,17 @@ from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
+RETURNED_BYTES = 2**16
+"""What of a call's results comes back with its run, so that reading it costs no message: results
+whose shards are so small, of one rank together. The others are fetched when they are read."""
+
 
 class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks.
 
     ``writes``: the parameters and buffers that a run changes; ``written``: the same by the module
-    that has them, under its names.
+    that has them, under its names. ``results``: of each result of the function, in order, its name
+    in the program and its layout; ``returned``: those so small that they come back with the run.
     """
 
     def __init__(
@@ -57,6 +63,11 @@ class LoadedProgram:
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
         self.handle = session.cluster.load(program)
+        plan = planned.plan
+        found = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
+        specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in found}
+        self.results = {name: contiguous_layout(spec) for name, spec in specs.items()}
+        self.returned = _small(specs)
         self.writes = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
         self.written = tuple((model, frozenset(own)) for model, own in by_part)
@@ -64,7 +75,13 @@ class LoadedProgram:
             name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
         )
         self._state = state  # the names of constants and weights in the actors' tables
+        self._on = {  # the part of the mesh that takes it, if one stage does
+            i.name: on_stage(plan, self.specs[i.name], *i.stages).on
+            for i in plan.inputs
+            if i.name in self.specs and len(i.stages) == 1
+        }
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
+        self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
 
     def put_caught(self) -> None:
         """Put what the tensors hold now that the program caught, where that is not there yet."""
@@ -86,47 +103,56 @@ class LoadedProgram:
     ) -> list[dict[str, object]]:
         """What each rank is fed: shards of tensors, handles of DTensors, those of ``numbers`` that
         the program reads, and ``extra``."""
-        mesh = self.session.mesh
+        common: dict[str, object] = {**numbers, **(extra or {})}  # of all ranks
+        for name, index in self.planned.arguments.items():
+            leaf = call.leaves[index]
+            if isinstance(leaf, DTensor):
+                common[name] = self._stored(name, leaf)
+            elif name in self._whole:
+                common[name] = _lent(leaf)
         fed: list[dict[str, object]] = []
         cut: dict[tuple[str, object], torch.Tensor] = {}
-        for rank in range(mesh.size):
+        for rank, program in enumerate(self.program.ranks):
             own: dict[str, object] = dict(extra or {})
-            for name in self.program.ranks[rank].inputs:
-                if name in numbers:
-                    own[name] = numbers[name]
-                if name in own:
-                    continue
-                leaf = call.leaves[self.planned.arguments[name]]
-                own[name] = self._shard(name, leaf, rank, cut)
+            for name in program.inputs:
+                if name in common:
+                    own[name] = common[name]
+                else:
+                    leaf = call.leaves[self.planned.arguments[name]]
+                    own[name] = self._shard(name, leaf, rank, cut)
             fed.append(own)
         return fed
 
+    def _stored(self, name: str, x: DTensor) -> Stored:
+        """The name of its shards, if they are what the program takes."""
+        if x.session is not self.session:
+            raise PlanningError(
+                f"{name} belongs to another launch than the one that runs now; "
+                f"fix: distribute it inside this launch"
+            )
+        held = x.held
+        if (name, held) not in self._fitting:
+            self._check_fit(name, held.spec)
+            self._fitting.add((name, held))
+        return Stored(x.name)
+
+    def _check_fit(self, name: str, held: TensorSpec) -> None:
+        if held.on and held.on != self._on.get(name):
+            raise PlanningError(
+                f"{name} is {held}: only a part of the mesh holds it, and an argument is "
+                f"read on all of it.\n"
+                f"fix: pass {name}.full_tensor(), or compute further where it was made"
+            )
+        if not alike(held, self.specs[name]):
+            raise PlanningError(
+                f"{name} is held as {held}, and the program takes it as {self.specs[name]}.\n"
+                f"fix: state its placement before the call, as in x.redistribute(...)"
+            )
+
     def _shard(
         self, name: str, leaf: Any, rank: int, cut: dict[tuple[str, object], torch.Tensor]
-    ) -> object:
+    ) -> torch.Tensor:
         spec = self.specs[name]
-        if isinstance(leaf, DTensor):
-            if leaf.session is not self.session:
-                raise PlanningError(
-                    f"{name} belongs to another launch than the one that runs now; "
-                    f"fix: distribute it inside this launch"
-                )
-            if leaf.spec.on:
-                raise PlanningError(
-                    f"{name} is {leaf.spec}: only a part of the mesh holds it, and an argument is "
-                    f"read on all of it.\n"
-                    f"fix: pass {name}.full_tensor(), or compute further where it was made"
-                )
-            if not alike(leaf.spec, spec):
-                raise PlanningError(
-                    f"{name} is held as {leaf.spec}, and the program takes it as {spec}.\n"
-                    f"fix: state its placement before the call, as in x.redistribute(...)"
-                )
-            return Stored(leaf.name)
-        if name in self._whole:
-            if (name, None) not in cut:
-                cut[name, None] = _lent(leaf)
-            return cut[name, None]
         here = self.session.mesh.coordinates(rank)
         key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
         if key not in cut:
@@ -160,6 +186,16 @@ def load(
     program: LoadedProgram = session.loaded[key][1]
     program.put_caught()
     return program
+
+
+def _small(results: Mapping[str, TensorSpec]) -> frozenset[str]:
+    """The first results, as many as have RETURNED_BYTES on a rank together."""
+    room, found = RETURNED_BYTES, set[str]()
+    for name, spec in results.items():
+        if spec.max_local_nbytes <= room:
+            found.add(name)
+            room -= spec.max_local_nbytes
+    return frozenset(found)
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:

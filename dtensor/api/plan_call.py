@@ -28,7 +28,9 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from dtensor.api.away import as_it_is
 from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.values import contiguous_layout
 from dtensor.api.parallel import ParallelModule, recomputed_modules
 from dtensor.api.stating.auto_stages import cut
 from dtensor.api.stating.placing import (
@@ -37,7 +39,7 @@ from dtensor.api.stating.placing import (
     planner_pins,
     restated,
 )
-from dtensor.api.stating.stages import StagePlan
+from dtensor.api.stating.stages import StagePlan, stage_at, with_parts
 from dtensor.api.together import Models
 from dtensor.daft import Future, GroupFuture
 from dtensor.errors import PlanningError, check_word
@@ -46,7 +48,7 @@ from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.graph import Arg, Const, Graph, Param
+from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
 from dtensor.frontend.reads.reads import Reads
 from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
@@ -106,6 +108,10 @@ class BoundCall:
             places = {id(leaf): every[i] for i, leaf in reversed(list(enumerate(self.leaves)))}
             names = [places.get(id(model), "the model") for model, _ in ordered]
         return Models.of([model for model, _ in ordered], names[: len(ordered)], mesh)
+
+    def specs(self) -> list[TensorSpec]:
+        """Those of its DTensors, and those that stand for one."""
+        return [_spec_of(x) for x in self.leaves if isinstance(x, (DTensor, TensorSpec))]
 
     def _modules(self) -> list[ParallelModule]:
         leaves = (self.fn, *self.leaves)
@@ -281,7 +287,7 @@ def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name:
     """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
     models = call.models(mesh)
     graph = options.graph or call.graph(grads)
-    stages = models.stages
+    stages = models.stages if models else with_parts(models.stages, call.specs(), mesh)
     if stages.waiting:
         one = replace(stages, num_stages=1)
         whole = _request(call, graph, models, mesh, one, replace(options, timetable=None), name)
@@ -309,7 +315,8 @@ def _request(
     name: str,
 ) -> Request:
     """What of a call the planner is asked."""
-    flow = dataflow(graph, stages.held, stages.num_stages, stages.homes)
+    at = _lie_at(call, graph, mesh, stages)
+    flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, at)
     named = _arguments(flow, graph)
     metas = {entry.name: item.meta for item, entry in named}
     leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
@@ -323,6 +330,13 @@ def _request(
             if item.name not in stated:
                 settled.add(item.name)
             stated[item.name] = {**before[item.label], **stated.get(item.name, {})}
+    results = options.results(graph, flow) if options.results else {}
+    for index, placements in results.items():
+        if stages.axis in placements:
+            raise PlanningError(
+                f'out= places result {index} on the axis "{stages.axis}", which holds the stages.\n'
+                f"fix: leave {stages.axis} out of it: a result lies on the stage that makes it"
+            )
     timetable = options.timetable
     num_microbatches = options.num_microbatches
     if num_microbatches > 1:
@@ -338,7 +352,7 @@ def _request(
         pinned_by=found.pinned_by,
         settled=frozenset(settled),
         batch=found.batch,
-        results=options.results(graph, flow) if options.results else {},
+        results=results,
         split_results=options.split_results,
         stage_axis=stages.axis,
         stage_ranks=stages.ranks if timetable is None else timetable.grid.home(),
@@ -385,6 +399,29 @@ def _arguments(flow: Dataflow, graph: Graph) -> list[tuple[Input, Arg]]:
     ]
 
 
+def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dict[str, int]:
+    """Plan input to its stage, of arguments that only a part of the mesh holds."""
+    found: dict[str, int] = {}
+    for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
+        leaf = call.leaves[entry.index] if isinstance(entry, Arg) else None
+        if not isinstance(leaf, (DTensor, TensorSpec)) or not (spec := _spec_of(leaf)).on:
+            continue
+        if any(not isinstance(output, Result | Mutation) for output in graph.outputs):
+            raise PlanningError(
+                f"{entry.name} is {spec}: only a part of the mesh holds it, and where there are "
+                f"gradients an argument is read on all of it.\n"
+                f"fix: pass {entry.name}.full_tensor()"
+            )
+        stage = stage_at(entry.name, spec, stages, mesh)
+        if stages.num_stages > 1:  # those of stages that are still to be chosen are one
+            found[node.name] = stage
+    return found
+
+
+def _spec_of(leaf: DTensor | TensorSpec) -> TensorSpec:
+    return leaf.spec if isinstance(leaf, DTensor) else leaf
+
+
 def _recomputed(models: Models, options: Options, flow: Dataflow) -> frozenset[str]:
     """The modules whose forward runs again; none where the program has no backward."""
     globs = options.recompute or models.recompute
@@ -407,7 +444,7 @@ def _input_pins(
     merged: dict[str, Mapping[str, Placement]] = dict(pins.pins)
     for name, leaf in leaves.items():
         if isinstance(leaf, (DTensor, TensorSpec)):
-            spec = leaf.spec if isinstance(leaf, DTensor) else leaf
+            spec = _spec_of(leaf)
             if spec.mesh != mesh:
                 raise PlanningError(
                     f"{name} is on {spec.mesh}, the program is for {mesh}.\n"
@@ -461,9 +498,10 @@ def leaf_key(leaf: Any) -> object:
     """What the captured program depends on."""
     match leaf:
         case DTensor():
-            return (leaf.spec, leaf.requires_grad)
+            with as_it_is():  # or torch asks a function of ours
+                return (leaf.held, leaf.requires_grad)
         case TensorSpec():
-            return (leaf, leaf.requires_grad)
+            return (contiguous_layout(leaf), leaf.requires_grad)
         case torch.Tensor():
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case float():

@@ -18,8 +18,9 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,13 +49,17 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """An output of a run that comes back with it, besides staying on the ranks."""
+
+    run: Future
+    output: str
+
+
 Backend = Literal["inprocess", "ray"]
 LocalKind = Literal["generated", "inductor"]
-
-MOST_GARBAGE = 32
-MOST_GARBAGE_BYTES = 2**26
-"""How many values that nobody refers to, and bytes of them all, may wait to be dropped: dropping
-them is a call to every actor."""
 
 
 class MeshSession:
@@ -71,7 +76,6 @@ class MeshSession:
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
-        self.garbage_bytes = 0  # as if no rank held a part
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
 
@@ -101,8 +105,7 @@ class MeshSession:
 
     def put(self, values: Sequence[Mapping[str, object]]) -> None:
         self.check()
-        self._collect()
-        self.cluster.put(values)
+        self.cluster.put(values, drop=self._garbage())
 
     def fetch(self, name: str, ranks: Sequence[int]) -> list[Any]:
         self.check()
@@ -112,6 +115,17 @@ class MeshSession:
         except DaftError as error:
             raise self.told(error) from error.__cause__
         return [found[r][0] for r in ranks]
+
+    def returned(self, of: Returned, ranks: Sequence[int]) -> list[torch.Tensor]:
+        """Shards of a run that came back with it, copies of them. Waits for that run alone."""
+        self.check()
+        try:
+            if self.cluster.failure is not None:
+                raise self.cluster.failure
+            found = of.run.get()
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
+        return [found[r][of.output].clone() for r in ranks]
 
     def told(self, error: DaftError) -> DaftError:
         """The error; where the state is lost with it, it says which was saved last."""
@@ -131,21 +145,20 @@ class MeshSession:
             error.add_note("; ".join(parts))
         return error.with_traceback(None)  # of where it was raised before: no news to the user
 
-    def forget(self, name: str, ranks: tuple[int, ...], nbytes: int) -> None:
-        """Called when a value is garbage: a later call drops its shards, many at once."""
+    def forget(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Called when a value is garbage: its shards are dropped with the next put or run."""
         if not self.closed:
             self.garbage.append((name, ranks))
-            self.garbage_bytes += nbytes
 
-    def _collect(self) -> None:
-        if not self.garbage or self.cluster.failure is not None:
-            return
-        names: list[list[str]] = [[] for _ in range(self.mesh.size)]
-        for name, ranks in self.garbage:
-            for rank in ranks:
-                names[rank].append(name)
-        self.garbage, self.garbage_bytes = [], 0
-        self.cluster.delete(names)
+    def _garbage(self) -> dict[int, list[str]]:
+        """What nobody refers to, by rank; whoever asks has it dropped."""
+        names: dict[int, list[str]] = {}
+        if self.garbage:
+            garbage, self.garbage = self.garbage, []
+            for name, ranks in garbage:
+                for rank in ranks:
+                    names.setdefault(rank, []).append(name)
+        return names
 
     def run(
         self,
@@ -153,16 +166,25 @@ class MeshSession:
         inputs: Sequence[Mapping[str, object]],
         keep: Mapping[str, str],
         counted: Counted | None = None,
+        returned: Collection[str] = (),
     ) -> Future:
+        """``returned``: those of ``keep`` that come back too."""
         self.check()
-        if len(self.garbage) >= MOST_GARBAGE or self.garbage_bytes >= MOST_GARBAGE_BYTES:
-            self._collect()
-        if not self._noting:
-            return self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
         begin = time.monotonic()
-        self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
+        if self._noting:
+            self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
         called = time.monotonic()
-        future = self.cluster.run(handle, inputs, mode=self.mode, keep=keep, counted=counted)
+        future = self.cluster.run(
+            handle,
+            inputs,
+            mode=self.mode,
+            keep=keep,
+            counted=counted,
+            returned=returned,
+            drop=self._garbage(),
+        )
+        if not self._noting:
+            return future
         self.noted = Noted(handle, future, called, called - begin, time.monotonic())
         return future
 

@@ -129,6 +129,27 @@ def test_state_lives_from_run_to_run(mode: Mode) -> None:
             cluster.get([("w",), (), ()]).get()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept_comes_back_too(mode: Mode) -> None:
+    """As a copy of its own; and what nobody needs goes with the message of a put or a run."""
+    with launch_cluster(3) as cluster:
+        cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 3)
+        handle = cluster.load(pipeline(3))
+        fed = [{"x": torch.arange(4.0)}, {}, {}]
+        kept = {"y": "last"}
+        assert cluster.run(handle, fed, mode=mode, keep=kept).get()[2] == {}
+        drop = {2: ["last"]}
+        found = cluster.run(handle, fed, mode=mode, keep=kept, returned={"y"}, drop=drop).get()
+        assert found[:2] == [{}, {}] and found[2]["y"].tolist() == [3, 4, 5, 6]
+        found[2]["y"].zero_()
+        before = cluster.calls
+        assert cluster.get([(), (), ("last",)]).get()[2][0].tolist() == [3, 4, 5, 6]
+        cluster.put([{"v": torch.ones(())}] * 3, drop={2: ["last"]})
+        assert cluster.calls - before == 6
+        with pytest.raises(LookupError, match="Rank 2 has no value 'last'"):
+            cluster.get([(), (), ("last",)]).get()
+
+
 def test_a_compiled_run_is_one_call_per_actor() -> None:
     with launch_cluster(4, ranks_per_actor=2) as cluster:
         handle = cluster.load(program([], [], [], []))

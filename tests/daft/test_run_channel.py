@@ -21,7 +21,7 @@ pytest.importorskip("ray")
 from dtensor.daft.ray.host import Host
 from dtensor.daft.ray.messages import ASKED, GAVE, TOLD, Pickled, encoded, incoming, join, send
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
+from dtensor.daft.ray.run_channel import MOST_UNREAD, CallLost, NotYet, Reply, RunChannel
 
 LARGE = 1 << 24
 """Bytes, many times what sockets hold."""
@@ -40,6 +40,9 @@ class Echo:
 
     def give(self, value: Any) -> Any:
         return value
+
+    def make(self, size: int) -> bytes:
+        return bytes(size)
 
     def all(self) -> list[Any]:
         return self.kept
@@ -160,6 +163,19 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
+    """So that a host is not held up in its write by results that nobody waits for yet."""
+    with channel_of(tmp_path) as (channel, _):
+        for _ in range(100):  # many times what sockets hold
+            channel.send(0, ASKED, (Echo.make,), (1 << 16,))
+        end = time.monotonic() + 30.0
+        while len(channel._lines[0].expected) >= MOST_UNREAD and time.monotonic() < end:
+            channel.send(0, TOLD, (Echo.keep,), (1,))
+            time.sleep(0.001)
+        assert len(channel._lines[0].expected) < MOST_UNREAD
+        assert channel._writer is None  # which would have read, too
+
+
 def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, (echo,)):
         channel.send(0, ASKED, (Echo.wait,), ())

@@ -362,6 +362,8 @@ def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
 def fetch(value: Value) -> list[torch.Tensor]:
     """The shards, one per rank that holds them. Waits."""
     try:
+        if value.returned is not None:
+            return value.session.returned(value.returned, holders_of(value.spec))
         return value.session.fetch(value.name, holders_of(value.spec))
     except DaftError as error:
         raise located(value.session, error) from error.__cause__

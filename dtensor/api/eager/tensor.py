@@ -29,11 +29,12 @@ from dtensor.api.eager.values import (
     Alias,
     Cell,
     CellTensor,
+    Layout,
     Value,
     ViewStep,
-    contiguous_strides,
+    contiguous,
+    contiguous_layout,
     fresh_name,
-    layout_of,
 )
 from dtensor.api.session import MeshSession, session_for
 from dtensor.api.stating.placing import check_fit, restated
@@ -55,8 +56,7 @@ class DTensor(CellTensor):
 
     def __new__(cls, spec: TensorSpec, session: MeshSession, name: str) -> DTensor:
         """The tensor whose shards are stored under ``name``, which it drops with itself."""
-        strides = contiguous_strides(spec.shape)
-        return cls.of(Cell(session, layout_of(spec, strides), Value(session, name, spec)))
+        return cls.of(Cell(session, contiguous_layout(spec), Value(session, name, spec)))
 
     def __init__(self, spec: TensorSpec, session: MeshSession, name: str) -> None:
         pass
@@ -88,6 +88,13 @@ class DTensor(CellTensor):
     def spec(self) -> TensorSpec:
         """Global shape, dtype and placement: ``str(x.spec)`` is "f32[8@tp,16]"."""
         return spec_of(self)
+
+    @property
+    def held(self) -> Layout:
+        """Its spec as a layout, the same object for equal specs: a spec takes longer to compare."""
+        if self._view is None:
+            return contiguous(self._cell.layout)
+        return contiguous_layout(spec_of(self))
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -257,8 +264,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.back = like_spec(before)
         if before == target:
             value = x.value()
-            layout = layout_of(value.spec, contiguous_strides(value.spec.shape))
-            return DTensor.of(Cell(value.session, layout, value))
+            return DTensor.of(Cell(value.session, contiguous_layout(value.spec), value))
         ran = execute(None, (x,), {}, pinned=target.sharding, told=True)
         return _as_tensors(ran.cells()[0])
 

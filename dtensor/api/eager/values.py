@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from dtensor.api.session import MeshSession
+from dtensor.api.session import MeshSession, Returned
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.spec import TensorSpec
@@ -37,17 +37,23 @@ def fresh_name() -> str:
 
 
 class Value:
-    """Shards on the ranks of a session, under one name; dropped there with this object."""
+    """Shards on the ranks of a session, under one name; dropped there with this object.
 
-    __slots__ = ("name", "session", "spec")
+    ``returned``: where they come back with the run that makes them, besides.
+    """
 
-    def __init__(self, session: MeshSession, name: str, spec: TensorSpec) -> None:
+    __slots__ = ("name", "returned", "session", "spec")
+
+    def __init__(
+        self, session: MeshSession, name: str, spec: TensorSpec, returned: Returned | None = None
+    ) -> None:
         self.session = session
         self.name = name
         self.spec = spec
+        self.returned = returned
 
     def __del__(self) -> None:
-        self.session.forget(self.name, holders_of(self.spec), self.spec.nbytes)
+        self.session.forget(self.name, holders_of(self.spec))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +67,16 @@ class Layout:
 @cache
 def layout_of(spec: TensorSpec, strides: tuple[int, ...]) -> Layout:
     return Layout(spec, strides)
+
+
+def contiguous_layout(spec: TensorSpec) -> Layout:
+    return layout_of(spec, contiguous_strides(spec.shape))
+
+
+@cache
+def contiguous(layout: Layout) -> Layout:
+    """The same spec without other strides; equal specs are told by identity then."""
+    return contiguous_layout(layout.spec)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

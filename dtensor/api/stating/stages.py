@@ -32,7 +32,9 @@ from dtensor.api.stating.patterns import (
     no_match,
 )
 from dtensor.errors import PlanningError, check_number
+from dtensor.sharding.plan.request import dealt
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,29 @@ class StagePlan:
 
 
 NO_STAGES = StagePlan(axis=None, num_stages=1, held={})
+
+
+def with_parts(stages: StagePlan, specs: Sequence[TensorSpec], mesh: Mesh) -> StagePlan:
+    """The stages of a program whose models have ``stages``, for arguments that lie so: without
+    models, an argument on a part of an axis makes the axis one of stages, one for each rank."""
+    axis = next((spec.on[0][0] for spec in specs if spec.on), None)
+    if stages.axis is not None or axis is None:
+        return stages
+    return StagePlan(axis=axis, num_stages=mesh.axis_size(axis), held={})
+
+
+def stage_at(name: str, spec: TensorSpec, stages: StagePlan, mesh: Mesh) -> int:
+    """The stage on which an argument lies, the first of its ranks. PlanningError where its part of
+    the mesh is no stage's."""
+    if stages.axis is None or [axis for axis, _ in spec.on] != [stages.axis]:
+        has = f"stages over {stages.axis}" if stages.axis else "no stages"
+        raise PlanningError(
+            f"{name} is {spec}: only a part of the mesh holds it, which is no stage of the "
+            f"program's.\n  {mesh}, {has}\n"
+            f"fix: pass {name}.full_tensor(), or compute further where it was made"
+        )
+    ranks = stages.ranks or dealt(stages.num_stages, mesh.axis_size(stages.axis))
+    return ranks.index(spec.on[0][1])
 
 
 def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:

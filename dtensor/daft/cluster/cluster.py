@@ -28,7 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -43,7 +43,7 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.undone import Fault, Undone, first_fault
-from dtensor.daft.run.worker import NOTHING_KEPT, Counted, Worker
+from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
@@ -130,8 +130,12 @@ class Cluster(ABC):
     recording: list[RecordedRun] | None = None
 
     @abstractmethod
-    def put(self, values: Sequence[Mapping[str, object]]) -> None:
-        """Store values in each rank's table, as state of programs."""
+    def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
+        """Store values in each rank's table, as state of programs.
+
+        `drop`: rank to names of its values that nobody needs; they go with a later call of that
+        rank, this one or another, and cost no call of their own.
+        """
 
     @abstractmethod
     def get(self, names: Sequence[Sequence[str]]) -> Future:
@@ -158,12 +162,15 @@ class Cluster(ABC):
         mode: Mode = "compiled",
         keep: Mapping[str, str] = NOTHING_KEPT,
         counted: Counted | None = None,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
     ) -> Future:
         """Run a program once; for each rank, a dict of its outputs.
 
         An input may be `Stored(name)`: the value of that name in the rank's table, not copied.
         `keep`: output name to a name under which it stays in the rank's table instead of coming
-        back; ranks that do not have the output keep nothing. `counted`: as what the run counts.
+        back; ranks that do not have the output keep nothing. `returned`: those of them that come
+        back too. `counted`: as what the run counts. `drop`: as of `put`.
         """
 
     @abstractmethod
@@ -235,6 +242,7 @@ class HostedCluster(Cluster):
         self._next_handle = 0
         self._closed = False
         self._raised: set[int] = set()  # runs that were undone, whose failure was raised
+        self._unneeded: dict[int, list[str]] = {}  # by rank, what its host is to be told to drop
         self._lock = threading.RLock()
 
     # -- what a backend does --------------------------------------------------------------------
@@ -258,8 +266,12 @@ class HostedCluster(Cluster):
     def _end(self) -> None: ...
 
     # -- what is the same everywhere ------------------------------------------------------------
-    def put(self, values: Sequence[Mapping[str, object]]) -> None:
-        self._submit(Worker.put, self._parts(values, "put"), read=False)
+    def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
+        parts = self._parts(values, "put")
+        with self._lock:
+            dropped = self._dropped(drop)
+            given = [(*part, own) for part, own in zip(parts, dropped, strict=True)]
+            self._submit(Worker.put, given, read=False)
 
     def get(self, names: Sequence[Sequence[str]]) -> Future:
         wanted = self._parts([tuple(own) for own in names], "get")
@@ -293,38 +305,51 @@ class HostedCluster(Cluster):
         mode: Mode = "compiled",
         keep: Mapping[str, str] = NOTHING_KEPT,
         counted: Counted | None = None,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
     ) -> Future:
         self._check()
         check_inputs(handle, inputs)
         fed = [{rank: inputs[rank] for rank in ranks} for ranks in self.hosts]
         with self._lock:
             run, self.runs = self.runs, self.runs + 1
+            dropped = self._dropped(drop)
             if mode != "interpreted":
                 begin, recording = time.monotonic(), self.recording
                 timed = mode == "timed" or recording is not None
-                parts = [(handle.id, own, dict(keep), counted, timed) for own in fed]
+                parts = [
+                    (handle.id, own, dict(keep), counted, timed, returned, gone)
+                    for own, gone in zip(fed, dropped, strict=True)
+                ]
                 future = _Called(self, self._each(Worker.run, parts, run, True))
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
                 return future
             try:
-                return self._run_interpreted(handle, run, fed, (dict(keep), counted))
+                parts = [
+                    (handle.id, own, dict(keep), counted, returned, gone)
+                    for own, gone in zip(fed, dropped, strict=True)
+                ]
+                return self._run_interpreted(handle, run, parts)
             except DaftError as error:
                 return Finished([], error)
             except BaseException:
                 self._interrupted()
                 raise
 
-    def _run_interpreted(
-        self,
-        handle: Handle,
-        run: int,
-        fed: Sequence[Mapping[int, object]],
-        extra: tuple[Mapping[str, str], Counted | None],
-    ) -> Future:
+    def _dropped(self, drop: Names) -> list[Names]:
+        """For each host, what a message to it is to drop; what no message took before, too."""
+        for rank, names in drop.items():
+            self._unneeded.setdefault(rank, []).extend(names)
+        if not self._unneeded:
+            return [{}] * len(self.hosts)
+        unneeded, self._unneeded = self._unneeded, {}
+        return [{r: unneeded[r] for r in ranks if r in unneeded} for ranks in self.hosts]
+
+    def _run_interpreted(self, handle: Handle, run: int, parts: Sequence[Part]) -> Future:
         """One instruction at a time, in an order in which a single thread would never block."""
         lists = handle.report.lists
-        self.collect(self._submit(Worker.begin, [(handle.id, own, *extra) for own in fed]))
+        self.collect(self._submit(Worker.begin, parts))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
         everyone = (tuple(range(self.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:

@@ -15,7 +15,7 @@ Invariants: a part starts nothing and closing it stops nothing; a failure of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -39,7 +39,7 @@ from dtensor.daft.ir.instructions import (
     Wait,
 )
 from dtensor.daft.ir.program import Program, RankProgram
-from dtensor.daft.run.worker import NOTHING_KEPT, Counted, Stored
+from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
 
 
 class Part(Cluster):
@@ -79,10 +79,10 @@ class Part(Cluster):
         """The name that the whole has for a name in the part's tables."""
         return self.prefix + name
 
-    def put(self, values: Sequence[Mapping[str, object]]) -> None:
+    def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
         self._check(values, "put")
         named = [{self.inner(n): v for n, v in own.items()} for own in values]
-        self.whole.put(self._spread(named, {}))
+        self.whole.put(self._spread(named, {}), drop=self._dropped(drop))
 
     def get(self, names: Sequence[Sequence[str]]) -> Future:
         self._check(names, "get")
@@ -108,6 +108,8 @@ class Part(Cluster):
         mode: Mode = "compiled",
         keep: Mapping[str, str] = NOTHING_KEPT,
         counted: Counted | None = None,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
     ) -> Future:
         self._check(inputs, f"A run of {handle.program.name!r}")
         fed = [
@@ -120,8 +122,19 @@ class Part(Cluster):
         kept = {output: self.inner(name) for output, name in keep.items()}
         counted = counted and replace(counted, key=self.inner(counted.key))
         fed = self._spread(fed, {})
-        future = self.whole.run(handle, fed, mode=mode, keep=kept, counted=counted)
+        future = self.whole.run(
+            handle,
+            fed,
+            mode=mode,
+            keep=kept,
+            counted=counted,
+            returned=returned,
+            drop=self._dropped(drop),
+        )
         return _PartFuture(future, self.ranks)
+
+    def _dropped(self, drop: Names) -> Names:
+        return {self.ranks[rank]: [self.inner(n) for n in own] for rank, own in drop.items()}
 
     def check_undone(self) -> None:
         self.whole.check_undone()

@@ -11,10 +11,11 @@ once, since a host is busy and the socket full, is copied and written by a threa
 all of it is; so a call waits for nothing, however large it is.
 
 Invariants: the controller reads whenever it waits and whenever something is unwritten, so that a
-host that writes a large result never waits for one that itself waits to be read. One thread at a
-time reads, the others wait for it; no lock is held while anybody waits. An exception within a read
-or a write, as Ctrl-C is, breaks the connection: nothing is taken for another call's answer. A
-connection that breaks says nothing about why (`watch.py`).
+host that writes a large result never waits for one that itself waits to be read; who calls on and
+on without waiting reads what has come. One thread at a time reads, the others wait for it; no lock
+is held while anybody waits. An exception within a read or a write, as Ctrl-C is, breaks the
+connection: nothing is taken for another call's answer. A connection that breaks says nothing about
+why (`watch.py`).
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ from dtensor.daft.ray.messages import (
 
 LONGEST_PATH = 100
 """Bytes of a unix socket's path that every system takes."""
+MOST_UNREAD = 8
+"""Calls of a host whose answers nobody has read: from then on each call reads what has come. Else a
+host would stand still in a write, its socket full of results, until somebody waits for one."""
 WRITER_S = 0.1  # how often the thread that writes looks whether the channel was closed
 
 
@@ -167,6 +171,8 @@ class RunChannel:
             except BaseException:
                 self._break(line, interrupted=True)
                 raise
+        if len(line.expected) >= MOST_UNREAD:
+            self._wait(lambda: len(line.expected) < MOST_UNREAD, 0.0)
         return reply
 
     def get(self, replies: Sequence[Reply], seconds: float) -> list[Any]:

@@ -7,6 +7,9 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
     worker.load(7, sites, program)
     worker.run(7, {0: {"x": torch.ones(2)}, 1: {}})       # {0: {"y": tensor}, 1: {}}
 
+What a run is to keep stays in the table; what of it is also to be `returned` comes back besides, as
+a copy of its own. What nobody needs any more is dropped first, by the message of a put or a run.
+
 A run that failed, and was undone, leaves nothing but `Spoiled` under the names of outputs that it
 was to keep, where there was no value before. Runs may be counted (`Counted`): an input is then the
 number of the run among those that were not undone, whether the controller knows of all that were or
@@ -21,7 +24,7 @@ by one thread at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -38,6 +41,7 @@ from dtensor.daft.verification.pairing import Site
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
 NOTHING_KEPT: Mapping[str, str] = MappingProxyType({})
+NOTHING_DROPPED: Names = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,12 @@ class Worker:
         self._table: Table = {}
         self._runs = 0
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
+        self._returned: Collection[str] = ()  # of the run under way, as `_now` is
         self._undone: deque[Undone] = deque(maxlen=MOST_UNDONE)
         self._num_undone: dict[str, int] = {}  # of what is counted
 
-    def put(self, values: Values) -> None:
+    def put(self, values: Values, drop: Names = NOTHING_DROPPED) -> None:
+        self.delete(drop)
         for rank, named in values.items():
             for name, value in named.items():
                 self._table[rank, name] = copy_to(value, self.device)
@@ -131,17 +137,27 @@ class Worker:
         keep: Mapping[str, str] = NOTHING_KEPT,
         counted: Counted | None = None,
         timed: bool = False,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
     ) -> dict[int, dict[str, object]] | Undone:
-        """The outputs of the hosted ranks."""
+        """The outputs of the hosted ranks: those that are not kept, and of these the `returned`."""
+        self.delete(drop)
         engine = self.engines[handle]
-        fed = self._in(handle, inputs, keep, counted)
+        fed = self._in(handle, inputs, keep, counted, returned)
         made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
 
     def begin(
-        self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
+        self,
+        handle: int,
+        inputs: Values,
+        keep: Mapping[str, str],
+        counted: Counted | None,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
     ) -> None:
-        fed = self._in(handle, inputs, keep, counted)
+        self.delete(drop)
+        fed = self._in(handle, inputs, keep, counted, returned)
         self.engines[handle].begin(fed, keeps=bool(keep))
 
     def step(self, handle: int, position: int) -> None:
@@ -159,9 +175,14 @@ class Worker:
         self.transport.close()
 
     def _in(
-        self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
+        self,
+        handle: int,
+        inputs: Values,
+        keep: Mapping[str, str],
+        counted: Counted | None,
+        returned: Collection[str],
     ) -> dict[int, dict[str, object]]:
-        self._now = keep, counted
+        self._now, self._returned = (keep, counted), returned
         self._runs += 1
         written = self._written[handle]
         fed = {
@@ -204,7 +225,9 @@ class Worker:
                     self._table[rank, name] = copy_to(named[output], self.device)
         cpu = torch.device("cpu")
         return {
-            rank: {n: copy_to(v, cpu) for n, v in named.items() if n not in keep}
+            rank: {
+                n: copy_to(v, cpu) for n, v in named.items() if n not in keep or n in self._returned
+            }
             for rank, named in results.items()
         }
 
@@ -242,4 +265,6 @@ def copy_to(value: object, device: torch.device) -> object:
     """A contiguous copy of a tensor on `device`; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
+    if value.device == device:  # half the time of `to`
+        return value.detach().clone(memory_format=torch.contiguous_format)
     return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)

@@ -5,9 +5,11 @@
 An op goes to the latest stage among its inputs, or on to the one that holds its module's
 parameters (a norm written out begins on the stage of its weight); a parameter ties the op to a
 stage that holds it. What depends on the batch alone, or on constants or one parameter alone,
-floats: it is repeated on each stage that uses it, and a batch is fed to each of them. A backward
-op runs where its forward op ran, a sum of gradients where these are. The gradient of a parameter
-that several stages use leaves as one contribution per stage, to be summed once.
+floats: it is repeated on each stage that uses it, and a batch is fed to each of them. An argument
+that lies on one stage (``at``) is fed there alone and sent where it is used; what is made of it
+floats too, and leaves from that stage. A backward op runs where its forward op ran, a sum of
+gradients where these are. The gradient of a parameter that several stages use leaves as one
+contribution per stage, to be summed once.
 
 Not here: which stage holds what (api/stating/stages.py), how values cross
 (sharding/plan/emit/values.py).
@@ -29,22 +31,30 @@ Stages = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Fixed on one stage, or floating among ``allowed`` (None: any)."""
+    """Fixed on one stage, or floating among ``allowed`` (None: any). ``home``: of what floats, the
+    latest stage on which an argument lies that it is made of."""
 
     stage: int | None
     allowed: frozenset[int] | None = None
+    home: int | None = None
 
 
 def staged(
-    flow: Dataflow, stages: Stages, num_stages: int, homes: Stages | None = None
+    flow: Dataflow,
+    stages: Stages,
+    num_stages: int,
+    homes: Stages | None = None,
+    at: Mapping[str, int] | None = None,
 ) -> Dataflow:
     """``flow`` with a stage for every op and input; what floats is repeated where it is used.
 
     ``stages``: canonical name of a parameter or buffer to the stages that hold it; ``homes``: each
-    of its names to those of that name, which say on which of the stages a module's ops are.
+    of its names to those of that name, which say on which of the stages a module's ops are;
+    ``at``: name of an argument to the one stage on which it lies.
     Raises PlanningError where an op would need a parameter of a stage before its inputs'.
     """
-    return _Stager(flow, stages, stages if homes is None else homes, num_stages).assign()
+    homes = stages if homes is None else homes
+    return _Stager(flow, stages, homes, at or {}, num_stages).assign()
 
 
 @dataclass(slots=True)
@@ -52,6 +62,7 @@ class _Stager:
     flow: Dataflow
     held: Stages
     homes: Stages
+    at: Mapping[str, int]
     num_stages: int
     places: dict[str, _Place] = field(default_factory=dict)  # by value
     op_places: dict[str, _Place] = field(default_factory=dict)
@@ -76,7 +87,7 @@ class _Stager:
             return _Place(None, frozenset(self.held[item.label]))
         if item.kind == "tangent":
             return _Place(self.num_stages - 1)
-        return _Place(None, None)
+        return _Place(None, None, self.at.get(item.name))
 
     def _op_place(self, op: Op) -> _Place:
         operands = [self.places[name] for name in op.operands]
@@ -88,7 +99,8 @@ class _Stager:
         batch = any(p.stage is None and p.allowed is None for p in operands)
         batch = batch and not self.flow.batch_values.isdisjoint(op.operands)
         if not fixed and (allowed is None or (allowed and not batch)):
-            return _Place(None, allowed)
+            lie = [p.home for p in operands if p.home is not None]
+            return _Place(None, allowed, max(lie, default=None))
         if op.phase == "backward":
             stage = self._backward_stage(op, fixed, allowed)
         else:
@@ -168,7 +180,7 @@ class _Stager:
                     )
                 )
         inputs = tuple(
-            replace(item, stages=tuple(sorted(needed.get(item.name, ()))) or (0,))
+            replace(item, stages=self._fed(item, needed.get(item.name, set())))
             for item in self.flow.inputs
         )
         final = tuple(replace(o, value=renamed.get((o.value, o.stage), o.value)) for o in outputs)
@@ -176,13 +188,21 @@ class _Stager:
         flow.verify()
         return flow
 
+    def _fed(self, item: Input, needed: set[int]) -> tuple[int, ...]:
+        """The stages that hold an input."""
+        if item.name in self.at:
+            return (self.at[item.name],)
+        return tuple(sorted(needed)) or (0,)
+
     def _needed(self) -> dict[str, set[int]]:
         """Op or input name to the stages that need it, for what floats."""
         needed: dict[str, set[int]] = {}
         for output in self.flow.outputs:
             place = self.places[output.value]
             if place.stage is None:
-                stage = min(place.allowed) if place.allowed else self.num_stages - 1
+                stage = place.home
+                if stage is None or stage not in (place.allowed or (stage,)):
+                    stage = min(place.allowed) if place.allowed else self.num_stages - 1
                 needed.setdefault(output.value, set()).add(stage)
         for op in reversed(self.flow.ops):
             place = self.op_places[op.name]
@@ -206,9 +226,12 @@ class _Stager:
         extra: list[Op] = []
         dropped: set[str] = set()
         for output in self.flow.outputs:
-            stage = self.places[output.value].stage
+            place = self.places[output.value]
+            stage = place.stage
             if stage is None:
-                stage = min(needed[output.value])
+                stages = needed[output.value]
+                stage = place.home if place.home in stages else min(stages)
+            assert stage is not None
             if output.kind != "gradient" or len(self.held.get(str(output.of), ())) < 2:
                 outputs.append(replace(output, stage=stage))
                 continue

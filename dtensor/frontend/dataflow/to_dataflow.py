@@ -35,15 +35,20 @@ from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, Output
 
 
 def dataflow(
-    graph: Graph, stages: Stages | None = None, num_stages: int = 1, homes: Stages | None = None
+    graph: Graph,
+    stages: Stages | None = None,
+    num_stages: int = 1,
+    homes: Stages | None = None,
+    at: Mapping[str, int] | None = None,
 ) -> Dataflow:
     """The Dataflow of ``graph``. ``stages``: parameter or buffer name to the stages that hold it;
-    ``homes``: by each of their names, see assign_stages.py.
+    ``homes``: by each of their names; ``at``: name of an argument to the stage on which it lies;
+    see assign_stages.py.
 
     Raises PlanningError where an op would need a parameter of a stage before its inputs'.
     """
     flow = _ops(graph)
-    return flow if num_stages == 1 else staged(flow, stages or {}, num_stages, homes)
+    return flow if num_stages == 1 else staged(flow, stages or {}, num_stages, homes, at)
 
 
 # -- ops -----------------------------------------------------------------------------------------

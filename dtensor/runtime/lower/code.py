@@ -209,6 +209,8 @@ class CodeBuilder:
                 return self.bind(str(value).replace(".", "_"), value)
             case _ if isinstance(value, _PLAIN):
                 return repr(value)
+            case OpOverload() if value in PLAIN and self.device.type != "meta":
+                return self.bind("constant", PLAIN[value])  # which another function calls
             case _:
                 return self.bind("constant", value)
 

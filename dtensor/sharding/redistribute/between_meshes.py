@@ -196,6 +196,8 @@ def busiest_seconds(
 def holders_of(spec: TensorSpec) -> tuple[int, ...]:
     """The ranks of the mesh that hold the value: those on its part (``spec.on``)."""
     mesh = spec.mesh
+    if not spec.on:
+        return tuple(range(mesh.size))
     return tuple(
         rank
         for rank in range(mesh.size)
