@@ -22,7 +22,7 @@ from dtensor.daft import Call, launch_cluster
 from dtensor.daft.run import worker
 from dtensor.daft.run.engine import Engine
 from dtensor.runtime.shard_optimizer import ShardOptimizer
-from dtensor.sharding.ops.attention import _attention_math, _attention_math_backward, _rows
+from dtensor.sharding.ops.attention import _attention_math, _attention_math_backward, aligned
 from tests.api.training import (
     Run,
     assert_gradients_close,
@@ -231,6 +231,45 @@ def test_attention(device: str, shape: tuple[int, ...], layout: str, is_causal: 
         _close(a, b)
 
 
+MASKS = ["lengths", "by query", "some see nothing", "bias", "by head"]
+
+
+def _mask(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
+    b, h, _, t, s, _ = shape
+    match kind:
+        case "lengths":
+            made = (torch.arange(s) < torch.arange(1, b + 1)[:, None] * s // b)[:, None, None]
+        case "by query":
+            made = torch.rand(b, 1, t, s) < 0.7
+        case "some see nothing":
+            made = (torch.rand(b, 1, t, s) < 0.7) & (torch.arange(t) % 2 == 0)[:, None]
+        case "bias":
+            made = torch.randn(t, s)
+        case _:
+            made = torch.randn(1, h, t, s).masked_fill(torch.rand(s) < 0.2, float("-inf"))
+    return made.to(device)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", ["contiguous", "fused"])
+@pytest.mark.parametrize("shape", [*SHAPES, (4, 8, 2, 1, 40, 64)], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_masked(device: str, shape: tuple[int, ...], layout: str, mask: str) -> None:
+    """Against torch's plain math in float64; what sees nothing gets zeros."""
+    torch.manual_seed(0)
+    q, k, v, grad = _inputs(shape, layout, device)
+    given = _mask(mask, shape, device)
+    out, lse = torch.ops.dt.attention_masked(q, k, v, given, 0.3)
+    assert out.stride() == torch.empty_like(q).stride() and bool(lse.isfinite().all())
+    grads = torch.ops.dt.attention_masked_backward(grad, q, k, v, given, out, lse, 0.3)
+    exact = [x.cpu().double().requires_grad_() for x in (q, k, v)]
+    added = given.cpu() if given.dtype == torch.bool else given.cpu().double()
+    want = F.scaled_dot_product_attention(*exact, added, scale=0.3, enable_gqa=True)
+    expected = torch.autograd.grad(want, exact, grad.cpu().double())
+    for a, b in zip((out, *grads), (want, *expected), strict=True):
+        _close(a, b.detach())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_in_half_precision_against_torch(device: str, dtype: torch.dtype) -> None:
@@ -260,8 +299,8 @@ def test_the_fallback_of_attention(device: str, shape: tuple[int, ...], is_causa
 
 def test_rows_are_copied_only_where_the_kernel_could_not_read_them() -> None:
     x = torch.randn(2, 3, 5, 8)
-    assert _rows(x) is x
+    assert aligned(x) is x
     kept = x.transpose(1, 2)
-    assert _rows(kept) is kept
+    assert aligned(kept) is kept
     for odd in (x.mT, torch.randn(2, 3, 5, 13)[..., :8], torch.randn(2, 3, 5, 16)[..., 1:9]):
-        assert torch.equal(_rows(odd), odd) and _rows(odd).is_contiguous()
+        assert torch.equal(aligned(odd), odd) and aligned(odd).is_contiguous()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtensor as dt
 from tests.api.training import assert_same_bits
@@ -33,7 +34,7 @@ MESHES: dict[str, dict[str, int]] = {
 }
 
 
-def make_step(name: str, mesh: str) -> dt.TrainStep:
+def make_step(name: str, mesh: str, fn: Callable[..., Tensor] = loss_fn) -> dt.TrainStep:
     model, axes = build(name), MESHES[mesh]
     tp = axes.get("tp")
     placed = dt.parallelize(
@@ -45,7 +46,7 @@ def make_step(name: str, mesh: str) -> dt.TrainStep:
     )
     return dt.train_step(
         placed,
-        loss_fn,
+        fn,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         inputs=dict(dp=dt.Row()) if "dp" in axes else None,
         schedule=dt.OneFOneB(microbatches=2 if "pp" in axes else 1),
@@ -114,6 +115,46 @@ def test_ray_is_in_process(name: str, mesh: str, ray_session: None) -> None:
     loss, found = outcome(name, mesh, backend="ray")
     assert loss == expected_loss
     assert_same_bits(found, expected)
+
+
+# -- padding ---------------------------------------------------------------------------------------
+
+
+def padded_loss(model: nn.Module, ids: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The queries of padding see nothing: their loss does not count."""
+    seen = labels.masked_fill(mask == 0, -100)
+    return model(input_ids=ids, attention_mask=mask, labels=seen).loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "dp2_tp2", "pp2_tp2", "zero3"])
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_with_padding_is_one_op_and_plain_torchs(name: str, mesh: str) -> None:
+    """Right and left of the tokens; split as attention without a mask is."""
+    ids, labels = batch()
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = mask[1, :5] = mask[-1, 1:] = 0
+    model = build(name)
+    expected_loss = padded_loss(model, ids, labels, mask)
+    expected_loss.backward()
+    step = make_step(name, mesh, padded_loss)
+    plan = step.plan(ids, labels, mask)
+    assert "dt.attention_masked" in plan.recognised() and "as written" not in plan.recognised()
+    with dt.launch(step.model.mesh):
+        found = step.gradients(ids, labels, mask)
+        loss = float(step(ids, labels, mask))
+    assert loss == pytest.approx(expected_loss.item(), abs=2e-6)
+    if mesh == "tp2":
+        plain = make_step(name, mesh).plan(*batch())
+        assert kinds(plan, "backward") == kinds(plain, "backward")
+        assert kinds(plan, "forward") == kinds(plain, "forward")
+    for parameter, weight in model.named_parameters():
+        assert weight.grad is not None
+        scale = weight.grad.abs().max().item()
+        if is_zero(parameter):
+            scale = 1.0
+        error = (found[parameter] - weight.grad).abs().max().item()
+        assert error <= 1e-5 * scale, f"{parameter}: {error:.3e} of {scale:.3e}"
 
 
 # -- what is derived -------------------------------------------------------------------------------

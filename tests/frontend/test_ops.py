@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dtensor.sharding.ops.attention  # noqa: F401
+import dtensor.sharding.ops.attention_masked as attention_masked
 from dtensor.numerics import fold
 from dtensor.sharding.ops.cross_entropy import PIECE_ELEMENTS
 from tests.frontend.eager import close
@@ -75,6 +76,157 @@ def test_attention_refuses_other_shapes_while_planning() -> None:
     q = torch.empty(2, 4, 3, 8, device="meta")
     with pytest.raises(ValueError, match="splits 4 heads evenly over groups; got 3 groups"):
         dt.attention(q, q[:, :3], q[:, :3], False, 1.0)
+
+
+# -- attention with a mask -------------------------------------------------------------------------
+
+MASKS = {
+    "lengths": lambda b, h, t, s: torch.arange(s) < torch.tensor([s, s // 2])[:, None, None, None],
+    "by query": lambda b, h, t, s: torch.rand(b, 1, t, s) < 0.8,
+    "some see nothing": lambda b, h, t, s: torch.rand(b, 1, t, 1).expand(b, 1, t, s) < 0.5,
+    "by head": lambda b, h, t, s: torch.randn(1, h, 1, s),
+    "all dims": lambda b, h, t, s: torch.randn(b, h, t, s),
+    "two dims": lambda b, h, t, s: torch.randn(t, s),
+    "of queries": lambda b, h, t, s: torch.randn(b, 1, t, 1),
+    "lowest": lambda b, h, t, s: torch.zeros(t, s).masked_fill(
+        torch.rand(t, 1) < 0.5, torch.finfo(torch.float32).min
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("h", "g", "t", "s"), [(4, 4, 5, 5), (4, 2, 1, 7), (6, 2, 33, 40)])
+def test_attention_masked(h: int, g: int, t: int, s: int, mask: str, transposed: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = heads(h, t, transposed), heads(g, s, transposed), heads(g, s, transposed)
+    given = MASKS[mask](2, h, t, s)
+    out, lse = dt.attention_masked(q, k, v, given, 0.3)
+    want = F.scaled_dot_product_attention(q, k, v, given, scale=0.3, enable_gqa=g != h)
+    cotangent = torch.randn_like(out)
+    close(out, want)
+    grads = torch.autograd.grad(out, (q, k, v), cotangent)
+    for a, b in zip(grads, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
+        close(a, b, 3e-6)
+    assert lse.is_contiguous() and not lse.requires_grad and lse.isfinite().all()
+    plain = [x.detach() for x in (q, k, v)]
+    for a, b in zip(attention_masked.written_out(*plain, given, 0.3), (out, lse), strict=True):
+        close(a, b)
+    written = attention_masked.written_out_backward(
+        cotangent, *plain, given, out.detach(), lse, 0.3
+    )
+    for a, b in zip(written, grads, strict=True):
+        close(a, b, 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("is_bool", [False, True])
+def test_attention_masked_in_other_dtypes(dtype: torch.dtype, is_bool: bool) -> None:
+    torch.manual_seed(0)
+    q, k = heads(4, 5, True, dtype), heads(2, 9, True, dtype)
+    added = torch.randn(2, 1, 5, 9)
+    mask = added < 1 if is_bool else added
+    exact = q.detach().double().requires_grad_(), k.detach().double().requires_grad_()
+    out, lse = dt.attention_masked(q, k, k, mask, 0.3)
+    given = mask if is_bool else mask.double()
+    want, _ = dt.attention_masked(exact[0], exact[1], exact[1], given, 0.3)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = {torch.float64: 1e-7, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    close(out.double(), want, tolerance)
+    grads = torch.autograd.grad(out.double().sum(), (q, k))
+    for a, b in zip(grads, torch.autograd.grad(want.sum(), exact), strict=True):
+        close(a.double(), b, tolerance)
+
+
+def test_the_gradient_of_a_mask() -> None:
+    torch.manual_seed(0)
+    q, k = heads(4, 5, False, torch.float64), heads(2, 7, False, torch.float64)
+    for shape in ((2, 4, 5, 7), (1, 4, 1, 7), (5, 7), (2, 1, 5, 1)):
+        mask = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        mine, theirs = (
+            torch.autograd.grad(out.pow(2).sum(), (mask, q, k))
+            for out in (
+                dt.attention_masked(q, k, k, mask, 0.3)[0],
+                F.scaled_dot_product_attention(
+                    q, k, k, mask.expand(2, 4, 5, 7), scale=0.3, enable_gqa=True
+                ),
+            )
+        )
+        for a, b in zip(mine, theirs, strict=True):
+            close(a, b, 3e-6)
+
+
+@pytest.mark.slow
+def test_attention_masked_keeps_the_rules_of_operators() -> None:
+    q, k, mask = heads(4, 5, True), heads(2, 7, True), torch.rand(2, 1, 5, 7) < 0.7
+    torch.library.opcheck(dt.attention_masked.default, (q, k, k, mask, 0.3))
+    plain = q.detach(), k.detach(), k.detach(), mask
+    out, lse = dt.attention_masked(*plain, 0.3)
+    args = (torch.randn_like(out), *plain, out, lse, 0.3)
+    torch.library.opcheck(dt.attention_masked_backward.default, args)
+
+
+@pytest.mark.parametrize(("groups", "t"), [(8, 1), (2, 1), (2, 6)])
+def test_a_row_of_a_batch_keeps_its_bits_in_any_company(groups: int, t: int) -> None:
+    """As slots of a decode step: other rows may be anything, and so may what is not seen yet."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(8, h, n, 64) for h, n in ((8, t), (groups, 128), (groups, 128)))
+    lengths = torch.randint(8, 100, (8,))
+    seen = (torch.arange(128) < lengths[:, None])[:, None, None]
+    out, lse = dt.attention_masked(q, k, v, seen, 0.1)
+    for row, number in ((0, 1.0), (3, float("nan")), (7, float("inf"))):
+        others = torch.arange(8) != row
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[others] = number
+        for x in changed[1:]:
+            x[row, :, int(lengths[row]) :] = 3e3  # stale
+        again, stats = dt.attention_masked(*changed, seen, 0.1)
+        assert torch.equal(again[row], out[row]) and torch.equal(stats[row], lse[row])
+
+
+def test_nan_that_is_hidden_is_nan_in_its_own_row_as_in_torch() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 16, 8), torch.randn(2, 2, 16, 8)
+    seen = (torch.arange(16) < torch.tensor([5, 9])[:, None])[:, None, None]
+    clean, _ = dt.attention_masked(q, k, v, seen, 0.3)
+    for stale in (k, v):
+        stale[0, :, 12] = float("nan")
+        out, _ = dt.attention_masked(q, k, v, seen, 0.3)
+        want = F.scaled_dot_product_attention(q, k, v, seen, scale=0.3, enable_gqa=True)
+        assert want[0].isnan().any() and torch.equal(out[0].isnan(), want[0].isnan())
+        assert torch.equal(out[1], clean[1])
+        stale[0, :, 12] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("b", "h", "g", "t", "s"),
+    [(0, 4, 2, 3, 3), (2, 0, 0, 3, 3), (2, 4, 2, 0, 3), (2, 4, 2, 3, 0)],
+)
+def test_attention_masked_of_nothing(b: int, h: int, g: int, t: int, s: int) -> None:
+    q = torch.randn(b, h, t, 8, requires_grad=True)
+    k = torch.randn(b, g, s, 8, requires_grad=True)
+    out, lse = dt.attention_masked(q, k, k, torch.ones(b, 1, 1, s, dtype=torch.bool), 1.0)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert float(out.detach().abs().sum()) == 0
+    dq, dk = torch.autograd.grad(out.sum(), (q, k))
+    assert float(dq.abs().sum()) == 0 and float(dk.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (torch.ones(2, 3, 1, 7, dtype=torch.bool), r"broadcasts to \[2, 4, 5, 7\]"),
+        (torch.ones(1, 2, 4, 5, 7, dtype=torch.bool), "broadcasts to"),
+        (torch.ones(5, 7, dtype=torch.int64), "bool or float mask"),
+    ],
+)
+def test_attention_masked_refuses_other_masks(mask: Tensor, match: str) -> None:
+    """While planning, where shapes alone are known."""
+    q, k = torch.empty(2, 4, 5, 8, device="meta"), torch.empty(2, 2, 7, 8, device="meta")
+    with pytest.raises(ValueError, match=match):
+        dt.attention_masked(q, k, k, mask.to("meta"), 1.0)
 
 
 def rows(n: int = 7, v: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

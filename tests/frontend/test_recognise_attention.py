@@ -1,4 +1,4 @@
-"""Which masks `dt.attention` does without, which heads are grouped, and what stays as it is."""
+"""Which masks attention does without, which it keeps, which heads are grouped, what stays."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def attentions(graph: Graph) -> list[bool]:
     """Of each dt.attention whether it is causal."""
     found = (n for n in graph.nodes if n.target is torch.ops.dt.attention.default)
     return [bool(n.args[3]) for n in found]
+
+
+def masks(graph: Graph) -> list[tuple[int, ...]]:
+    """Of each dt.attention_masked the shape of its mask."""
+    found = (n for n in graph.nodes if n.target is torch.ops.dt.attention_masked.default)
+    return [tuple(n.args[3].meta["val"].shape) for n in found]
 
 
 def captured(fn: Callable[..., Tensor], *args: Tensor) -> Graph:
@@ -105,17 +111,19 @@ def test_causal_counts_from_the_first_position(length: int) -> None:
 
     args = heads(), heads(length=length, seed=1), heads(length=length, seed=2)
     assert attentions(captured(first, *args)) == [True]
-    assert attentions(captured(last, *args)) == ([] if length > T else [True])
+    graph = captured(last, *args)
+    assert attentions(graph) == ([] if length > T else [True])
+    assert masks(graph) == ([(T, length)] if length > T else [])
 
 
 class Masked(nn.Module):
     """Attention with a mask that is its own."""
 
-    def __init__(self, *, is_parameter: bool) -> None:
+    def __init__(self, *, is_parameter: bool, is_trained: bool = False) -> None:
         super().__init__()
-        mask = torch.zeros(T, T)
+        mask = torch.randn(T, T, generator=torch.Generator().manual_seed(9))
         if is_parameter:
-            self.mask = nn.Parameter(mask)
+            self.mask = nn.Parameter(mask, is_trained)
         else:
             self.register_buffer("mask", mask)
 
@@ -156,33 +164,108 @@ def three_dims(q: Tensor) -> Tensor:
     return squares(F.scaled_dot_product_attention(q[0], q[0], q[0]))
 
 
+def expanded_padding(q: Tensor, lengths: Tensor) -> Tensor:
+    seen = (torch.arange(T)[None] < lengths[:, None])[:, None, None].expand(B, 1, T, T)
+    return squares(F.scaled_dot_product_attention(q, q, q, seen))
+
+
+def hidden(q: Tensor, lengths: Tensor) -> Tensor:
+    """Some queries see nothing."""
+    i, j = positions(q, q)
+    seen = (j <= i) & (j >= lengths[:, None, None, None] // 2)
+    return squares(F.scaled_dot_product_attention(q, q, q, seen))
+
+
+def lowest(q: Tensor, lengths: Tensor) -> Tensor:
+    seen = torch.arange(T)[None] < lengths[:, None]
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return squares(F.scaled_dot_product_attention(q, q, q, bias[:, None, None]))
+
+
+def by_head(q: Tensor, slopes: Tensor) -> Tensor:
+    i, j = positions(q, q)
+    return squares(F.scaled_dot_product_attention(q, q, q, ((j - i) * slopes[:, None, None])[None]))
+
+
+def dropping(q: Tensor, lengths: Tensor) -> Tensor:
+    seen = (torch.arange(T)[None] < lengths[:, None])[:, None, None]
+    return squares(F.scaled_dot_product_attention(q, q, q, seen, dropout_p=0.5))
+
+
 LENGTHS = torch.tensor([T, 3])
-AS_WRITTEN: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = {
-    "argument": (by_argument, (heads(), LENGTHS), "depends on an argument"),
-    "parameter": (Masked(is_parameter=True), (heads(),), "depends on mask"),
-    "buffer": (Masked(is_parameter=False), (heads(),), "depends on mask"),
-    "closure": (by_closure, (heads(),), "depends on a tensor that is held"),
-    "in place": (written_later, (heads(),), "changed in place"),
-    "window": (windowed, (heads(),), "neither causal nor all true"),
-    "bias": (distance, (heads(),), "adds to the scores"),
-    "dims": (three_dims, (heads(),), "3 dims"),
+Program = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
+MASKED: dict[str, tuple[Program, tuple[int, ...]]] = {
+    "argument": ((by_argument, (heads(), LENGTHS)), (B, 1, 1, T)),
+    "expanded": ((expanded_padding, (heads(), LENGTHS)), (B, 1, 1, T)),
+    "all hidden": ((hidden, (heads(), LENGTHS)), (B, 1, T, T)),
+    "lowest": ((lowest, (heads(), LENGTHS)), (B, 1, 1, T)),
+    "frozen parameter": ((Masked(is_parameter=True), (heads(),)), (T, T)),
+    "buffer": ((Masked(is_parameter=False), (heads(),)), (T, T)),
+    "closure": ((by_closure, (heads(),)), (T, T)),
+    "in place": ((written_later, (heads(),)), (T, T)),
+    "window": ((windowed, (heads(),)), (T, T)),
+    "bias": ((distance, (heads(),)), (T, T)),
+    "heads": ((by_head, (heads(), torch.rand(H))), (1, H, T, T)),
+    "by chance": ((by_chance, (heads(),)), (T, T)),
+}
+
+
+@pytest.mark.parametrize("case", MASKED, ids=MASKED)
+def test_a_mask_that_is_needed_is_the_ops(case: str) -> None:
+    (fn, args), shape = MASKED[case]
+    graph = captured(fn, *args)
+    assert attentions(graph) == [] and masks(graph) == [shape]
+    (found,) = graph.recognised
+    assert (found.what, found.op, found.reason) == ("attention", "dt.attention_masked", "")
+
+
+SLOPES = torch.rand(H).requires_grad_()
+AS_WRITTEN: dict[str, tuple[Program, str]] = {
+    "parameter": (
+        (Masked(is_parameter=True, is_trained=True), (heads(),)),
+        "depends on mask, which wants a gradient",
+    ),
+    "slopes": ((by_head, (heads(), SLOPES)), "depends on an argument, which wants"),
+    "dims": ((three_dims, (heads(),)), "3 dims"),
+    "dropout": ((dropping, (heads(), LENGTHS)), "drops weights"),
 }
 
 
 @pytest.mark.parametrize("case", AS_WRITTEN, ids=AS_WRITTEN)
-def test_what_is_no_constant_stays_and_is_named(case: str) -> None:
-    fn, args, reason = AS_WRITTEN[case]
+def test_what_stays_as_it_is_written_is_named(case: str) -> None:
+    (fn, args), reason = AS_WRITTEN[case]
     graph = capture(fn, args, grads="loss")
-    assert attentions(graph) == []
+    assert attentions(graph) == masks(graph) == []
     (found,) = graph.recognised
     assert (found.what, found.op) == ("attention", "")
     assert reason in found.reason, found.reason
 
 
-def test_a_mask_that_is_drawn_stays() -> None:
-    graph = capture(by_chance, (heads(),), grads="loss")
-    assert attentions(graph) == []
-    assert "dt.random_uniform" in graph.recognised[0].reason or "rand" in graph.recognised[0].reason
+def test_without_gradients_no_mask_wants_one() -> None:
+    graph = capture(by_head, (heads(), SLOPES), grads="none")
+    assert masks(graph) == [(1, H, T, T)]
+
+
+def test_a_number_that_is_trained_and_only_hides_wants_no_gradient() -> None:
+    def fn(q: Tensor, limit: Tensor) -> Tensor:
+        seen = torch.arange(T) < limit
+        return squares(F.scaled_dot_product_attention(q, q, q, seen[None])) + limit * 2
+
+    assert masks(captured(fn, heads(), torch.tensor(3.5, requires_grad=True))) == [(1, T)]
+
+
+def test_autocast_casts_a_mask_that_adds() -> None:
+    def fn(q: Tensor, bias: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return squares(F.scaled_dot_product_attention(q, q, q, bias).float())
+
+    bias = torch.randn(T, T, generator=torch.Generator().manual_seed(5))
+    (mask,) = (
+        n.args[3]
+        for n in check(fn, (heads(), bias), grads="loss", tolerance=3e-2).nodes
+        if n.target is torch.ops.dt.attention_masked.default
+    )
+    assert mask.meta["val"].dtype == torch.bfloat16
 
 
 def test_a_closed_over_mask_is_read_at_each_call() -> None:
@@ -220,6 +303,25 @@ def test_repeated_heads_are_grouped(repeat: Callable[[Tensor], Tensor]) -> None:
 
     graph = captured(fn, heads(), heads(G, seed=1), heads(G, seed=2))
     (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.attention.default)
+    assert [tuple(x.meta["val"].shape)[1] for x in node.args[:3]] == [H, G, G]
+
+
+@pytest.mark.parametrize("length", [1, T])
+@pytest.mark.parametrize("repeat", [interleaved, expanded, None])
+def test_repeated_heads_are_grouped_under_a_mask(
+    repeat: Callable[[Tensor], Tensor] | None, length: int
+) -> None:
+    """As in a decode step, for the queries of which all keys but the last are a cache."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
+        if repeat is None:
+            return squares(F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True))
+        return squares(F.scaled_dot_product_attention(q, repeat(k), repeat(v), seen))
+
+    q = heads(length=length)
+    graph = captured(fn, q, heads(G, seed=1), heads(G, seed=2), torch.tensor([2, 5]))
+    (node,) = (n for n in graph.nodes if n.target is torch.ops.dt.attention_masked.default)
     assert [tuple(x.meta["val"].shape)[1] for x in node.args[:3]] == [H, G, G]
 
 

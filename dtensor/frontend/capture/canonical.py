@@ -8,8 +8,8 @@
 
 and of random ops into the project's own, which count (random_ops.py). It happens here, before
 differentiation, because the ops of the project bring their own backward, and a backward reuses the
-mask. Calls that the project's ops do not cover (attention masks, class weights) stay as they are
-and decompose into plain ATen ops later.
+mask. Calls that the project's ops do not cover (attention with dropout, class weights) stay as
+they are and decompose into plain ATen ops later.
 
 Invariants: dtypes of results are the exported ones, so autocast's choices stay. New nodes carry the
 line and module of the node that they replace, and the one that takes its place its "val". Not here:

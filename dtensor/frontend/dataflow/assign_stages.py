@@ -184,7 +184,9 @@ class _Stager:
             for item in self.flow.inputs
         )
         final = tuple(replace(o, value=renamed.get((o.value, o.stage), o.value)) for o in outputs)
-        flow = Dataflow(inputs=inputs, ops=tuple(ops), outputs=final, num_stages=self.num_stages)
+        flow = replace(
+            self.flow, inputs=inputs, ops=tuple(ops), outputs=final, num_stages=self.num_stages
+        )
         flow.verify()
         return flow
 

@@ -29,6 +29,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+import dtensor.sharding.ops.attention_masked as attention_masked
 import dtensor.sharding.ops.batch_norm  # noqa: F401  (registers the ops)
 import dtensor.sharding.ops.norms as norms
 import dtensor.sharding.ops.rope as rope
@@ -282,6 +283,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     torch.ops.dt.rms_norm_backward.default: norms.rms_norm_backward,
     torch.ops.dt.add_rms_norm.default: norms.add_rms_norm,
     torch.ops.dt.add_layer_norm.default: _add_layer_norm,
+    torch.ops.dt.attention_masked.default: attention_masked.written_out,
+    torch.ops.dt.attention_masked_backward.default: attention_masked.written_out_backward,
     torch.ops.dt.rope.default: rope.rope,
     torch.ops.dt.rope_backward.default: rope.rope_backward,
     **_OVER_BATCH,

@@ -142,7 +142,7 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """The CPU's kernel, which is right for strides of 1 in the last dim only."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return out, lse
@@ -161,7 +161,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its gradients, under the same condition."""
     grad, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out))
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return dq, dk, dv

@@ -42,14 +42,14 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as, local_index
 # -- attention ---------------------------------------------------------------------------------
 
 
-def _spread(x: Tensor, num_heads: int) -> Tensor:
+def spread(x: Tensor, num_heads: int) -> Tensor:
     """k or v (b g s d) with each group repeated for its query heads: (b h s d)."""
     groups = x.shape[1]
     return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=1)
 
 
-def _gather_groups(grad: Tensor, num_groups: int) -> Tensor:
-    """The adjoint of `_spread`: (b h s d) -> (b g s d), summing each group's query heads."""
+def gather_groups(grad: Tensor, num_groups: int) -> Tensor:
+    """The adjoint of `spread`: (b h s d) -> (b g s d), summing each group's query heads."""
     b, h, s, d = grad.shape
     if h == num_groups:
         return grad
@@ -64,17 +64,16 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
     return s.to(accumulation_dtype(s.dtype))
 
 
-def _efficient_on_cuda(q: Tensor) -> bool:
+def efficient_on_cuda(q: Tensor) -> bool:
     """Whether CUDA's memory-efficient kernel takes this head dim (16-byte rows)."""
     return q.dtype != torch.float64 and (q.shape[-1] * q.element_size()) % 16 == 0
 
 
-def _rows(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """As the CUDA kernel reads it: elements of a row adjacent, rows on 16-byte boundaries."""
-    aligned = x.data_ptr() % 16 == 0 and all(
-        step * x.element_size() % 16 == 0 for step in x.stride()[:-1]
-    )
-    return x if x.stride(-1) == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+    starts = (x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1]))
+    is_read = x.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
+    return x if is_read else x.clone(memory_format=torch.contiguous_format)
 
 
 def _attention_math(
@@ -114,24 +113,24 @@ def _attention(
     if _attention_empty(q, k):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
         return like.zero_(), lse
-    k, v = _spread(k, q.shape[1]), _spread(v, q.shape[1])
-    if q.device.type == "cpu":
+    if q.device.type == "cpu":  # which takes groups as they are
         out, lse = flash_attention(q, k, v, is_causal, None, scale)
-    elif _efficient_on_cuda(q):
+    elif efficient_on_cuda(q):
+        k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            _rows(q), _rows(k), _rows(v), None, True, 0.0, is_causal, scale=scale
+            aligned(q), aligned(k), aligned(v), None, True, 0.0, is_causal, scale=scale
         )
         lse = lse[..., : q.shape[2]]  # the kernel pads the row dim
     else:
+        k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
         out, lse = _attention_math(q, k, v, is_causal, scale)
     out = out if out.stride() == like.stride() else like.copy_(out)
     return out, lse.to(lse_dtype).contiguous()
 
 
-def _attention_fake(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    b, h, t, d = q.shape
+def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError where these are not q[b h t d], k[b g s d], v[b g s d] with h = g * r."""
+    b, h, _, d = q.shape
     if k.dim() != 4 or k.shape != v.shape or k.shape[0] != b or k.shape[3] != d:
         raise ValueError(
             f"attention takes q[b h t d], k[b g s d], v[b g s d]; got {list(q.shape)}, "
@@ -139,7 +138,13 @@ def _attention_fake(
         )
     if h != k.shape[1] and (k.shape[1] == 0 or h % k.shape[1] != 0):
         raise ValueError(f"attention splits {h} heads evenly over groups; got {k.shape[1]} groups")
-    return torch.empty_like(q), q.new_empty((b, h, t), dtype=accumulation_dtype(q.dtype))
+
+
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    check_heads(q, k, v)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
 def _attention_backward(
@@ -155,12 +160,13 @@ def _attention_backward(
     groups = k.shape[1]
     if _attention_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    ks, vs = _spread(k, q.shape[1]), _spread(v, q.shape[1])
+    num = groups if q.device.type == "cpu" else q.shape[1]
+    ks, vs = spread(k, num), spread(v, num)
     if q.device.type == "cpu":
         # The kernel indexes lse as (b, t, h): the layout that its own forward returns.
         laid = lse.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, laid, is_causal, None, scale)
-    elif _efficient_on_cuda(q):
+    elif efficient_on_cuda(q):
         padded = -(-q.shape[2] // 32) * 32
         full = lse.new_full((*lse.shape[:2], padded), float("inf"))
         full[..., : lse.shape[2]] = lse
@@ -168,12 +174,12 @@ def _attention_backward(
         # The kernel takes no stride for the rows of out: it must be (b t h d) in memory.
         laid = out.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            _rows(grad), _rows(q), _rows(ks), _rows(vs), None, laid, full, none, none, 0.0,
-            (True, True, True, False), is_causal, scale=scale,
+            aligned(grad), aligned(q), aligned(ks), aligned(vs), None, laid, full, none, none,
+            0.0, (True, True, True, False), is_causal, scale=scale,
         )  # fmt: skip
     else:
         dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
-    dk, dv = _gather_groups(dk, groups), _gather_groups(dv, groups)
+    dk, dv = gather_groups(dk, groups), gather_groups(dv, groups)
     pairs = ((q, dq), (k, dk), (v, dv))
     dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in pairs)
     return dq, dk, dv

@@ -1,7 +1,7 @@
 """What recognition met in a program: a pattern, the op that it became or why it did not.
 
     Recognised("attention", "dt.attention", "", "layers.0.attn", "model.py:14")
-    Recognised("attention", "", "its mask is no constant: it depends on an argument", ...)
+    Recognised("attention", "", "it is written with matmul and softmax", "layers.0.attn", ...)
 
 Not here: what is recognised (frontend/capture/recognise), how it is printed (text/recognised.py).
 """

@@ -41,13 +41,16 @@ def beside_indices(operands: tuple[torch.dtype, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Of one dtype; or the ``narrow`` operands in one 16-bit dtype and all others in float32."""
+    """Of one dtype; or the ``narrow`` operands in one 16-bit dtype and all others in float32;
+    those that are ``free`` in any."""
 
     narrow: tuple[int, ...]
+    free: tuple[int, ...] = ()
 
     def __call__(self, operands: tuple[torch.dtype, ...]) -> bool:
         narrow = {dtype for i, dtype in enumerate(operands) if i in self.narrow}
-        wide = {dtype for i, dtype in enumerate(operands) if i not in self.narrow}
+        stated = (*self.narrow, *self.free)
+        wide = {dtype for i, dtype in enumerate(operands) if i not in stated}
         halves = {torch.bfloat16, torch.float16}
-        mixed = len(narrow) == 1 and narrow <= halves and wide == {torch.float32}
+        mixed = len(narrow) == 1 and narrow <= halves and wide <= {torch.float32}
         return len(narrow | wide) < 2 or mixed

@@ -51,6 +51,8 @@ UNCHECKED = {
     "aten.lu_unpack.default",
     "dt.attention.default",
     "dt.attention_backward.default",
+    "dt.attention_masked.default",
+    "dt.attention_masked_backward.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
     "aten._embedding_bag.default",

@@ -143,6 +143,25 @@ def _attention_backward(d: Draw, heads: int, groups: int, causal: bool) -> Call:
     return call(d(f"b {heads} t e"), q, k, v, out, lse, causal, 0.5)
 
 
+def _attention_masked(d: Draw, heads: int, groups: int, mask: str) -> tuple[torch.Tensor, ...]:
+    """``mask``: its dims; a float, or a bool of which some rows may hide every key."""
+    q, k, v = d(f"b {heads} t 4"), d(f"b {groups} s 4"), d(f"b {groups} s 4")
+    is_bool = mask.startswith("?")
+    return q, k, v, d.bools(mask[1:]) if is_bool else d(mask)
+
+
+def _attention_masked_backward(d: Draw, heads: int, groups: int, mask: str) -> Call:
+    q, k, v, seen = _attention_masked(d, heads, groups, mask)
+    out, lse = torch.ops.dt.attention_masked(q, k, v, seen, 0.5)
+    return call(d(f"b {heads} t 4"), q, k, v, seen, out, lse, 0.5)
+
+
+_MASKS = (
+    (4, 4, "?b 1 1 s"), (6, 3, "?b 1 1 s"), (6, 2, "?b 1 t s"), (4, 2, "b 4 t s"), (4, 4, "t s"),
+    (6, 1, "1 6 1 s"), (2, 2, "?b 1 t 1"),
+)  # fmt: skip
+
+
 def _rms(d: Draw, offset: float) -> Call:
     return call(d("b t d"), d("d"), 1e-5, offset, torch.float32, torch.float32)
 
@@ -177,6 +196,12 @@ MATMUL: dict[str, list[Sample]] = {
         lambda d: _attention_backward(d, 4, 4, True),
         lambda d: _attention_backward(d, 6, 2, False),
         lambda d: _attention_backward(d, 3, 3, True),
+    ],
+    "dt.attention_masked.default": [
+        lambda d, m=m: call(*_attention_masked(d, *m), 0.5) for m in _MASKS
+    ],
+    "dt.attention_masked_backward.default": [
+        lambda d, m=m: _attention_masked_backward(d, *m) for m in _MASKS
     ],
 }
 

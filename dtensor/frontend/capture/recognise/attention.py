@@ -1,17 +1,19 @@
-"""Attention as `dt.attention`: which masks it needs no mask for, and which heads are grouped.
+"""Attention as one op: which masks are needed, and which heads are grouped.
 
     sdpa(q[b h t d], k, v, i[None] <= i[:, None])   ->  dt.attention(q, k, v, True, scale)[0]
-    k[b g s d] repeated to [b h s d]                ->  dt.attention takes k[b g s d]
+    sdpa(q[b h t d], k, v, mask[b 1 1 s])           ->  dt.attention_masked(q, k, v, mask, scale)[0]
+    k[b g s d] repeated to [b h s d]                ->  both take k[b g s d]
 
 Libraries pass a mask where they could say `is_causal`. One that is the same at every call
 (constants.py) is looked at: where it hides nothing it is dropped, and where it hides what comes
 later, counted from the first position as torch counts, it is `is_causal`. So is a sliding window
 that is no shorter than the sequence. Keys and values that are repeated for their query heads, by
-`repeat_interleave` or by expanding, are taken as they were before.
+`repeat_interleave` or by expanding, are taken as they were before. All other masks stay masks: what
+depends on an argument (padding, lengths), a parameter or a buffer, a window, a bias. One that wants
+a gradient stays written out: its gradient takes all scores.
 
-Invariants: the same numbers up to the rounding of another kernel. What depends on an argument (a
-padding mask), a parameter or a buffer stays a mask. Not here: attention that the program writes
-itself, with matmul and softmax.
+Invariants: the same numbers up to the rounding of another kernel. Not here: attention that the
+program writes itself, with matmul and softmax.
 """
 
 from __future__ import annotations
@@ -23,45 +25,42 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import dtensor.sharding.ops.attention_masked  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.recognise.constants import Constants, NotConstant, Writes
+from dtensor.frontend.capture.recognise.matching import NoMatch
 from dtensor.frontend.graph import Writer, bound
 
 aten = torch.ops.aten
 dt = torch.ops.dt
+_MASKED = dt.attention_masked.default
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default)
 
 
-def settle_mask(node: fx.Node, constants: Constants) -> str:
-    """In place: a mask that hides nothing, or only what comes later, is said by `is_causal`.
-
-    Returns why a mask is left, "" where there is none.
-    """
+def settle_mask(node: fx.Node, constants: Constants) -> None:
+    """In place: a mask that hides nothing, or only what comes later, is said by `is_causal`."""
     a = bound(node)
     mask = a["attn_mask"]
-    if mask is None:
-        return ""
-    if a["is_causal"]:
-        return "it has a mask and is_causal"  # torch raises where it runs
+    if mask is None or a["is_causal"]:
+        return
     try:
         seen = _seen(constants.value(mask))
-    except NotConstant as reason:
-        return f"its mask is no constant: {reason}"
+    except NotConstant:
+        return
     scores = (*a["query"].meta["val"].shape[-2:-1], *a["key"].meta["val"].shape[-2:-1])
     if seen is None or 0 in seen.shape or len(seen.shape) < 2:
-        return "its mask is a constant that adds to the scores"
+        return
     if bool(seen.all()):
         is_causal = False
     elif tuple(seen.shape[-2:]) == scores and bool((seen == _causal(*scores)).all()):
         is_causal = True
     else:
-        return "its mask is a constant, but neither causal nor all true"
+        return
     a.update(attn_mask=None, is_causal=is_causal)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     node.args = tuple(a.pop(name) for name in names)
     node.kwargs = a
-    return ""
 
 
 def _causal(queries: int, keys: int) -> Tensor:
@@ -83,29 +82,63 @@ def _seen(mask: Tensor) -> Tensor | None:
 
 
 def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
-    """In place: one `dt.attention`, and ""; or why not. Its mask is settled."""
+    """In place: one op, whose name is returned; NoMatch says why not. Its mask is settled."""
     a = bound(node)
     q, k, v = (a[name].meta["val"] for name in ("query", "key", "value"))
     out = node.meta["val"]
-    if a["attn_mask"] is not None:
-        return "it has a mask"
     if a["dropout_p"] != 0:
-        return "it drops weights, each by a number of its own"
+        raise NoMatch("it drops weights, each by a number of its own")
     if not q.dim() == k.dim() == v.dim() == 4:
-        return f"its queries have {q.dim()} dims and not 4"
+        raise NoMatch(f"its queries have {q.dim()} dims and not 4")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape != v.shape:
-        return "its queries, keys and values are of other sizes"
+        raise NoMatch("its queries, keys and values are of other sizes")
     if q.shape[1] != k.shape[1] and not (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0):
-        return "its queries and keys have other numbers of heads"
+        raise NoMatch("its queries and keys have other numbers of heads")
+    if a["attn_mask"] is not None:
+        if a["is_causal"]:  # torch raises where it runs
+            raise NoMatch("it has a mask and is_causal")
+        if learned := _learned(a["attn_mask"]):
+            raise NoMatch(f"its mask depends on {learned}, which wants a gradient")
     keys, values = _grouped(node, a["key"], a["value"], writes)
     call = Writer(graph, node)
     scale = a["scale"] if a["scale"] is not None else 1 / math.sqrt(q.shape[-1])
     tensors = [
         call.cast(x, val.dtype, out.dtype) for x, val in ((a["query"], q), (keys, k), (values, v))
     ]
-    pair = call(dt.attention.default, *tensors, a["is_causal"], scale)
+    if a["attn_mask"] is None:
+        op, pair = "dt.attention", call(dt.attention.default, *tensors, a["is_causal"], scale)
+    else:
+        mask = _unexpanded(a["attn_mask"], node, writes)
+        if mask.meta["val"].dtype != torch.bool and q.dtype != out.dtype:
+            mask = call.cast(mask, mask.meta["val"].dtype, out.dtype)  # as autocast has it
+        op, pair = "dt.attention_masked", call(_MASKED, *tensors, mask, scale)
     call.replace(call(operator.getitem, pair, 0))
+    return op
+
+
+def _learned(mask: fx.Node) -> str:
+    """A value that wants a gradient and that floats of the mask depend on; "" without one."""
+    waiting, met = [mask], {mask}
+    while waiting:
+        each = waiting.pop()
+        val = each.meta.get("val")
+        if isinstance(val, Tensor) and not val.dtype.is_floating_point:
+            continue
+        if isinstance(val, Tensor) and val.requires_grad:
+            _, dot, path = str(each.target).partition(".")  # below the module that was called
+            return path if dot else "an argument"
+        found = [n for n in each.all_input_nodes if n not in met]
+        met.update(found)
+        waiting += [] if each.target is aten.detach.default else found
     return ""
+
+
+def _unexpanded(mask: fx.Node, node: fx.Node, writes: Writes) -> fx.Node:
+    """With dims of 1 where it was only repeated: the op repeats it as it reads it."""
+    source = mask
+    while source.target is aten.expand.default:
+        source = _first(source)
+    return mask if source is mask or writes.between(source, node) else source
 
 
 def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, writes: Writes) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Recognition: what an exported forward graph writes out and the project has as one op.
 
     sdpa(q, k, v, mask of what comes later)  ->  dt.attention(q, k, v, True, scale)[0]
+    sdpa(q, k, v, any other mask)            ->  dt.attention_masked(q, k, v, mask, scale)[0]
 
 Before differentiation, because the project's ops bring their own backward, and before random ops
 are numbered. What is met is told, recognised or not (`Plan.recognised`).
@@ -72,13 +73,17 @@ def _attentions(
     graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
 ) -> Iterator[tuple[int, Met]]:
     found = graph.find_nodes(op="call_function", target=_ATTENTION)
-    masks = {node: settle_mask(node, constants) for node in found}
+    for node in found:
+        settle_mask(node, constants)
     views = bool(graph.find_nodes(op="call_function", target=aten.view.default))
-    for node, mask in masks.items():
+    for node in found:
         if views:
             keep_layout(graph, node)
-        reason = mask or attention(graph, node, constants.writes)
-        yield order[node], Met("attention", "" if reason else "dt.attention", reason, node.meta)
+        try:
+            op, why = attention(graph, node, constants.writes), ""
+        except NoMatch as reason:
+            op, why = "", str(reason)
+        yield order[node], Met("attention", op, why, node.meta)
 
 
 def _weighs(softmax: fx.Node) -> bool:

@@ -3,12 +3,14 @@
     mm          "m k, k n -> m n"           linear in {a}, {b}; k split: the results are summed
     addmm       "n, m k, k n -> m n"        k split: x must be pending too, to be added once
     attention   "b (g r) t e, b g s e, b g s f -> b (g r) t f, b (g r) t"
+    attention_masked   "b (g r) t e, b g s e, b g s e, b 1 t s -> b (g r) t e, b (g r) t"
     flash attention (CPU)   "b h t e!, b h s! e!, b h s! e!, 1 h t s! -> b h t e!, b h t"
     _trilinear              "a o1 i, o i j, a o1 j -> a o"       linear in {a}, {b}, {c}
     _cdist_forward          "... p m!, ... r m! -> ... p r"
     _grouped_mm             "m! k, g k n, o! -> m! n"    g, the experts, split: the rows are summed
 
-Causal attention has its queries whole, as their position counts; else they split freely.
+Causal attention has its queries whole, as their position counts; under a mask they split freely,
+and the mask with them where it has such a dim.
 
 Invariants: `flops` is 2 for each multiply and add of the global call; causal attention counts as
 full. A contraction is the one thing here that makes a pending sum.
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import dtensor.sharding.ops.attention_masked  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import (
@@ -80,6 +83,29 @@ def _attention_backward(call: OpCall) -> Rule:
     )
     found = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
     return replace(found, flops=_attention_flops(found) * 5 // 2)
+
+
+def _attention_masked(call: OpCall) -> Rule:
+    heads, mask = _heads(call, 0, 1), _mask_term(call, 3, 0, 1)
+    text = f"b {heads} t e!, b g s! e!, b g s! e!, {mask} -> b {heads} t e!, b {heads} t"
+    found = make(call, text, sizes=_groups(call, 0, 1))
+    return replace(found, flops=_attention_flops(found))
+
+
+def _attention_masked_backward(call: OpCall) -> Rule:
+    """Each rank's queries give a part of the gradients of keys and values."""
+    q, kv, stats = f"b {_heads(call, 1, 2)} t e!", "b g s! e!", f"b {_heads(call, 1, 2)} t"
+    mask = _mask_term(call, 4, 1, 2)
+    text = f"{q}, {q}, {kv}, {kv}, {mask}, {q}, {stats} -> {q}, {kv}, {kv}"
+    found = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
+    return replace(found, flops=_attention_flops(found) * 5 // 2)
+
+
+def _mask_term(call: OpCall, mask: int, q: int, k: int) -> str:
+    """Its dims, from the right: those of the scores, or 1."""
+    shape = call.operands[mask].shape
+    named = ["b", _heads(call, q, k), "t", "s!"][4 - len(shape) :]
+    return " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
 
 
 def _heads(call: OpCall, q: int, k: int) -> str:
@@ -235,6 +261,8 @@ RULES: dict[str, Builder] = {
     "aten.linear.default": _linear,
     "dt.attention.default": of_kind("attention", _attention),
     "dt.attention_backward.default": of_kind("attention", _attention_backward),
+    "dt.attention_masked.default": of_kind("attention", _attention_masked),
+    "dt.attention_masked_backward.default": of_kind("attention", _attention_masked_backward),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _masked,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
     "aten._trilinear.default": _trilinear,

@@ -1,0 +1,268 @@
+"""Attention with a mask: which keys a query sees, or what is added to its scores.
+
+    attention_masked(q[b h t d], k[b g s d], v[b g s d], mask[b h t s], scale)
+        -> out[b h t d], lse[b h t]                                                 h = g * r
+
+Each dim of the mask may be 1, and leading ones may be missing. A bool is True where a key is seen;
+a float is added to the scores. In a decode step t is 1 and the mask is bool[b 1 1 s], from lengths.
+
+On a CPU, torch's kernel takes keys and values that query heads share as they are.
+
+Invariants: as in attention.py. A query that sees nothing gets zeros, as in torch, and an lse of 0.
+A row of the batch has the same bits whatever the other rows are, NaN too. A finite key or value
+that a query does not see changes no bit of it; NaN or inf there makes it NaN, as in torch. A mask's
+own gradient is plain ops, which hold all scores. Not here: dropout.
+"""
+
+# Torch leaves the types of its registration functions and of `torch.ops` open.
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtensor.numerics import accumulation_dtype
+from dtensor.sharding.local.values import flash_attention, flash_attention_backward
+from dtensor.sharding.ops.attention import (
+    aligned,
+    check_heads,
+    efficient_on_cuda,
+    gather_groups,
+    spread,
+)
+from dtensor.sharding.ops.library import LIBRARY, define, laid_as
+
+aten = torch.ops.aten
+
+
+# -- written out -----------------------------------------------------------------------------------
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same by plain ops, of which each may split the keys."""
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    scores = _scores(q, k, mask, scale)
+    most = scores.amax(-1, keepdim=True)
+    most = torch.where(most == -math.inf, 0, most)
+    weights = (scores - most).exp()
+    total = weights.sum(-1, keepdim=True)
+    total = torch.where(total == 0, 1, total)
+    return (weights / total).to(v.dtype) @ v, (most + total.log()).squeeze(-1)
+
+
+def written_out_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = k.shape[1]
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    p, ds = _weights_and_grad(grad, q, k, v, mask, out, lse, scale)
+    ds = (ds * scale).to(q.dtype)
+    dk, dv = ds.mT @ q, p.to(grad.dtype).mT @ grad
+    return ds @ k, gather_groups(dk, groups), gather_groups(dv, groups)
+
+
+def _weights_and_grad(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The softmax (b h t s), and the gradient of what it is taken of; each head has its keys."""
+    p = (_scores(q, k, mask, scale) - lse[..., None]).exp()
+    inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
+    return p, p * ((grad @ v.mT).to(p.dtype) - inner)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    scores = ((q @ k.mT) * scale).to(accumulation_dtype(q.dtype))
+    if mask.dtype == torch.bool:
+        return torch.where(mask, scores, -math.inf)
+    return scores + mask.to(scores.dtype)
+
+
+# -- the ops ---------------------------------------------------------------------------------------
+
+
+def _bias(mask: Tensor, q: Tensor) -> Tensor:
+    """Of 4 dims, in a dtype that the kernel takes: that of the queries, on a CPU also float32
+    beside 16 bits."""
+    if mask.dim() < 4:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    if mask.dtype == torch.bool:
+        seen, hidden = _seen_and_hidden(q.dtype, q.device)
+        return torch.where(mask, seen, hidden)
+    is_taken = q.device.type == "cpu" and mask.dtype == accumulation_dtype(q.dtype)
+    return mask if is_taken else mask.to(q.dtype)
+
+
+@cache
+def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kept: to make them anew takes as long as a tenth of a decode step's attention."""
+    return (
+        torch.tensor(0.0, dtype=dtype, device=device),
+        torch.tensor(-math.inf, dtype=dtype, device=device),
+    )
+
+
+def _is_empty(q: Tensor, k: Tensor) -> bool:
+    return q.numel() == 0 or k.numel() == 0
+
+
+def _attention_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    like, lse_dtype = torch.empty_like(q), accumulation_dtype(q.dtype)
+    if _is_empty(q, k):
+        return like.zero_(), torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
+    if q.device.type == "cpu":
+        out, lse = flash_attention(q, k, v, False, _bias(mask, q), scale)
+    elif efficient_on_cuda(q):
+        k, v, bias = spread(k, q.shape[1]), spread(v, q.shape[1]), _bias(mask, q)
+        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            aligned(q), aligned(k), aligned(v), _padded(bias, q, k), True, 0.0, False, scale=scale
+        )
+        lse, blind = lse[..., : q.shape[2]], _blind(bias)  # the kernel pads the row dim
+        out, lse = torch.where(blind[..., None], 0, out), torch.where(blind, 0, lse)
+    else:
+        out, lse = written_out(q, k, v, mask, scale)
+    out = out if out.stride() == like.stride() else like.copy_(out)
+    return out, lse.to(lse_dtype).contiguous()
+
+
+def _attention_masked_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_empty(q, k):
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if q.device.type == "cpu":
+        # The kernel indexes lse as (b, t, h): the layout that its own forward returns.
+        laid = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        bias = _bias(mask, q)
+        grads = flash_attention_backward(grad, q, k, v, out, laid, False, bias, scale)
+    elif efficient_on_cuda(q):
+        grads = _efficient_backward(grad, q, k, v, _bias(mask, q), out, lse, scale)
+    else:
+        grads = written_out_backward(grad, q, k, v, mask, out, lse, scale)
+    dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in zip((q, k, v), grads, strict=True))
+    return dq, dk, dv
+
+
+def _efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = k.shape[1]
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    padded = -(-q.shape[2] // 32) * 32
+    full = lse.new_full((*lse.shape[:2], padded), math.inf)  # of which the weights are 0
+    full[..., : lse.shape[2]] = torch.where(_blind(bias), math.inf, lse)
+    none = torch.empty((), dtype=torch.int64, device=q.device)
+    # The kernel takes no stride for the rows of out: it must be (b t h d) in memory.
+    laid = out.transpose(1, 2).contiguous().transpose(1, 2)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        aligned(grad), aligned(q), aligned(k), aligned(v), _padded(bias, q, k), laid, full, none,
+        none, 0.0, (True, True, True, False), False, scale=scale,
+    )  # fmt: skip
+    return dq, gather_groups(dk, groups), gather_groups(dv, groups)
+
+
+def _blind(bias: Tensor) -> Tensor:
+    """Queries that see nothing (b|1 h|1 t|1), of which CUDA's kernel promises nothing."""
+    return (bias == -math.inf).all(-1)
+
+
+def _padded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """For each head and query, with rows that CUDA's kernel can read: 16 elements apart."""
+    s = k.shape[2]
+    bias = bias.expand(*bias.shape[:3], s)
+    starts = (bias.data_ptr(), *bias.stride()[:-1])
+    if bias.stride(-1) != 1 or any(start % 16 for start in starts):
+        bias = F.pad(bias.contiguous(), (0, -s % 16))[..., :s]
+    return bias.expand(*q.shape[:3], s)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    check_heads(q, k, v)
+    full = (*q.shape[:3], k.shape[2])
+    fits = mask.dim() <= 4 and all(
+        n in (1, m) for n, m in zip(reversed(mask.shape), reversed(full), strict=False)
+    )
+    if not fits or not (mask.dtype == torch.bool or mask.dtype.is_floating_point):
+        raise ValueError(
+            f"attention_masked takes a bool or float mask that broadcasts to {list(full)}; got "
+            f"{mask.dtype} {list(mask.shape)}"
+        )
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+define(
+    "attention_masked(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> (Tensor, Tensor)",
+    _attention_masked,
+    _fake,
+)
+define(
+    "attention_masked_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, "
+    "Tensor lse, float scale) -> (Tensor, Tensor, Tensor)",
+    _attention_masked_backward,
+    lambda grad, q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+)
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, mask, ctx.scale = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, mask, out, lse)
+
+
+def _grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 5
+    saved = ctx.saved_tensors
+    grads = torch.ops.dt.attention_masked_backward(grad, *saved, ctx.scale)
+    if not ctx.needs_input_grad[3]:
+        return (*grads, None, None)
+    q, k, v, mask, out, lse = saved
+    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    _, added = _weights_and_grad(grad, q, k, v, mask, out, lse, ctx.scale)
+    return (*grads, added.sum_to_size(mask.shape).to(mask.dtype), None)
+
+
+torch.library.register_autograd("dt::attention_masked", _grad, setup_context=_setup, lib=LIBRARY)
