@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dtensor.api.away import ONE_AT_A_TIME
+from dtensor.api.eager.run import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import fresh_name
 from dtensor.api.loaded_program import load, on_stage
@@ -110,6 +111,7 @@ class CompiledFunction:
         return profiled(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
     def _run(self, call: BoundCall, planned: Planned) -> Any:
+        lend(call.leaves, planned.changed)
         session = session_for(self.mesh)
         program = load(session, planned, self._roles)
         session.place(planned.models, planned.plan, planned.stages)
@@ -118,6 +120,7 @@ class CompiledFunction:
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
         future = session.run(program.handle, program.feed(call, numbers), names, counted)
         session.wrote(program.written)
+        changed(call.leaves, planned.changed)
         if session.at_once:
             try:
                 future.check()
@@ -126,7 +129,10 @@ class CompiledFunction:
                 raise
         results: list[DTensor] = []
         outputs = {o.of: o for o in planned.plan.outputs if o.kind == "result"}
-        for index in sorted(outputs, key=int):
+        for index in sorted((*outputs, *planned.returned), key=int):
+            if index not in outputs:
+                results.append(call.leaves[planned.returned[int(index)]])
+                continue
             spec = on_stage(planned.plan, outputs[index].spec, outputs[index].values[0][0])
             results.append(DTensor(spec, session, names[f"result {index}"]))
         return planned.graph.unflatten(results)

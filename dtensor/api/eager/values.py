@@ -9,8 +9,10 @@ from what its cell holds now. A Value is dropped on the ranks when nothing refer
 has is a CellTensor: a cell, or a view of one.
 
 Invariants: a Value's shards are never written again, so cells may share one (a clone costs
-nothing). A cell's shape, dtype and strides are fixed; its placement is that of the value it holds.
-Layouts and views are interned: equal ones are one object, compared by identity.
+nothing); but for one that a single cell has ever held, which a compiled function may change in
+place: it is another Value then, of the same shards. A cell's shape, dtype and strides are fixed;
+its placement is that of the value it holds. Layouts and views are interned: equal ones are one
+object, compared by identity.
 
 Not here: what computes a value (run.py), what a view means backwards (views.py).
 """
@@ -39,15 +41,23 @@ def fresh_name() -> str:
 class Value:
     """Shards on the ranks of a session, under one name; dropped there with this object."""
 
-    __slots__ = ("name", "session", "spec")
+    __slots__ = ("cells", "name", "session", "spec")
 
     def __init__(self, session: MeshSession, name: str, spec: TensorSpec) -> None:
         self.session = session
         self.name = name
         self.spec = spec
+        self.cells = 0  # that have held it
+
+    def written(self) -> Value:
+        """What its shards are from now on, for a run writes to them; this one is no more."""
+        new = Value(self.session, self.name, self.spec)
+        self.name = ""
+        return new
 
     def __del__(self) -> None:
-        self.session.forget(self.name, holders_of(self.spec), self.spec.nbytes)
+        if self.name:
+            self.session.forget(self.name, holders_of(self.spec), self.spec.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +107,14 @@ class Cell:
         self.layout = layout
         self.value = value
         self.reduced: Value | None = None
+        if value is not None:
+            value.cells += 1
 
     def set(self, value: Value) -> None:
         """Hold another value from now on."""
         self.value = value
         self.reduced = None
+        value.cells += 1
         self.layout = layout_of(value.spec, self.layout.strides)
 
 

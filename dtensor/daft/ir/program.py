@@ -56,9 +56,10 @@ class RankProgram:
     """One rank's list. `nbytes` are (value, bytes) of Call outputs, inputs and state.
 
     `shares` are (value, other): a value that a `Call` returns, and an input or state whose storage
-    it may share; all other values have storage of their own. `replayable` is state that may be
-    written before the commit point: a run that failed may leave it written, and the same run, made
-    again, gives what it would have given.
+    it may share; all other values have storage of their own. `changed` are inputs that outlive
+    the run, as state does: who gave them has them changed. `replayable` are those of them, and of
+    state, that may be written before the commit point: a run that failed may leave them written,
+    and the same run, made again, gives what it would have given.
     """
 
     instructions: tuple[Instruction, ...]
@@ -67,7 +68,13 @@ class RankProgram:
     state: tuple[str, ...] = ()
     nbytes: tuple[tuple[str, int], ...] = ()
     shares: tuple[tuple[str, str], ...] = ()
+    changed: tuple[str, ...] = ()
     replayable: tuple[str, ...] = ()
+
+    @property
+    def lasting(self) -> frozenset[str]:
+        """The values that a run leaves to others: state, and inputs that it changes."""
+        return frozenset((*self.state, *self.changed))
 
     def __repr__(self) -> str:
         return f"<list of {len(self.instructions):,} instructions>"
@@ -115,6 +122,7 @@ class Program:
                 ("inputs", program.inputs),
                 ("outputs", program.outputs),
                 ("state", program.state),
+                ("changed", program.changed),
                 ("replayable", program.replayable),
             ):
                 head += f"    {word} {', '.join(names)}" if names else ""

@@ -73,7 +73,7 @@ class _Votes:
         if rank not in self.committed:
             written = instruction.writes if isinstance(instruction, Call) else ()
             own = self.program.ranks[rank]
-            early = [v for v in (*written, *outputs_of(instruction)) if v in own.state]
+            early = [v for v in (*written, *outputs_of(instruction)) if v in own.lasting]
             early = [v for v in early if v not in own.replayable]
             if early:
                 fact = f"it writes state {early[0]!r} before the rank's commit point"

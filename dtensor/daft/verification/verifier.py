@@ -9,8 +9,8 @@ It raises `ProgramError` for the first fault, with the instruction, the user's l
   defined twice, written or freed while a start still reads them, never freed, never waited for;
 - partners: a start without one; members of a collective that disagree on kind, op, shape, dtype;
 - order: waits that form a circle, in the lists as the actors run them (see `pairing.py`);
-- storage: a write in place to what a value shares storage with that is read later, or is being sent,
-  or is returned; a result that shares storage with state which the program changes;
+- storage: a write in place to what a value shares storage with, where that is read later, is being
+  sent, or is returned;
 - the commit point, in programs that have one: all ranks have one, it reads the sum of all their
   votes, no rank calls anything between its vote and its commit point, and none writes state before
   that is not replayable.
@@ -142,11 +142,13 @@ class _RankCheck:
                     f"storage of {other!r}, which is neither an input nor state."
                 )
             self.sharers[other].add(value)
-        strange = sorted(set(own.replayable) - set(own.state))
+        strange = sorted(set(own.replayable) - own.lasting) + sorted(
+            set(own.changed) - set(own.inputs)
+        )
         if strange:
             raise ProgramError(
-                f"Rank {rank} of program {program.name!r}: {strange} are said to be replayable, and "
-                f"are no state."
+                f"Rank {rank} of program {program.name!r}: {strange} are said to be replayable or "
+                f"changed, and are neither state nor inputs that are changed."
             )
         self.stale: dict[str, str] = {}  # value -> what it shares storage with, written since
         self.bytes = sum(self.sizes.get(value, 0) for value in self.live)

@@ -147,6 +147,7 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         state=tuple(names),
         nbytes=tuple(sorted(b.nbytes.items())),
         shares=shares,
+        changed=tuple(i.name for i in arguments if i.name in walk.state.changed),
         replayable=tuple(b.value(write.name) for write in walk.state.here),
     )
 

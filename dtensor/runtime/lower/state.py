@@ -3,10 +3,10 @@
     k1 = index_copy(k, 2, i, x)           aten_index_copy__default(k, 2, i, x)
     y = mul(k1, q)                        y = mul(k, q)
 
-Which of its writes are in place the plan has found out (sharding/plan/passes/in_place.py); here they
-become code. A value that stands in state has no name in the rank's table: whoever reads it reads
-the state, through its views, which are taken anew in each call. So views of such state never leave
-a call. What else needs such a value (a message, an output) gets a copy.
+Which of its writes are in place the plan has found out (sharding/plan/passes/in_place.py); here
+they become code. A value that stands in state has no name in the rank's table: whoever reads it
+reads the state, through its views, which are taken anew in each call. So views of such state never
+leave a call. What else needs such a value (a message, an output) gets a copy.
 
 A write at the commit is checked where the program has it: an index that is out of range is to fail
 while the run can be undone.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -151,9 +152,7 @@ class State:
                 names = self._operands(step, self.bases[name])
                 self._line(check_of(call), call, names, _line_of(step))
 
-    def _line(
-        self, function: object, call: OpCall, names: Sequence[str], source: str | None
-    ) -> None:
+    def _line(self, function: Any, call: OpCall, names: Sequence[str], source: str | None) -> None:
         if function is None:
             return
         code = self.b.segment().code
@@ -193,10 +192,10 @@ def _line_of(step: Compute) -> str | None:
     return f"{step.op.source}: {step.op.source_text}" if step.op.source else None
 
 
-def _name_of(function: object) -> str:
+def _name_of(function: Any) -> str:
     """A name for it in code."""
-    name = str(function) if isinstance(function, torch._ops.OpOverload) else function.__name__
-    return name.replace(".", "_")
+    is_op = isinstance(function, torch._ops.OpOverload)
+    return str(function).replace(".", "_") if is_op else function.__name__
 
 
 # -- what generated code calls ---------------------------------------------------------------------

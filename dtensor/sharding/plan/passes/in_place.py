@@ -28,7 +28,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.ops.in_place import Writes, writes_of
@@ -311,11 +310,10 @@ def _is_view(step: Compute) -> bool:
     return step.op.call.name.rpartition(".")[0] in _VIEWS
 
 
-def _viewed(call: OpCall, whole: torch.Tensor) -> torch.Tensor | None:
+def _viewed(call: OpCall, whole: Any) -> torch.Tensor | None:
     """The view of a meta tensor; None where it is a copy."""
     args = [whole if isinstance(a, Operand) else a for a in call.args]
-    assert isinstance(call.target, OpOverload)
-    seen = call.target(*args, **dict(call.kwargs))
+    seen: Any = call.target(*args, **dict(call.kwargs))
     return seen if seen.untyped_storage()._cdata == whole.untyped_storage()._cdata else None
 
 
@@ -325,7 +323,7 @@ def _as_view(call: OpCall) -> OpCall:
 
 
 def _place(x: torch.Tensor) -> Place:
-    return x.storage_offset(), tuple(x.shape), x.stride()
+    return int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
 # -- what values are made of -----------------------------------------------------------------------
