@@ -102,8 +102,9 @@ class State:
                 self.b.segment().code.apply(apart, [name, *read], [name])
 
     def shares(self, value: str) -> bool:
-        """Whether a value may be (a view of) what changes."""
-        return not roots(value, self.b.shared.producers).isdisjoint(self.changed)
+        """Whether a value may be (a view of) what changes or has changed."""
+        found = roots(value, self.b.shared.producers)
+        return not found.isdisjoint(self.changed | self.standing)
 
     def at_commit(self) -> None:
         """The writes for which all ranks must agree. What is the old contents of another that

@@ -89,9 +89,8 @@ def write_shard_in_place(
     here, local = local_positions(index, pieces)
     if kind in ("scatter", "scatter_add"):  # an index for each element
         found = here.nonzero(as_tuple=True)
-        at: list[Tensor | None] = [
-            local[found] if d == dim else places for d, places in enumerate(found)
-        ]
+        at: list[Tensor | None] = [*found]
+        at[dim] = local[found]
         value = source[found] if isinstance(source, Tensor) and source.dim() else source
         values = value if isinstance(value, Tensor) else x.new_tensor(value)
         x.index_put_(at, values, kind == "scatter_add")
