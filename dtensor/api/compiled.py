@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dtensor.api.away import ONE_AT_A_TIME
+from dtensor.api.eager.run import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
 from dtensor.api.loaded_program import load
@@ -113,6 +114,7 @@ class CompiledFunction:
         return profiled(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
     def _run(self, call: BoundCall, planned: Planned) -> Any:
+        lend(call.leaves, planned.changed)
         session = session_for(self.mesh)
         program = load(session, planned, self._roles)
         session.place(planned.models, planned.plan, planned.stages)
@@ -122,6 +124,7 @@ class CompiledFunction:
         fed = program.feed(call, numbers)
         future = session.run(program.handle, fed, names, counted, program.returned)
         session.wrote(program.written)
+        changed(call.leaves, planned.changed)
         if session.at_once:
             try:
                 future.check()
@@ -133,6 +136,8 @@ class CompiledFunction:
             returned = Returned(future, output) if output in program.returned else None
             value = Value(session, names[output], layout.spec, returned)
             results.append(DTensor.of(Cell(session, layout, value)))
+        for index, leaf in sorted(planned.returned.items()):
+            results.insert(index, call.leaves[leaf])
         return planned.graph.unflatten(results)
 
     def _planned(self, call: BoundCall) -> Planned:

@@ -238,7 +238,8 @@ def _fused(
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:
     """The parameters that an optimizer updates, and the buffers that forward changes."""
-    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"}
+    buffers = {item.label for item in planned.plan.inputs if item.kind == "buffer"}
+    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & buffers
     if training and planned.request.training is not None:
         known = {item.label for item in planned.plan.inputs if item.kind == "parameter"}
         found |= planned.request.training.trained & known

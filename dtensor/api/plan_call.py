@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -125,11 +125,12 @@ class BoundCall:
         return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Planned:
     """A plan, what it came from, and which leaf of the call feeds which input.
 
-    ``stages``: those of the plan, which "auto" has chosen; ``grid``: its schedule.
+    ``stages``: those of the plan, which "auto" has chosen; ``grid``: its schedule; ``returned``:
+    results that are a leaf of the call, which the program changes.
     """
 
     plan: Plan
@@ -139,6 +140,13 @@ class Planned:
     request: Request
     stages: StagePlan
     grid: Grid | None
+    returned: Mapping[int, int]
+
+    @cached_property
+    def changed(self) -> tuple[int, ...]:
+        """The leaves of the call that the program changes."""
+        found = (o.index for o in self.graph.outputs if isinstance(o, Mutation))
+        return tuple(index for index in found if index is not None)
 
     def same(self) -> bool:
         """Whether all that the capture read is the very same; False may be a false alarm."""
@@ -294,10 +302,18 @@ def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name:
         in_flight = options.timetable.in_flight if options.timetable else ()
         stages = cut(models.module, stages, whole, plan, in_flight)
     request = _request(call, graph, models, mesh, stages, options, name)
+    changed = [o.name for o in graph.outputs if isinstance(o, Mutation) and o.index is not None]
+    if changed and stages.num_stages > 1:
+        raise PlanningError(
+            f"the function changes its argument {changed[0]}, and the model has stages: an "
+            f"argument is held by the ranks of all of them, and would change on one.\n"
+            f"fix: register it as a buffer of the module that changes it"
+        )
     return Planned(
         plan=plan(request),
         graph=graph,
         arguments={item.name: entry.index for item, entry in _arguments(request.flow, graph)},
+        returned=_returned(graph, request.results),
         models=models,
         request=request,
         stages=stages,
@@ -317,6 +333,10 @@ def _request(
     """What of a call the planner is asked."""
     at = _lie_at(call, graph, mesh, stages)
     flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, at)
+    results = options.results(graph, flow) if options.results else {}
+    if returned := _returned(graph, results):
+        own = (o for o in flow.outputs if o.kind != "result" or o.of not in returned)
+        flow = replace(flow, outputs=tuple(own))
     named = _arguments(flow, graph)
     metas = {entry.name: item.meta for item, entry in named}
     leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
@@ -330,7 +350,6 @@ def _request(
             if item.name not in stated:
                 settled.add(item.name)
             stated[item.name] = {**before[item.label], **stated.get(item.name, {})}
-    results = options.results(graph, flow) if options.results else {}
     for index, placements in results.items():
         if stages.axis in placements:
             raise PlanningError(
@@ -371,6 +390,18 @@ def _request(
     return per_microbatch(request) if options.per_microbatch else request
 
 
+def _returned(graph: Graph, pinned: Mapping[int, object]) -> dict[int, int]:
+    """The results that are arguments which the program changes, as they are at its end; but for
+    those of which a placement is stated."""
+    pairs = list(zip(graph.output_nodes, graph.outputs, strict=True))
+    leaves = {node: o.index for node, o in pairs if isinstance(o, Mutation) and o.index is not None}
+    return {
+        o.index: leaves[node]
+        for node, o in pairs
+        if isinstance(o, Result) and node in leaves and not pinned.get(o.index)
+    }
+
+
 def _with_rows(
     num: int,
     flow: Dataflow,
@@ -403,7 +434,9 @@ def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dic
     """Plan input to its stage, of arguments that only a part of the mesh holds."""
     found: dict[str, int] = {}
     for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
-        leaf = call.leaves[entry.index] if isinstance(entry, Arg) else None
+        if not isinstance(entry, Arg):
+            continue
+        leaf = call.leaves[entry.index]
         if not isinstance(leaf, (DTensor, TensorSpec)) or not (spec := _spec_of(leaf)).on:
             continue
         if any(not isinstance(output, Result | Mutation) for output in graph.outputs):

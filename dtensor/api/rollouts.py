@@ -301,7 +301,7 @@ def _is_there(text: _Text) -> bool:
 
 def _number(text: _Text) -> float:
     """The text's score; raises what the reward has raised."""
-    given = text.score.get() if isinstance(text.score, Future) else text.score
+    given: Any = text.score.get() if isinstance(text.score, Future) else text.score
     try:
         return float(given)
     except (TypeError, ValueError) as error:

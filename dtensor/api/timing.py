@@ -16,7 +16,7 @@ from typing import Any, overload
 import torch
 
 from dtensor.api.compiled import CompiledFunction
-from dtensor.api.session import Backend, MeshSession, launch, launched, session_for
+from dtensor.api.session import Backend, Launch, launch, launched, session_for
 from dtensor.api.training import Loss, TrainStep
 from dtensor.daft.cluster.cluster import RecordedRun
 from dtensor.errors import PlanningError
@@ -65,24 +65,25 @@ class TraceRecording:
         self._ran: list[RecordedRun] = []
         self._notes: list[Note] = []
         self._timeline: Timeline | None = None
-        self._session: MeshSession | None = None
+        self._launch: Launch | None = None
 
     def __enter__(self) -> TraceRecording:
         session = launched()
-        if session is None or session.cluster.recording is not None or self._session is not None:
+        launch = session and session.launch
+        if launch is None or launch.cluster.recording is not None or self._launch is not None:
             raise PlanningError(
                 "trace() without a step records what runs in a launch, once at a time.\n"
                 "fix: with dt.launch(mesh): with dt.trace() as recording: ..."
             )
-        self._session, self._begin = session, time.monotonic()
-        session.cluster.recording = self._ran
+        self._launch, self._begin = launch, time.monotonic()
+        launch.cluster.recording = self._ran
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        assert self._session is not None, "it was entered"
-        self._session.cluster.recording = None
+        assert self._launch is not None, "it was entered"
+        self._launch.cluster.recording = None
         if error is None:
-            self._session.settle()
+            self._launch.settle()
             end = time.monotonic()
             self._timeline = timeline_of(self._ran, self._begin, end, self._notes)
         self._ran = []  # and what the runs gave

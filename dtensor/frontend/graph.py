@@ -82,9 +82,10 @@ class Grad:
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """The new value of the buffer `name`."""
+    """The new value of the buffer `name`, or of the argument that is leaf `index`."""
 
     name: str
+    index: int | None = None
 
 
 Input = Param | ModuleBuffer | Arg | Const | Tangent
@@ -200,8 +201,8 @@ def _output_text(output: Output) -> str:
             return f"result {index}"
         case Grad(of):
             return f"grad {of.name}"
-        case Mutation(name):
-            return f"buffer {name}"
+        case Mutation(name, index):
+            return f"{'buffer' if index is None else 'argument'} {name}"
 
 
 # -- names of a module's tensors -------------------------------------------------------------------

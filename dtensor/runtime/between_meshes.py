@@ -331,7 +331,7 @@ class _Lines:
     def _buffer(self, message: SyncMessage) -> Buffer:
         if len(message.blocks) > 1:
             return Buffer((message.bytes_sent,), torch.uint8)
-        alone = message.blocks[0]
+        (alone,) = message.blocks
         return Buffer(shape_of(alone.ranges), self.plan.transfers[alone.label].source.dtype)
 
     @property

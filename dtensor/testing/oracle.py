@@ -6,7 +6,8 @@
 
 Operands are cut to shards, pending ones into *random* summands, so that a rule that is right only
 for "rank 0 has it all" is found out; each rank's localised call is run; each rank's result is
-compared with its piece of the global one, pending results reduced first. Tried are all that the
+compared with its piece of the global one, pending results reduced first; what an op may write in
+place it is to make so to the same bits. Tried are all that the
 rule offers, factors cut in blocks and at units, and two axes, also both on one factor.
 
 Invariants: nothing is communicated; the same seed gives the same shards. It cannot find rules whose
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from dtensor.frontend.graph import meta_of
 from dtensor.numerics import fold
 from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
+from dtensor.sharding.ops.in_place import in_place, writes_of
 from dtensor.sharding.rules.rule import FactorSharding, Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, pieces
@@ -180,7 +182,14 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
         for rank in range(mesh.size):
             local = Local(tuple(specs), tuple(wanted), mesh.coordinates(rank))
             here = case.rule.local_call(case.call, local)
-            outputs.append(run(here, [restrided(s[rank], generator) for s in shards]))
+            operands = [restrided(s[rank], generator) for s in shards]
+            outputs.append(run(here, operands))
+            for base in _bases(case.call, specs, wanted):
+                changed = [x.clone() for x in operands]
+                run(in_place(here, base), changed)
+                (result, *_) = outputs[-1]
+                if result is None or not torch.equal(changed[base], result):
+                    return f"in place, rank {rank} has other values"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     for i, (whole, spec) in enumerate(zip(case.results, wanted, strict=True)):
@@ -192,6 +201,14 @@ def trial(case: Case, shape: tuple[int, ...], strategies: Sequence[Strategy]) ->
         if problem is not None:
             return f"result {i}: {problem}"
     return None
+
+
+def _bases(
+    call: OpCall, specs: Sequence[TensorSpec], results: Sequence[TensorSpec | None]
+) -> tuple[int, ...]:
+    """The operands that the op may change in place."""
+    found = writes_of(call)
+    return () if found is None else tuple(at for at in found.base if specs[at] == results[0])
 
 
 def restrided(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

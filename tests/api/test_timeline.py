@@ -36,7 +36,7 @@ def test_runs_of_several_programs(tmp_path: Path) -> None:
             twice = f(model, x).full_tensor()
             with pytest.raises(RuntimeError, match="before the `with` block has ended"):
                 recording.timeline()
-        assert session.cluster.recording is None
+        assert session.launch.cluster.recording is None
         step(x)  # is no part of it
         assert torch.allclose(f(model, x).full_tensor(), twice, atol=1) and twice.shape == (4, 8)
     timeline = recording.timeline()

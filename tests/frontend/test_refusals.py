@@ -250,10 +250,10 @@ def test_an_argument_changed_in_place() -> None:
     assert_expected_inline(
         refused(fn),
         """\
-The program changes an argument in place; only buffers may be changed.
+The program changes an argument in place; only buffers may be, and DTensors that dt.compile is given.
   x
   test_refusals.py:N: x.add_(1)
-fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer""",
+fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer; for dt.compile: x = dt.distribute(x, mesh) before the calls""",  # noqa: E501
     )
 
 

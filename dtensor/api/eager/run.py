@@ -359,6 +359,48 @@ def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
 
 
+def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
+    """Makes these leaves of a call ready to be changed in place: the shards of each are its own.
+
+    PlanningError where another leaf is the same tensor, or it is a view of a larger one.
+    """
+    for index in changed:
+        x = call[index]
+        fact = fix = ""
+        if not isinstance(x, CellTensor):
+            raise with_line(
+                PlanningError(
+                    "an argument that the function changes is no DTensor.\n"
+                    "fix: x = dt.distribute(x, mesh) before the calls"
+                )
+            )
+        if x._view is not None:
+            fact = "is a view of another DTensor"
+            fix = "pass the whole, and take the view in the function"
+        elif sum(isinstance(y, CellTensor) and y._cell is x._cell for y in call) > 1:
+            fact = "shares its memory with another argument"
+            fix = "pass the other one's .clone(), or the tensor once"
+        elif PARTIAL in x._cell.layout.spec.placements:
+            fact = "is a pending sum"
+            fix = "x = x.redistribute(...) before the call"
+        if fact:
+            fact = f"an argument that the function changes {fact}."
+            raise with_line(PlanningError(f"{fact}\n  {spec_of(x)}\nfix: {fix}"))
+        if own_value(x).cells > 1:  # a clone holds the same shards
+            (new,) = execute(None, (x,), {}, pinned=x._cell.layout.spec.sharding, told=True).values
+            assert new is not None
+            x._cell.set(new)
+
+
+def changed(call: Sequence[Any], indices: Sequence[int]) -> None:
+    """A run changes the shards of these: views see it, and so does autograd."""
+    for index in indices:
+        x = call[index]
+        assert isinstance(x, CellTensor) and x._cell.value is not None
+        x._cell.set(x._cell.value.written())
+        torch.autograd.graph.increment_version(x)
+
+
 def fetch(value: Value) -> list[torch.Tensor]:
     """The shards, one per rank that holds them. Waits."""
     try:

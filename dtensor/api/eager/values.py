@@ -9,8 +9,10 @@ from what its cell holds now. A Value is dropped on the ranks when nothing refer
 has is a CellTensor: a cell, or a view of one.
 
 Invariants: a Value's shards are never written again, so cells may share one (a clone costs
-nothing). A cell's shape, dtype and strides are fixed; its placement is that of the value it holds.
-Layouts and views are interned: equal ones are one object, compared by identity.
+nothing); but for one that a single cell has ever held, which a compiled function may change in
+place: it is another Value then, of the same shards. A cell's shape, dtype and strides are fixed;
+its placement is that of the value it holds. Layouts and views are interned: equal ones are one
+object, compared by identity.
 
 Not here: what computes a value (run.py), what a view means backwards (views.py).
 """
@@ -42,7 +44,7 @@ class Value:
     ``returned``: where they come back with the run that makes them, besides.
     """
 
-    __slots__ = ("name", "returned", "session", "spec")
+    __slots__ = ("cells", "name", "returned", "session", "spec")
 
     def __init__(
         self, session: MeshSession, name: str, spec: TensorSpec, returned: Returned | None = None
@@ -51,9 +53,17 @@ class Value:
         self.name = name
         self.spec = spec
         self.returned = returned
+        self.cells = 0  # that have held it
+
+    def written(self) -> Value:
+        """What its shards are from now on, for a run writes to them; this one is no more."""
+        new = Value(self.session, self.name, self.spec)
+        self.name = ""
+        return new
 
     def __del__(self) -> None:
-        self.session.forget(self.name, holders_of(self.spec))
+        if self.name:
+            self.session.forget(self.name, holders_of(self.spec))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,11 +123,14 @@ class Cell:
         self.layout = layout
         self.value = value
         self.reduced: Value | None = None
+        if value is not None:
+            value.cells += 1
 
     def set(self, value: Value) -> None:
         """Hold another value from now on."""
         self.value = value
         self.reduced = None
+        value.cells += 1
         self.layout = layout_of(value.spec, self.layout.strides)
 
 

@@ -23,7 +23,8 @@ source text that an actor compiles once.
 Invariants (checked by `verification/verifier.py`, not here): no run can hang; every value is
 defined before use and freed once, except inputs (fed each run, dropped at its end), outputs
 (returned, then dropped) and state (in the actor's table from run to run). A `Call` may return a
-value that shares storage with one of its inputs; writing to either is then its author's business.
+value that shares storage with an input or state: where `shares` says so, no write to it is seen by
+who reads the other; writing to what no one says it of is its author's business.
 `forward` takes positional arguments and returns a tuple, one item per output of the `Call`. A frame
 of the built code has the file name `<dtensor NAME>`, so that a traceback through it leads to
 `lines`, the user's own. A function pickles, with torch operators among the bindings too.
@@ -52,13 +53,28 @@ Built: TypeAlias = Callable[..., tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RankProgram:
-    """One rank's list. `nbytes` are (value, bytes) of Call outputs, inputs and state."""
+    """One rank's list. `nbytes` are (value, bytes) of Call outputs, inputs and state.
+
+    `shares` are (value, other): a value that a `Call` returns, and an input or state whose storage
+    it may share; all other values have storage of their own. `changed` are inputs that outlive
+    the run, as state does: who gave them has them changed. `replayable` are those of them, and of
+    state, that may be written before the commit point: a run that failed may leave them written,
+    and the same run, made again, gives what it would have given.
+    """
 
     instructions: tuple[Instruction, ...]
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
     nbytes: tuple[tuple[str, int], ...] = ()
+    shares: tuple[tuple[str, str], ...] = ()
+    changed: tuple[str, ...] = ()
+    replayable: tuple[str, ...] = ()
+
+    @property
+    def lasting(self) -> frozenset[str]:
+        """The values that a run leaves to others: state, and inputs that it changes."""
+        return frozenset((*self.state, *self.changed))
 
     def __repr__(self) -> str:
         return f"<list of {len(self.instructions):,} instructions>"
@@ -108,6 +124,8 @@ class Program:
                 ("inputs", program.inputs),
                 ("outputs", program.outputs),
                 ("state", program.state),
+                ("changed", program.changed),
+                ("replayable", program.replayable),
             ):
                 head += f"    {word} {', '.join(names)}" if names else ""
             parts.append(head)

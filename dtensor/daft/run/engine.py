@@ -403,7 +403,7 @@ def _undoable(program: Program, ranks: Sequence[int]) -> dict[int, int]:
     for own in program.ranks:
         for i in own.instructions:
             written = (*(i.writes if isinstance(i, Call) else ()), *outputs_of(i))
-            if not set(own.state).isdisjoint(written):
+            if not own.lasting.difference(own.replayable).isdisjoint(written):
                 return dict.fromkeys(ranks, 0)
             if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it
                 return dict.fromkeys(ranks, 0)

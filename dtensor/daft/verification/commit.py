@@ -7,7 +7,7 @@ In a program that has votes, it must hold for each rank that has instructions:
 
 - it votes once, then has one commit point, which reads a sum of all *other* ranks' votes at least;
 - it calls nothing between the two, where a failure would be in no vote;
-- it writes no state before.
+- it writes no state before, but for what is replayable.
 
 So at their commit points all ranks know the same of all calls before, whichever interleaving ran:
 what a rank has of the votes comes of its own, and of all_reduces that it has waited for, and that
@@ -72,8 +72,9 @@ class _Votes:
         instruction = instruction_at(self.program, site)
         if rank not in self.committed:
             written = instruction.writes if isinstance(instruction, Call) else ()
-            state = self.program.ranks[rank].state
-            early = [v for v in (*written, *outputs_of(instruction)) if v in state]
+            own = self.program.ranks[rank]
+            early = [v for v in (*written, *outputs_of(instruction)) if v in own.lasting]
+            early = [v for v in early if v not in own.replayable]
             if early:
                 fact = f"it writes state {early[0]!r} before the rank's commit point"
                 raise fault(self.program, site, fact, "move it behind the commit point")

@@ -9,11 +9,15 @@ It raises `ProgramError` for the first fault, with the instruction, the user's l
   defined twice, written or freed while a start still reads them, never freed, never waited for;
 - partners: a start without one; members of a collective that disagree on kind, op, shape, dtype;
 - order: waits that form a circle, in the lists as the actors run them (see `pairing.py`);
+- storage: a write in place to what a value shares storage with, where that is read later, is being
+  sent, or is returned;
 - the commit point, in programs that have one: all ranks have one, it reads the sum of all their
-  votes, no rank calls anything between its vote and its commit point, and none writes state before.
+  votes, no rank calls anything between its vote and its commit point, and none writes state before
+  that is not replayable.
 
 It is pure. It assumes that each `Call` ends, that its function makes what it declares, and that
-`nbytes` tells the truth: values whose size is not declared count as nothing.
+`nbytes` and `shares` tell the truth: values whose size is not declared count as nothing, and those
+that are not said to share storage have their own.
 """
 
 from __future__ import annotations
@@ -130,6 +134,23 @@ class _RankCheck:
         self.making: dict[str, int] = {}  # value -> the start that makes it
         self.reading: dict[str, set[int]] = defaultdict(set)  # value -> starts that read it
         self.started: set[str] = set()  # values that some start has named
+        self.sharers: dict[str, set[str]] = defaultdict(set)  # by what they share storage with
+        for value, other in own.shares:
+            if other not in self.live:
+                raise ProgramError(
+                    f"Rank {rank} of program {program.name!r}: {value!r} is said to share the "
+                    f"storage of {other!r}, which is neither an input nor state."
+                )
+            self.sharers[other].add(value)
+        strange = sorted(set(own.replayable) - own.lasting) + sorted(
+            set(own.changed) - set(own.inputs)
+        )
+        if strange:
+            raise ProgramError(
+                f"Rank {rank} of program {program.name!r}: {strange} are said to be replayable or "
+                f"changed, and are neither state nor inputs that are changed."
+            )
+        self.stale: dict[str, str] = {}  # value -> what it shares storage with, written since
         self.bytes = sum(self.sizes.get(value, 0) for value in self.live)
 
     def run(self) -> int:
@@ -169,6 +190,7 @@ class _RankCheck:
                     f"{value!r} is written but is no input", "pass it to the function"
                 )
             self._not_read(value, "written")
+            self._not_seen(value)
         for value in call.outputs:
             self._define(value, self.sizes.get(value, 0))
 
@@ -212,16 +234,31 @@ class _RankCheck:
                 self.reading[name].discard(index)
 
     def _free(self, value: str) -> None:
+        self.stale.pop(value, None)
         self._use(value)
         self._not_read(value, "freed")
         if value in self.own.state:
             raise self._fault(f"{value!r} is state, which outlives the run", "do not free it")
         self.live.discard(value)
         self.freed.add(value)
+        self.stale.pop(value, None)
         self.started.discard(value)
         self.bytes -= self.sizes.get(value, 0)
 
+    def _not_seen(self, written: str) -> None:
+        """A value that shares its storage is not read after this."""
+        for value in sorted(self.sharers.get(written, ())):
+            if value in self.live:
+                self._not_read(value, f"changed, by a write to {written!r},")
+                self.stale[value] = written
+
     def _use(self, value: str) -> None:
+        if value in self.stale:
+            raise self._fault(
+                f"{value!r} shares the storage of {self.stale[value]!r}, which has been written "
+                f"since",
+                "copy it before the write, or write to a copy",
+            )
         if value in self.making:
             start = show_site(self.program, (self.rank, self.making[value]))
             raise self._fault(
@@ -241,6 +278,7 @@ class _RankCheck:
             raise self._fault(f"{value!r} is {done} while {start} reads it", "wait before this")
 
     def _define(self, value: str, size: int) -> None:
+        self.stale.pop(value, None)
         if value in self.live:
             if value not in self.own.state:
                 raise self._fault(f"{value!r} is defined twice", "free it first or rename it")
@@ -264,6 +302,16 @@ class _RankCheck:
                 f"Program {self.program.name!r}, rank {self.rank}: the outputs {missing} are not "
                 f"there at the end.\n  Fix: define them, and do not free them."
             )
+        for written in sorted(
+            {v for i in own.instructions if isinstance(i, Call) for v in i.writes}
+        ):
+            for value in own.outputs:
+                if value in self.sharers.get(written, ()):
+                    raise ProgramError(
+                        f"Program {self.program.name!r}, rank {self.rank}: the output {value!r} "
+                        f"shares the storage of {written!r}, which the program writes.\n"
+                        f"  Fix: return a copy."
+                    )
         leaked = sorted(self.live - {*own.inputs, *own.outputs, *own.state})
         if leaked:
             raise ProgramError(

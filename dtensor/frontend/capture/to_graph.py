@@ -9,8 +9,9 @@ is one of values alone:
         ->   every use of the inverse reads  dt.linalg_checked(inverse, info, "linalg.inv", False)
 
 Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
-no `Grad`. Mutations of anything but buffers are refused. A check comes before every use of what it
-checks, so an error is raised where torch raises it; other effects stay and are refused.
+no `Grad`. Mutations are refused but of buffers and, in a program without gradients, of arguments on
+the meta device, which stand for DTensors. A check comes before every use of what it checks, so an
+error is raised where torch raises it; other effects stay and are refused.
 Not here: the export (capture.py), what the rewrites are (simplify.py, decompose.py), names.
 """
 
@@ -60,7 +61,7 @@ def to_graph(
     _settle_effects(graph)
     check_joint(graph)
     names = _names_of(call)
-    outputs = _outputs(graph, call, names, forward)  # first: it refuses mutations
+    outputs = _outputs(graph, root, names, forward)  # first: it refuses mutations
     inputs = {
         node: _input(node.meta["desc"], call, names, forward)
         for node in graph.find_nodes(op="placeholder")
@@ -169,10 +170,10 @@ def _input(desc: Any, call: FlatCall, names: Mapping[str, str], forward: fx.Grap
 
 
 def _outputs(
-    graph: fx.Graph, call: FlatCall, names: Mapping[str, str], forward: fx.GraphModule
+    graph: fx.Graph, root: CallAsModule, names: Mapping[str, str], forward: fx.GraphModule
 ) -> tuple[Output, ...]:
     """The outputs that have a value; the graph's output node is cut down to the same."""
-    node = graph.output_node()
+    call, node = root.call, graph.output_node()
     kept: list[Any] = []
     outputs: list[Output] = []
     for value, desc in zip(node.args[0], node.meta["desc"], strict=True):  # type: ignore[arg-type]
@@ -187,6 +188,10 @@ def _outputs(
                 outputs.append(Grad(what))
             case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput(target=target)):
                 outputs.append(Mutation(names[target]))
+            case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)) if (
+                root.grads == "none" and call.leaves[call.args[index].index].is_meta
+            ):
+                outputs.append(Mutation(call.args[index].name, call.args[index].index))
             case aot.InputMutationAOTOutput(mutated_input=mutated):
                 raise _mutation_error(_input(mutated, call, names, forward), mutated, call, forward)
             case _:
@@ -198,12 +203,16 @@ def _outputs(
 
 def _mutation_error(what: Input, desc: Any, call: FlatCall, forward: fx.GraphModule) -> Exception:
     assert isinstance(what, (Param, Arg))
-    kind = "a parameter" if isinstance(what, Param) else "an argument"
+    kind, may = "a parameter", "only buffers may be changed"
+    fix = "write the out-of-place form (x = x + 1), or register the tensor as a buffer"
+    if isinstance(what, Arg):
+        kind, may = "an argument", "only buffers may be, and DTensors that dt.compile is given"
+        fix += f"; for dt.compile: {what.name} = dt.distribute({what.name}, mesh) before the calls"
     return planning_error(
-        f"The program changes {kind} in place; only buffers may be changed.",
+        f"The program changes {kind} in place; {may}.",
         what.name,
         source=_mutating_line(desc, forward) or source_of_callable(call.fn),
-        fix="write the out-of-place form (x = x + 1), or register the tensor as a buffer",
+        fix=fix,
     )
 
 
@@ -254,10 +263,12 @@ def _drop_unused(
 ) -> None:
     differentiated = [o.of for o in outputs if isinstance(o, Grad)]  # by a constant, perhaps
     used = [what for node, what in inputs.items() if node.users]  # a tied one by one of its nodes
-    written = {o.name for o in outputs if isinstance(o, Mutation)}  # though it may not be read
+    written = {(o.name, o.index) for o in outputs if isinstance(o, Mutation)}
     for node, what in list(inputs.items()):
         needed = what in differentiated and what not in used
-        needed |= isinstance(what, ModuleBuffer) and what.name in written and what not in used
+        if isinstance(what, (ModuleBuffer, Arg)):  # though it may not be read
+            index = what.index if isinstance(what, Arg) else None
+            needed |= (what.name, index) in written and what not in used
         if not node.users and not isinstance(what, Tangent) and not needed:
             del inputs[node]
             graph.erase_node(node)

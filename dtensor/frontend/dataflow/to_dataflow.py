@@ -8,7 +8,7 @@ Not here: on which stage an op runs (assign_stages.py).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -60,14 +60,15 @@ def _ops(graph: Graph) -> Dataflow:
     ops: list[Op] = []
     outputs: list[Output] = []
     entries = iter(graph.inputs)
+    held = {e.name for e in graph.inputs if isinstance(e, (Param, ModuleBuffer))}
     for node in graph.fx.nodes:
         if node.op == "placeholder":
-            inputs.append(_input(node, next(entries)))
+            inputs.append(_input(node, next(entries), held))
             names[node] = node.name
         elif node.op == "output":
             values = cast(Iterable[Any], node.args[0])
             for value, of in zip(values, graph.outputs, strict=True):
-                outputs.append(_output(names[value], of))
+                outputs.append(_output(names[value], of, held))
         elif node.target is operator.getitem:
             parts = names[cast(torch.fx.Node, node.args[0])]
             name = parts[cast(int, node.args[1])]
@@ -81,15 +82,20 @@ def _ops(graph: Graph) -> Dataflow:
     return replace(flow, recognised=graph.recognised)
 
 
-def _input(node: torch.fx.Node, entry: object) -> Input:
+def _label(entry: Arg, held: Collection[str]) -> str:
+    """What an argument is called: apart from a parameter or buffer of its name."""
+    return f"{entry.name} (argument)" if entry.name in held else entry.name
+
+
+def _input(node: torch.fx.Node, entry: object, held: Collection[str]) -> Input:
     meta = meta_of(node.meta["val"])
     match entry:
         case Param(name):
             return Input(name=node.name, meta=meta, kind="parameter", label=name)
         case ModuleBuffer(name):
             return Input(name=node.name, meta=meta, kind="buffer", label=name)
-        case Arg(_, name):
-            return Input(name=node.name, meta=meta, kind="argument", label=name)
+        case Arg():
+            return Input(name=node.name, meta=meta, kind="argument", label=_label(entry, held))
         case Const(name, value):
             return Input(name=node.name, meta=meta, kind="constant", label=name, constant=value)
         case Tangent(output):
@@ -98,15 +104,19 @@ def _input(node: torch.fx.Node, entry: object) -> Input:
             raise AssertionError(f"unknown graph input {entry!r}")
 
 
-def _output(name: object, of: object) -> Output:
+def _output(name: object, of: object, held: Collection[str]) -> Output:
     assert isinstance(name, str)
     match of:
         case Result(index):
             return Output(name, "result", index)
-        case Grad(Param(label) | ModuleBuffer(label) | Arg(_, label)):
+        case Grad(Param(label) | ModuleBuffer(label)):
             return Output(name, "gradient", label)
-        case Mutation(label):
+        case Grad(Arg() as entry):
+            return Output(name, "gradient", _label(entry, held))
+        case Mutation(label, None):
             return Output(name, "mutation", label)
+        case Mutation(label, int(index)):
+            return Output(name, "mutation", _label(Arg(index, label), held))
         case _:
             raise AssertionError(f"unknown graph output {of!r}")
 

@@ -88,10 +88,14 @@ class Shared:
     def agrees(self, roles: Roles) -> bool:
         """Whether the program has a commit point: it writes state, or a rank that fails would leave
         others with results that are wrong, or with another count of their random numbers."""
-        mutates = any(o.kind == "mutation" for o in self.plan.outputs)
+        mutates = any(w.how != "in place" for w in self.plan.state_writes)
         writes = roles.optimizer is not None or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
         return writes or together
+
+    @cached_property
+    def producers(self) -> dict[str, Step]:
+        return {name: step for step in self.plan.steps for name, _ in results_of(step)}
 
     @cached_property
     def once(self) -> frozenset[str]:
@@ -172,13 +176,15 @@ class Shared:
 @dataclass(slots=True)
 class LocalCode:
     """A segment of local code. ``table``: what names of the code that are no plan values are called
-    in the rank's table; ``writes``: what it changes in place."""
+    in the rank's table; ``writes``: what it changes in place; ``views``: of names that are no plan
+    values, what they may be views of."""
 
     code: CodeBuilder
     label: str
     microbatch: int | None
     table: dict[str, str] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
+    views: dict[str, str] = field(default_factory=dict[str, str])
     seconds: float = 0.0  # predicted, where the lowering is priced
 
 

@@ -134,6 +134,7 @@ def _cut(b: RankBuilder, step: Convert) -> tuple[tuple[str, Buffer], ...]:
         where = given(move.src, move.dst, b.here, peer)
         segment.code.apply(block, [step.operand], [name], where)
         segment.table[name] = f"{b.value(step.result)}.to{i}"
+        segment.views[name] = step.operand
         found.append((segment.table[name], Buffer(shape_of(where), move.src.dtype)))
         b.nbytes[segment.table[name]] = found[-1][1].nbytes
     return tuple(found)

@@ -20,7 +20,7 @@ the program cannot hang.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,6 +32,7 @@ from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
+from dtensor.runtime.lower.state import State
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
@@ -47,6 +48,7 @@ from dtensor.sharding.plan.steps import (
     Update,
     operands_of,
     results_of,
+    roots,
     stages_of,
 )
 from dtensor.sharding.spec.placements import REPLICATE
@@ -137,12 +139,16 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     b.close()
     if outputs:
         step_end.publish(b, outputs)
+    instructions, shares = _finished(b, frozenset((*names, *fed)), outputs)
     return RankProgram(
-        instructions=_finished(b, frozenset((*names, *fed, *outputs))),
+        instructions=instructions,
         inputs=tuple(fed),
         outputs=tuple(outputs),
         state=tuple(names),
         nbytes=tuple(sorted(b.nbytes.items())),
+        shares=shares,
+        changed=tuple(i.name for i in arguments if i.name in walk.state.changed),
+        replayable=tuple(b.value(write.name) for write in walk.state.here),
     )
 
 
@@ -154,6 +160,10 @@ class _Walk:
     reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
     begun: set[int] = field(default_factory=set)  # ids of steps that an action had before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
+    state: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = State(self.b)
 
     def action(self, action: Action) -> None:
         b = self.b
@@ -174,6 +184,8 @@ class _Walk:
         b = self.b
         for step in steps:
             self._finish(operands_of(step))
+            if not isinstance(step, Compute):
+                self.state.own(operands_of(step))
             started = None
             match step:
                 case Compute():
@@ -203,12 +215,11 @@ class _Walk:
         """The updates; and what the rank returns: the program's name of a value to the table's."""
         b = self.b
         copies: dict[str, str] = {}
-        mutates = any(o.kind == "mutation" for o in b.plan.outputs)
         # a program that returns gradients leaves all as it is
         step_end.agree(b)
-        if b.roles.optimizer is not None or (mutates and not b.roles.gradients):
-            copies = step_end.snapshot(b)
-            step_end.mutate(b)
+        if b.roles.optimizer is not None or self.state.changed:
+            copies = step_end.snapshot(b, self.state)
+            self.state.at_commit()
         step_end.update(b)
         found: dict[str, str] = {}
         for output in b.plan.outputs:
@@ -227,8 +238,11 @@ class _Walk:
         return isinstance(step, Norm) or not set(stages_of(step)).isdisjoint(self.b.stages)
 
     def _compute(self, step: Compute) -> None:
-        b = self.b
+        b, state = self.b, self.state
         code = b.short_segment().code
+        if state.step(step):
+            return
+        operands = state.read(step.operands)
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         results = results_of(step)
@@ -236,9 +250,11 @@ class _Walk:
         def made() -> Made:
             return [(spec.local_shape(b.here), spec.dtype) for _, spec in results]
 
-        code.call(call, step.operands, step.results, source, made)
+        code.call(call, operands, step.results, source, made)
         if b.roles.detect_nan:
-            finite.watch(code, step, call, source, b.roles.detect_nan)
+            read = replace(step, operands=operands)
+            finite.watch(code, read, call, source, b.roles.detect_nan)
+        state.apart(step, operands)
         for name, spec in results:
             b.record(name, spec)
 
@@ -267,9 +283,14 @@ class _Walk:
 # -- closing segments: which values live how long --------------------------------------------------
 
 
-def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, ...]:
+def _finished(
+    b: RankBuilder, kept: frozenset[str], outputs: Collection[str]
+) -> tuple[tuple[Instruction, ...], tuple[tuple[str, str], ...]]:
     """The instructions: each segment a call that returns what later ones read; values freed after
-    their last use. ``permanent``: what is fed, returned, or outlives the program."""
+    their last use. And which results of calls may share the storage of what. ``kept``: what is fed,
+    or outlives the program."""
+    permanent = kept.union(outputs)
+    shares: dict[str, set[str]] = {}
     reads = _all_reads(b)
     last: dict[str, int] = {}
     for number, names in enumerate(reads):
@@ -280,6 +301,11 @@ def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, .
         if isinstance(item, LocalCode):
             places = {n: b.place(item, n) for n in item.code.defined}
             made = {n: v for n, v in places.items() if last.get(v, -1) > number or v in permanent}
+            for n, v in made.items():
+                sources = _sources(b, item, n)
+                sources = {s for source in sources for s in shares.get(source, {source})} & kept
+                if sources:
+                    shares.setdefault(v, set()).update(sources)
             name = b.functions.add(item.code, _function_name(b, item), tuple(made))
             writes = tuple(b.place(item, n) for n in item.writes)
             source, outputs = item.code.user_lines(), tuple(made.values())
@@ -300,7 +326,17 @@ def _finished(b: RankBuilder, permanent: frozenset[str]) -> tuple[Instruction, .
         )
         if dead:
             final.append(Free(dead, label=item.label))
-    return _wait_before_free(final)
+    pairs = tuple((v, source) for v, found in shares.items() for source in sorted(found))
+    return _wait_before_free(final), pairs
+
+
+def _sources(b: RankBuilder, segment: LocalCode, name: str) -> set[str]:
+    """The values of the table whose storage a name of the segment's code may share."""
+    if name in segment.views:
+        return _sources(b, segment, segment.views[name])
+    if name not in b.shared.producers:
+        return {b.place(segment, name)}
+    return {b.place(segment, root) for root in roots(name, b.shared.producers)}
 
 
 def _function_name(b: RankBuilder, segment: LocalCode) -> str:

@@ -35,6 +35,7 @@ from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import tuple_text
+from dtensor.runtime.lower.state import State
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import (
     ShardOptimizer,
@@ -189,43 +190,20 @@ def _summed(b: RankBuilder, squares: str | None) -> str:
     return squares or vote
 
 
-def snapshot(b: RankBuilder) -> dict[str, str]:
-    """Copy the results: one may be a view of state that the step is about to change. By the
-    program's name of a result, the copy."""
+def snapshot(b: RankBuilder, state: State) -> dict[str, str]:
+    """Copy the results that may be views of state that the step changes, or is about to change. By
+    the program's name of a result, the copy."""
     copies: dict[str, str] = {}
-    segment = b.segment()
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
-            if stage in b.stages:
+            if stage in b.stages and (b.roles.optimizer is not None or state.shares(value)):
                 name = f"result_{output.of}_copy"
-                segment.code.line(f"{name} = {value}.clone()", [value], [name])
-                b.nbytes[name] = b.nbytes.get(b.value(value), 0)
+                (read,) = state.read([value])
+                b.segment().code.line(f"{name} = {read}.clone()", [read], [name])
+                b.nbytes[name] = b.shared.nbytes(output.spec, b.here)
                 copies[f"result {output.of}"] = name
     b.close()
     return copies
-
-
-def mutate(b: RankBuilder) -> None:
-    """Write the new contents of buffers that forward changed, before parameters change: the new
-    contents may be a view of one. All are copied first: one may be another's old contents."""
-    inputs = {i.label: i.name for i in b.plan.inputs}
-    found = [
-        (inputs[str(output.of)], value)
-        for output in b.plan.outputs
-        if output.kind == "mutation"
-        for stage, value in output.values
-        if stage in b.stages
-    ]
-    if not found:
-        return
-    b.close()
-    segment = b.segment()
-    for _, value in found:
-        segment.code.line(f"{value}_new = {value}.clone()", [value], [f"{value}_new"])
-    for name, value in found:
-        segment.code.line(f"{name}.copy_({value}_new)", [name, f"{value}_new"], ())
-    segment.writes = tuple(name for name, _ in found)
-    b.close()
 
 
 def update(b: RankBuilder) -> None:
@@ -373,6 +351,7 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
         read = f"value{number}"
         segment.table[read] = value
         segment.table[result] = name
+        segment.views[result] = read
         b.nbytes[name] = b.nbytes.get(value, 0)
         segment.code.line(f"{result} = {read}", [read], [result])
     b.close()

@@ -82,6 +82,10 @@ def finished(plan: PlanRecord, request: Request) -> PlanRecord:
     plain = None if plan.plain is None else finished(plan.plain, request)
     if request.stores_split:
         plan = gather_stored(plan)
+    if any(output.kind == "mutation" for output in plan.outputs):
+        from dtensor.sharding.plan.passes.in_place import in_place  # few programs change state
+
+        plan = in_place(plan)
     if request.timetable is not None:
         plan = scheduled(plan, request.timetable)
     return replace(plan, plain=plain, auto=request.auto)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
 from dtensor.sharding.plan.steps import Step, results_of
@@ -22,6 +24,8 @@ from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
+
+WriteHow = Literal["in place", "at the commit", "copied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,34 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateWrite:
+    """How what the program changes, the input ``name``, gets its new contents on ``stage``.
+
+    how: "in place": where the program writes it, in its own storage; "at the commit": so too, but
+    once all ranks agree; "copied": computed beside it, as ``value``, and copied into it then,
+    because of ``why``. writes: (result, operand that it changes) of the ops that write, in order;
+    settled: what puts a changed view back, for which nothing is to be done; standing: the values
+    that are (views of) its storage from the first write on; skipped: results of steps for which
+    nothing runs where they stand; shares: what is copied may be the old contents
+    of another that changes, and is copied twice; nbytes: copied per rank; source: the user's line.
+    """
+
+    of: str
+    name: str
+    stage: int
+    how: WriteHow
+    why: str = ""
+    value: str
+    writes: tuple[tuple[str, int], ...] = ()
+    settled: tuple[str, ...] = ()
+    standing: frozenset[str] = field(default=frozenset(), repr=False)
+    skipped: frozenset[str] = field(default=frozenset(), repr=False)
+    shares: bool = False
+    nbytes: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
     """A pin whose opposite is cheaper. ``by``: what the user wrote the pin for; seconds and bytes
     sent are per rank and step."""
@@ -164,6 +196,7 @@ class PlanRecord:
     schedule: str = ""
     regions: tuple[Region, ...] = ()  # what runs again in the backward
     plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
+    state_writes: tuple[StateWrite, ...] = ()  # one of each buffer or argument that is changed
     hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
 
     def __repr__(self) -> str:
@@ -177,6 +210,11 @@ class PlanRecord:
             tuple(s for s in range(self.num_stages) if self.stage_ranks[s] == rank)
             for rank in range(num)
         )
+
+    @cached_property
+    def standing(self) -> Mapping[str, str]:
+        """The values that have no storage but that of an input, and which."""
+        return {value: w.name for w in self.state_writes for value in w.standing}
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
         """Plan value name to spec, inputs included."""

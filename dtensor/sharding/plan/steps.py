@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar, assert_never
 
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.redistribute.moves import Move, MoveKind
+from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, MoveKind
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -312,3 +312,44 @@ def viewed_operand(step: Step) -> str | None:
             return step.operand
         case _:
             return None
+
+
+_MAYBE_OPERAND = frozenset(
+    f"aten.{op}"
+    for op in (
+        *("_conj", "_to_copy", "alias", "conj", "contiguous", "detach", "dropout", "lift_fresh"),
+        *("positive", "real", "resolve_conj", "resolve_neg", "to", "type_as"),
+    )
+)
+"""Ops that return their operand where it is already what is asked for."""
+
+
+def roots(value: str, producers: Mapping[str, Step]) -> set[str]:
+    """The inputs, and the results of messages, whose storage a value may share; or itself."""
+    found: set[str] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        step = producers.get(value)
+        operands = () if step is None else may_share(step)
+        found |= set() if operands else {value}
+        todo += operands
+    return found
+
+
+def may_share(step: Step) -> tuple[str, ...]:
+    """The operands whose storage the results of the step may share."""
+    match step:
+        case Compute():
+            call = step.op.call
+            own = call.name.startswith("aten.") and step.rule.kind == "compute"
+            maybe = call.name.rpartition(".")[0] in _MAYBE_OPERAND
+            return () if own and not maybe else step.operands
+        case Convert():
+            return (step.operand,) if step.move.kind in FREE_KINDS else ()
+        case Transfer() | Accumulate():
+            return (step.operand,)
+        case Bucket() | TieSum() | Norm() | Update():
+            return ()
+        case _:
+            assert_never(step)

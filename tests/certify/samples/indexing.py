@@ -72,6 +72,11 @@ INDEXING: dict[str, list[Sample]] = {
     "aten.scatter.src": [
         lambda d: call(d("a 4"), 1, _distinct(d, "a"), d("a 2")),
         lambda d: call(d("a 4"), 1, _distinct(d, "1"), d("a 2")),
+        # a cache of slots, heads, positions: each slot's place is its own
+        lambda d: call(
+            d("a b 4 c"), 2, d.ints("a 1 1 1", 4).expand(d.shape("a b 1 c")), d("a b 1 c")
+        ),
+        lambda d: call(d("a b"), 0, d.ints("1 b", 2), d("3 b")),
     ],
     "aten.scatter.value": [
         lambda d: call(d("a b"), 1, d.ints("a 1", 2), 2.0),
@@ -87,6 +92,7 @@ INDEXING: dict[str, list[Sample]] = {
     ],
     "aten.index_copy.default": [
         lambda d: call(d("a b"), 1, _permutation(d, "b"), d("a b")),
+        lambda d: call(d("a b 4 c"), 2, torch.tensor([3, 1]), d("a b 2 c")),
         lambda d: call(d(""), 0, d.ints("1", 1), d("1")),
     ],
     "aten.index_fill.int_Scalar": [

@@ -18,6 +18,7 @@ from typing import assert_never
 
 import torch
 
+from dtensor.sharding.ops.in_place import writes_of
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -35,6 +36,7 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.redistribute.topology import ring_bytes
+from dtensor.sharding.spec.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float
             if step.is_view:
                 return topology.op_latency, 0.0
             specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
+            if step.results[0] in plan.standing:
+                specs = _written_in_place(plan, step)
             moved = sum(spec.max_local_nbytes for spec in specs)
             attention = step.rule.kind == "attention"
             seconds = topology.compute_seconds(
@@ -156,6 +160,19 @@ class PlannedCollective:
     def key(self) -> str:
         """``all_reduce@tp``."""
         return f"{self.kind}@{self.axis}"
+
+
+def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]:
+    """What is read and written where the result is state: as many elements as are changed."""
+    result, specs = step.results[0], step.operand_specs
+    bases = {name: base for write in plan.state_writes for name, base in write.writes}
+    if result not in bases:
+        return ()
+    others = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
+    found = writes_of(step.op.call)
+    assert found is not None
+    whole = specs[bases[result]]
+    return (*others, *others) if found.partial else (*specs, whole)
 
 
 def step_times(plan: PlanRecord, step: Step) -> int:

@@ -40,7 +40,7 @@ from dtensor.sharding.plan.cost.seconds import (
     stage_flops,
     stage_seconds,
 )
-from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region
+from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region, StateWrite
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
@@ -116,6 +116,8 @@ def render(
         for name, found in sections.items():
             if found:
                 text += ["", _title(plan, name), *_columns(found, widths)]
+        if written := _state_writes(plan, stage):
+            text += ["", _title(plan, "state that is written"), *written]
     if plan.schedule:
         text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
     text += [*_regions(plan), "", *_totals(plan)]
@@ -237,6 +239,24 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
                 more=members([step.parameter for step in found]),
             )
         )
+    return lines
+
+
+def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
+    """One line for those that are written alike on one line of the user's."""
+    alike: dict[tuple[str, ...], list[StateWrite]] = {}
+    for write in plan.state_writes:
+        if write.stage == stage:
+            how = {"in place": "in place", "at the commit": "in place, at the commit"}
+            each = how.get(write.how, f"computed, and copied at the commit: {write.why}")
+            alike.setdefault((each, write.source), []).append(write)
+    lines: list[str] = []
+    for (how, source), found in alike.items():
+        nbytes = sum(write.nbytes * (1 + write.shares) for write in found)
+        copied = f", {size_text(nbytes)} copied" if nbytes else ""
+        names = ", ".join(collapse([write.of for write in found]))
+        first, *more = wrapped(f"{names}: {how}{copied}    {source}".rstrip(), "  ", WIDTH - 8)
+        lines += [first, *(f"      {text}" for text in more)]
     return lines
 
 

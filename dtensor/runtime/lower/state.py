@@ -1,0 +1,208 @@
+"""State that a program changes: written where the program writes it, or at the commit.
+
+    k1 = index_copy(k, 2, i, x)           aten_index_copy__default(k, 2, i, x)
+    y = mul(k1, q)                        y = mul(k, q)
+
+Which of its writes are in place the plan has found out (sharding/plan/passes/in_place.py); here
+they become code. A value that stands in state has no name in the rank's table: whoever reads it
+reads the state, through its views, which are taken anew in each call. So views of such state never
+leave a call. What else needs such a value (a message, an output) gets a copy.
+
+A write at the commit is checked where the program has it: an index that is out of range is to fail
+while the run can be undone.
+
+Invariants: as the plan's. A program that returns gradients changes nothing; where each op is looked
+at (`detect_nan`), what is written at the commit is computed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dtensor.runtime.lower.builder import LocalCode, RankBuilder
+from dtensor.sharding.ops.call import OpCall
+from dtensor.sharding.ops.in_place import check_of, in_place
+from dtensor.sharding.plan.record import StateWrite
+from dtensor.sharding.plan.steps import Compute, may_share, results_of, roots
+
+
+@dataclass(slots=True)
+class State:
+    """The writes of one rank. ``here``: where the program does; ``late``: in place, at the commit;
+    ``copied``: computed before it, and written then."""
+
+    b: RankBuilder
+    here: list[StateWrite] = field(default_factory=list[StateWrite])
+    late: list[StateWrite] = field(default_factory=list[StateWrite])
+    copied: list[StateWrite] = field(default_factory=list[StateWrite])
+    standing: set[str] = field(default_factory=set[str])
+    bases: dict[str, int] = field(default_factory=dict[str, int])
+    settled: frozenset[str] = frozenset()  # what puts back a view that has been changed
+
+    def __post_init__(self) -> None:
+        b = self.b
+        if b.roles.gradients or not b.plan.state_writes:
+            return
+        for write in b.plan.state_writes:
+            if write.stage in b.stages:
+                late = write.how == "at the commit" and not b.roles.detect_nan
+                lists = self.here if write.how == "in place" else self.late if late else self.copied
+                lists.append(write)
+        self.standing = {value for write in self.here for value in write.standing}
+        written = (*self.here, *self.late)
+        self.bases = {name: base for write in written for name, base in write.writes}
+        self.settled = frozenset(name for write in written for name in write.settled)
+
+    @property
+    def changed(self) -> set[str]:
+        """The inputs that change."""
+        return {write.name for write in (*self.here, *self.late, *self.copied)}
+
+    def step(self, step: Compute) -> bool:
+        """Whether the step is a write, or needs no code; a write gets its code."""
+        name = step.results[0]
+        if name is None:
+            return False
+        for write in self.here:
+            if name in self.bases and name in write.standing:
+                self._write(step, write.name)
+                return True
+            if name in write.skipped:
+                return True
+        for write in self.late:
+            if name in write.skipped:
+                self._check(step)
+                return True
+        return False
+
+    def read(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What the open segment calls these plan values; views of state are taken in it."""
+        if self.standing.isdisjoint(names):
+            return tuple(names)
+        return tuple(self._at(name) if name in self.standing else name for name in names)
+
+    def own(self, values: Sequence[str]) -> None:
+        """Gives values that stand in state a place in the table: a copy."""
+        for value in (v for v in values if v in self.standing):
+            code = self.b.segment().code
+            source = self._at(value)
+            self.standing.discard(value)
+            code.line(f"{value} = {source}.clone()", [source], [value])
+            self.b.record(value, self.b.plan.value_specs()[value])
+
+    def apart(self, step: Compute, code_names: Sequence[str]) -> None:
+        """What the step has made is no view of state that is written."""
+        if not self.standing.isdisjoint(may_share(step)):
+            read = [n for n, v in zip(code_names, step.operands, strict=True) if v in self.standing]
+            for name, _ in results_of(step):
+                self.b.segment().code.apply(apart, [name, *read], [name])
+
+    def shares(self, value: str) -> bool:
+        """Whether a value may be (a view of) what changes or has changed."""
+        found = roots(value, self.b.shared.producers)
+        return not found.isdisjoint(self.changed | self.standing)
+
+    def at_commit(self) -> None:
+        """The writes for which all ranks must agree. What is the old contents of another that
+        changes is copied before the first."""
+        b = self.b
+        if not (self.late or self.copied):
+            return
+        b.close()
+        segment = b.segment()
+        new: dict[str, str] = {}
+        for write in self.copied:
+            (value,) = self.read([write.value])
+            new[write.name] = value
+            if write.shares or write.how == "at the commit":
+                new[write.name] = f"{write.value}_new"
+                segment.code.line(
+                    f"{write.value}_new = {value}.clone()", [value], [new[write.name]]
+                )
+        for write in self.late:
+            for name, _ in write.writes:
+                step = self.b.shared.producers[name]
+                assert isinstance(step, Compute)
+                self._write(step, write.name)
+        for write in self.copied:
+            reads = [write.name, new[write.name]]
+            segment.code.line(f"{write.name}.copy_({new[write.name]})", reads, ())
+            _writes(segment, write.name)
+        b.close()
+
+    def _write(self, step: Compute, state: str) -> None:
+        b, name = self.b, step.results[0]
+        assert name is not None
+        base, source = self.bases[name], _line_of(step)
+        call = b.shared.local_call(step, b.here)
+        names = self._operands(step, base)
+        self._line(check_of(call) if b.shared.device.type == "cuda" else None, call, names, source)
+        changes = in_place(call, base)
+        self._line(changes.target, changes, names, source)
+        _writes(b.segment(), state)
+
+    def _check(self, step: Compute) -> None:
+        name = step.results[0]
+        if name in self.bases:
+            call = self.b.shared.local_call(step, self.b.here)
+            if check_of(call) is not None:
+                names = self._operands(step, self.bases[name])
+                self._line(check_of(call), call, names, _line_of(step))
+
+    def _line(self, function: Any, call: OpCall, names: Sequence[str], source: str | None) -> None:
+        if function is None:
+            return
+        code = self.b.segment().code
+        args = [code.literal(a, names) for a in call.args]
+        args += [f"{k}={code.literal(v, names)}" for k, v in call.kwargs]
+        called = code.bind(_name_of(function), function)
+        code.line(f"{called}({', '.join(args)})", names, (), source)
+
+    def _operands(self, step: Compute, base: int) -> list[str]:
+        return [
+            self._at(v) if at == base else self.read([v])[0] for at, v in enumerate(step.operands)
+        ]
+
+    def _at(self, value: str) -> str:
+        """The code's name of a value that is (a view of) state as it is now."""
+        step = self.b.shared.producers.get(value)
+        if step is None:
+            return value
+        assert isinstance(step, Compute)
+        if value in self.bases:
+            return self._at(step.operands[self.bases[value]])
+        if value in self.settled:
+            return self._at(step.operands[0])
+        code = self.b.segment().code
+        if value not in code.defined:
+            operand = self._at(step.operands[0])
+            call = self.b.shared.local_call(step, self.b.here)
+            code.call(call, [operand], [value], _line_of(step), list)
+        return value
+
+
+def _writes(segment: LocalCode, name: str) -> None:
+    segment.writes = tuple(dict.fromkeys((*segment.writes, name)))
+
+
+def _line_of(step: Compute) -> str | None:
+    return f"{step.op.source}: {step.op.source_text}" if step.op.source else None
+
+
+def _name_of(function: Any) -> str:
+    """A name for it in code."""
+    is_op = isinstance(function, torch._ops.OpOverload)
+    return str(function).replace(".", "_") if is_op else function.__name__
+
+
+# -- what generated code calls ---------------------------------------------------------------------
+
+
+def apart(x: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where it shares its storage with one of the others."""
+    storage = x.untyped_storage()._cdata
+    return x.clone() if any(s.untyped_storage()._cdata == storage for s in state) else x
