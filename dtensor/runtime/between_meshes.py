@@ -329,9 +329,9 @@ class _Lines:
         return f"new {label}" if self.state else self.names[label][1]
 
     def _buffer(self, message: SyncMessage) -> Buffer:
-        if len(message.blocks) > 1:
+        alone, *others = message.blocks
+        if others:
             return Buffer((message.bytes_sent,), torch.uint8)
-        (alone,) = message.blocks
         return Buffer(shape_of(alone.ranges), self.plan.transfers[alone.label].source.dtype)
 
     @property

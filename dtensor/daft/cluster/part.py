@@ -160,12 +160,13 @@ class Part(Cluster):
         known_as = [""] * self.whole.size
         for index, own in enumerate(program.ranks):
             names = {name: self.inner(name) for name in own.state}
-            ranks[self.ranks[index]] = RankProgram(
+            ranks[self.ranks[index]] = replace(
+                own,
                 instructions=tuple(self._instruction(i, names) for i in own.instructions),
-                inputs=own.inputs,
-                outputs=own.outputs,
                 state=_all(own.state, names),
                 nbytes=tuple((names.get(name, name), size) for name, size in own.nbytes),
+                shares=tuple((name, names.get(other, other)) for name, other in own.shares),
+                replayable=_all(own.replayable, names),
             )
             stages[self.ranks[index]] = program.stage_of[index]
             known_as[self.ranks[index]] = self._names[index]
