@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 import warnings
@@ -36,6 +38,9 @@ class Reward:
 
     def fail(self) -> None:
         raise ValueError("no reward")
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def slow(self, seconds: float) -> float:
         time.sleep(seconds)
@@ -251,3 +256,15 @@ def test_a_slow_actor_stops_no_rank(ray_session: None) -> None:
         assert y.full_tensor()[0, 0] == 2.0**21
         assert not waiting.done()
         assert scored.get().tolist() == [6.0, 6.0]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_lost_actor_takes_nobody_along(ray_session: None) -> None:
+    with dt.launch(TRAIN, PLAY, backend="ray"):
+        lost, other = daft.spawn(Reward), daft.spawn(Reward)
+        lost.die()
+        x = dt.distribute(torch.ones(2, 3), PLAY)
+        with pytest.raises(daft.ActorLost, match="Reward-0"):
+            lost.score(x).get()
+        assert other.score(x + 1).get().tolist() == [6.0, 6.0]
