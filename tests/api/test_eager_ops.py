@@ -68,6 +68,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Shapes]] = {
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         [(2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)],
     ),
+    "attention with a mask": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True),
+        [(2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4), (2, 1, 5, 5)],
+    ),
     "expand": (lambda a: a[:, None].expand(5, 3, 6) * 2, [(5, 6)]),
     "tril": (lambda a: a.tril(), [(5, 6)]),
     "pad": (lambda a: F.pad(a, (1, 2)), [(5, 6)]),

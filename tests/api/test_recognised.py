@@ -104,6 +104,43 @@ def test_a_plan_tells_it() -> None:
     assert sum("dt.attention(" in line for line in plan.text(full=True).splitlines()) == 2
 
 
+def decode(q: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
+    """One token for each slot: slot i sees its cache up to pos[i]."""
+    seen = torch.arange(k.shape[2])[None] <= pos[:, None]
+    return nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None, None], enable_gqa=True)
+
+
+SLOTS, HEADS, CACHE = dt.Shard(0), dt.Shard(1), dt.Shard(2)
+PLACED: dict[str, tuple[tuple[dt.Placement, ...], int, set[str]]] = {
+    "slots": ((SLOTS, SLOTS, SLOTS, SLOTS), 256, {"all_gather"}),
+    "heads": ((HEADS, HEADS, HEADS, dt.Replicate()), 256, {"all_gather"}),
+    # its cache split, the op is written out: numbers of a row are reduced, and the sum of values
+    "cache": ((dt.Replicate(), CACHE, CACHE, dt.Replicate()), 2**13, {"all_reduce"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PLACED)
+def test_a_decode_step_gathers_no_cache(case: str) -> None:
+    placements, length, kinds = PLACED[case]
+    torch.manual_seed(0)
+    q, k, v = torch.randn(4, 8, 1, 16), torch.randn(4, 2, length, 16), torch.randn(4, 2, length, 16)
+    pos = torch.randint(length // 2, length, (4,))
+    mesh = dt.Mesh(tp=2)
+    fn = dt.compile(decode, mesh, topology=dt.topologies.laptop())
+    with dt.launch(mesh):
+        args = [
+            dt.distribute(x, mesh, tp=placement)
+            for x, placement in zip((q, k, v, pos), placements, strict=True)
+        ]
+        plan, out = fn.plan(*args), fn(*args).full_tensor()
+    assert "dt.attention_masked" in plan.recognised()
+    assert {c.kind for c in plan.collectives} == kinds
+    assert sum(c.bytes_sent for c in plan.collectives) <= 4 * q.numel() * q.itemsize
+    want = decode(q, k, v, pos)
+    assert float((out - want).abs().max()) <= 1e-6
+
+
 def test_a_program_without_patterns() -> None:
     plan = dt.compile(lambda x: x * 2, dt.Mesh(tp=1)).plan(torch.ones(2))
     assert plan.recognised() == "nothing of this program is a pattern that is looked for"

@@ -233,6 +233,29 @@ def test_vocabulary_intervals_reach_the_op() -> None:
     assert rule.local_call(call, local).args[2:] == (-100, [3, 6])
 
 
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        ((3, 1, 1, 7), "b 1 1 s!"),
+        ((3, 6, 5, 7), "b (g r) t s!"),
+        ((5, 7), "t s!"),
+        ((7,), "s!"),
+        ((1, 6, 1, 1), "1 (g r) 1 1"),
+    ],
+)
+def test_a_mask_is_split_where_the_scores_are(mask: tuple[int, ...], text: str) -> None:
+    q, k, m = Meta((3, 6, 5, 8), F32), Meta((3, 2, 7, 8), F32), Meta(mask, torch.bool)
+    call = OpCall(
+        target=dt.attention_masked.default,
+        args=(Operand(0), Operand(1), Operand(2), Operand(3), 0.5),
+        operands=(q, k, k, m),
+        results=(q, Meta((3, 6, 5), F32)),
+    )
+    rule = rule_for(call)
+    assert rule.kind == "attention" and rule.flops == 2 * 2 * 3 * 6 * 5 * 7 * 8
+    assert str(rule) == f"b (g r) t e!, b g s! e!, b g s! e!, {text} -> b (g r) t e!, b (g r) t"
+
+
 def test_attention_counts_flops() -> None:
     q, k = (2, 6, 5, 4), (2, 3, 5, 4)
     call = OpCall(
