@@ -1,7 +1,7 @@
 """Random programs that change buffers and read them: what is in place must not be seen.
 
-    statements = drawn(random.Random(3))       # ["m.a[:, :, 1:3] = x[:, :, :2]", "out.append(m.b * 2)"]
-    program(statements)                        # f(m, x, i, at) -> list of tensors
+    statements = drawn(random.Random(3))    # ["m.a[:, :, 1:3] = x[:, :, :2]", "out.append(m.b)"]
+    program(statements)                     # f(m, x, i, at) -> list of tensors
 
 Values are whole numbers, so that no order of a sum can change them. `declared` is the engine's own
 check: what a call returns shares its storage with nothing but what the program says.

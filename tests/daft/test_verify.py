@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from dtensor.daft import (
     Buffer,
     Call,
     Collective,
+    Commit,
     Free,
     Instruction,
+    Program,
     ProgramError,
     Recv,
     Send,
+    Vote,
     Wait,
     merge,
     verify,
@@ -113,6 +117,61 @@ Program 'test' can hang: 2 waits form a circle.
 def test_refuses(items: Sequence[Instruction], words: str) -> None:
     text = refusal(items, [], [], inputs=[("x",), (), ()], state=[("w",), (), ()])
     assert words in text and "Fix: " in text
+
+
+def sharing(items: Sequence[Instruction], **own: object) -> Program:
+    """One rank with state k and input x, of which ``own`` says more."""
+    made = program(items, functions=[ONE, TAKE], inputs=[("x",)], state=[("k",)])
+    return replace(made, ranks=(replace(made.ranks[0], **own),))  # type: ignore[arg-type]
+
+
+VIEW, WRITE = Call("one", ("k",), ("v",)), Call("take", ("k",), (), ("k",))
+
+
+@pytest.mark.parametrize(
+    ("items", "own", "words"),
+    [
+        ([VIEW, WRITE, Call("take", ("v",), ()), Free(("v",))], {}, "which has been written since"),
+        ([VIEW, WRITE], dict(outputs=("v",)), "output 'v' shares the storage of 'k'"),
+        ([WRITE, VIEW], dict(outputs=("v",)), "output 'v' shares the storage of 'k'"),
+        (
+            [VIEW, reduce("v", "s", (0,)), WRITE, Wait(("s",)), Free(("v", "s"))],
+            {},
+            "'v' is changed, by a write to 'k', while",
+        ),
+        ([WRITE], dict(shares=(("v", "w"),)), "'w', which is neither an input nor state"),
+        ([WRITE], dict(replayable=("w",)), "['w'] are said to be replayable or changed"),
+        ([WRITE], dict(changed=("k",)), "['k'] are said to be replayable or changed"),
+        (
+            [VIEW, WRITE, Vote("a"), Commit("a"), Free(("a", "v"))],
+            {},
+            "it writes state 'k' before the rank's commit point",
+        ),
+        (
+            [Call("take", ("x",), (), ("x",)), Vote("a"), Commit("a"), Free(("a",))],
+            dict(changed=("x",)),
+            "it writes state 'x' before the rank's commit point",
+        ),
+    ],
+)
+def test_writes_that_can_be_seen(
+    items: Sequence[Instruction], own: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ProgramError) as caught:
+        verify(sharing(items, **{"shares": (("v", "k"),), **own}))
+    assert words in str(caught.value)
+
+
+def test_writes_that_nobody_sees() -> None:
+    shares = (("v", "k"),)
+    verify(sharing([VIEW, Call("take", ("v",), ()), WRITE, Free(("v",))], shares=shares))
+    verify(sharing([VIEW, Free(("v",)), WRITE, VIEW, Free(("v",))], shares=shares))
+    agreed = [Vote("a"), Commit("a"), Free(("a",))]
+    verify(sharing([WRITE, *agreed], replayable=("k",)))
+    verify(sharing([*agreed, WRITE]))
+    write = Call("take", ("x",), (), ("x",))
+    verify(sharing([write, *agreed], replayable=("x",), changed=("x",)))
+    verify(sharing([VIEW, WRITE, Call("take", ("v",), ()), Free(("v",))]))  # its author's business
 
 
 def test_outputs_must_be_there() -> None:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from dtensor.sharding.local import indexing
 from dtensor.sharding.local.in_range import CHECKS, check_range
@@ -43,20 +45,14 @@ class Writes:
     partial: bool = True
 
 
-_ELEMENTWISE: Mapping[Any, Any] = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.sub.Tensor: aten.sub_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.lerp.Scalar: aten.lerp_.Scalar,
-    aten.lerp.Tensor: aten.lerp_.Tensor,
-}
 _ADDING: Mapping[Any, Any] = {
     aten.index_add.default: aten.index_add_.default,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
 _WRITING: Mapping[Any, Any] = {
     aten.copy.default: aten.copy_.default,
+    aten.fill.Scalar: aten.fill_.Scalar,
+    aten.fill.Tensor: aten.fill_.Tensor,
     aten.index_copy.default: aten.index_copy_.default,
     aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
     aten.index_put.default: aten.index_put_.default,
@@ -64,6 +60,7 @@ _WRITING: Mapping[Any, Any] = {
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
     aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value,
+    aten.zero.default: aten.zero_.default,
 }
 
 
@@ -80,11 +77,13 @@ def writes_of(call: OpCall) -> Writes | None:
             return Writes((1, 2), (0,), partial=False)
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
             return Writes((0,), (1,), partial=False)
+        case aten.fill.Scalar | aten.fill.Tensor | aten.zero.default:
+            return Writes((0,), partial=False)
         case _ if target in _WRITING:
             return Writes((0,), (1,))
         case _ if target in _ADDING:
             return Writes((0,), (1,), overwrites=False)
-        case _ if target in _ELEMENTWISE:
+        case _ if call.args and call.args[0] == Operand(0) and _elementwise(target) is not None:
             return Writes((0,), overwrites=False, partial=False)
         case _:
             return None
@@ -93,10 +92,28 @@ def writes_of(call: OpCall) -> Writes | None:
 def in_place(call: OpCall, base: int) -> OpCall:
     """The call of a rank as one that changes its operand ``base``; it returns nothing of use."""
     target: Any = call.target
-    known = _WRITING.get(target) or _ADDING.get(target) or _ELEMENTWISE.get(target)
+    known = _WRITING.get(target) or _ADDING.get(target)
+    if known is None and isinstance(target, OpOverload):
+        known = _elementwise(target)
     if known is not None:
         return replace(call, target=known)
     return replace(call, target=_FUNCTIONS[target, base])
+
+
+@cache
+def _elementwise(target: Any) -> Any:
+    """``aten.add_.Tensor`` of ``aten.add.Tensor``; None of what torch has no such form of."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    own: Any = target._schema
+    space, name = own.name.split("::")
+    for schema in torch._C._jit_get_schemas_for_operator(f"{own.name}_"):
+        types = [(a.name, a.type) for a in schema.arguments]
+        same = types == [(a.name, a.type) for a in own.arguments]
+        if same and schema.is_mutable and schema.overload_name == own.overload_name:
+            packet: Any = getattr(getattr(torch.ops, space), f"{name}_")
+            return getattr(packet, own.overload_name or "default")
+    return None
 
 
 def check_of(call: OpCall) -> Callable[..., None] | None:

@@ -163,7 +163,7 @@ class _Storage:
         if len(item.stages) > 1 or self.stage not in item.stages:
             raise _Kept("several stages have it")
         if item.held != item.spec or not self._traced(self.value):
-            raise _Kept("no op writes to what was there")
+            raise _Kept("no op writes to what was there as it is placed")
         shape, dtype = item.spec.shape, item.spec.dtype
         whole = torch.empty(shape, dtype=dtype, device="meta")
         self.aliases[item.name] = _Alias(0, (_place(whole),), whole)
