@@ -8,10 +8,10 @@
 A rank goes through its messages in the order of the plan: it packs and sends, or starts to receive,
 and then completes the message before it of the same pair, so that of each pair `AHEAD` are under
 way. It waits for none before it has started all that come earlier in the order, so nobody waits in
-a circle, which daft's verifier proves again for each program. What is received is written into new
-memory. At the end all ranks agree that all have all, and only then new values take the place of the
-old: a program that fails on one rank changes nothing on any, and no rank ever has some values of
-before and some of after.
+a circle, which daft's verifier proves again for each program. What is received is lent, and written
+into new memory. At the end all ranks agree that all have all, and only then new values take the
+place of the old: a program that fails on one rank changes nothing on any, and no rank ever has some
+values of before and some of after.
 
 Where source and target do not share a cluster there is no program: `pieces_of` and `shard_from`
 are the same cutting and joining for a controller that carries the blocks itself.
@@ -75,7 +75,7 @@ def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Pro
 
 
 def bucket_bytes(device: torch.device) -> int:
-    """Of a message, at most: from one GPU to another it takes more before latency does not count."""
+    """Of a message, at most: between GPUs it takes more before latency does not count."""
     return BUCKET_BYTES if device.type == "cpu" else 1 << 25
 
 
@@ -274,7 +274,7 @@ class _Lines:
         channel, label = f"{self._what} {pair[0]}->{pair[1]}", self._what
         buffer = self._buffer(message)
         if self.rank == message.target_rank:
-            self.items.append(Recv(name, pair[0], channel, buffer, label=label))
+            self.items.append(Recv(name, pair[0], channel, buffer, lent=True, label=label))
             return
         labels, blocks = _blocks(message, self.given)
         sources = tuple(self.names[label][0] for label in labels)

@@ -13,7 +13,8 @@ It is wrong if ranks stand still before the end; if a start writes a slot, or a 
 somebody has not read; if a claim is offered that nobody has taken; if a semaphore is left over.
 
 `Rules` says what is done otherwise, so that a test can see that the explorer would find it: a slot
-less; senders that do not wait for receivers; waits that end only when partners have read.
+less; senders that do not wait for receivers; waits that end only when partners have read; values
+that are lent and read for one start longer than they may be.
 """
 
 from __future__ import annotations
@@ -39,9 +40,13 @@ class Rules:
     fewer_slots: int = 0
     senders_run_ahead: bool = False
     waits_for_readers: bool = False
+    lent: bool = False
+    kept_longer: bool = False
 
 
 REAL = Rules()
+LENT = Rules(lent=True)
+"""What is received is read until the rank starts more with the key, or the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class Explored:
         instructions = program.ranks[rank].instructions
         waits = starts_of_waits(instructions)
         started: dict[int, tuple[int, int, tuple[tuple[int, int], ...]]] = {}
+        lent: dict[int, list[Op]] = {}  # by lane: what is read yet
         ops = self.ops[rank]
         for index, instruction in enumerate(instructions):
             if isinstance(instruction, Wait):
@@ -114,7 +120,11 @@ class Explored:
                         for piece in range(PIECES):
                             ops.append(Op("claim", lane, number, piece=piece))
                             ops.append(Op("fold", lane, number, piece=piece))
-                    ops.append(Op("end", lane, number))
+                    receives = isinstance(instructions[start], Recv)
+                    if receives and self.rules.lent:
+                        lent.setdefault(lane, []).append(Op("end", lane, number))
+                    else:
+                        ops.append(Op("end", lane, number))
                     if self.rules.waits_for_readers:
                         ops.append(Op("acknowledged", lane, number))
             elif isinstance(instruction, Send | Recv | Collective):
@@ -126,10 +136,14 @@ class Explored:
                     )
                 )
                 started[index] = lane, numbers[lane], needed
+                if not self.rules.kept_longer:
+                    ops += lent.pop(lane, [])
                 ops.append(Op("start", lane, numbers[lane]))
+                ops += lent.pop(lane, [])
                 numbers[lane] += 1
                 for other, _ in needed:
                     counts[other] += 1
+        ops += [op for own in lent.values() for op in own]
 
     def _look_back(self, rank: int) -> None:
         told: Counter[int] = Counter()
@@ -299,7 +313,7 @@ def report(number: int, seed: int) -> int:
         began, count = time.monotonic(), 0
         for programs, runs in family:
             count += 1
-            if problem := wrong(programs, runs):
+            if problem := wrong(programs, runs) or wrong(programs, runs, LENT):
                 total += 1
                 print(problem, runs, *(made.text() for made in programs), sep="\n  ")
         print(f"{title}: {count} programs, {total} wrong so far ({time.monotonic() - began:.0f} s)")

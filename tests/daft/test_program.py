@@ -64,7 +64,7 @@ def collectives(draw: st.DrawFn) -> Collective:
 instructions = st.one_of(
     st.builds(Call, names, lists, lists, lists, **extras),
     st.builds(Send, names, st.integers(0, 99), names, buffers, **extras),
-    st.builds(Recv, names, st.integers(0, 99), names, buffers, **extras),
+    st.builds(Recv, names, st.integers(0, 99), names, buffers, lent=st.booleans(), **extras),
     collectives(),
     st.builds(Wait, lists, **extras),
     st.builds(Free, lists, **extras),

@@ -20,7 +20,7 @@ from dtensor.daft.ray.slots import (
 )
 from tests.daft.explore import B, exhaustive
 from tests.daft.programs import Collectives, program
-from tests.daft.slots import Rules, accepted, drawn_programs, wrong
+from tests.daft.slots import LENT, REAL, Rules, accepted, drawn_programs, wrong
 
 
 def reduce(
@@ -122,14 +122,16 @@ def test_no_accepted_program_writes_over_what_is_read_or_hangs() -> None:
         (3, 2, "c", 2, 29),
     ):
         for made in accepted(islice(exhaustive(ranks, count, channels), 0, None, every)):
-            assert wrong([made], [0] * runs) is None, made.text()
+            for rules in (REAL, LENT):
+                assert wrong([made], [0] * runs, rules) is None, made.text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_nor_do_random_ones_one_after_the_other(seed: int) -> None:
     for programs, runs in islice(drawn_programs(random.Random(seed)), 60):
-        assert wrong(programs, runs) is None, (runs, *(made.text() for made in programs))
+        found = [wrong(programs, runs, rules) for rules in (REAL, LENT)]
+        assert found == [None, None], (runs, *(made.text() for made in programs))
 
 
 @pytest.mark.slow
@@ -139,6 +141,7 @@ def test_nor_do_random_ones_one_after_the_other(seed: int) -> None:
         (Rules(fewer_slots=1), "writes over"),
         (Rules(senders_run_ahead=True), "writes over"),
         (Rules(waits_for_readers=True), "nobody can go on"),
+        (Rules(lent=True, kept_longer=True), "writes over"),
     ],
 )
 def test_the_explorer_finds_rules_that_are_wrong(rules: Rules, fact: str) -> None:

@@ -40,6 +40,10 @@ def reduce(value: str, result: str, group: tuple[int, ...] = (0, 1), b: Buffer =
     return Collective("all_reduce", group, (value,), (result,), (b,), (b,), "sum", "g")
 
 
+def borrow(value: str, source: int = 1) -> Recv:
+    return Recv(value, source, "c", B, lent=True)
+
+
 def refusal(*lists: Sequence[Instruction], **words: object) -> str:
     made = program(*lists, functions=[ONE, TAKE], **words)  # type: ignore[arg-type]
     with pytest.raises(ProgramError) as caught:
@@ -104,6 +108,8 @@ Program 'test' can hang: 2 waits form a circle.
         ([Send("x", 1, "c", B), Free(("x",))], "is freed while"),
         ([Send("w", 1, "c", B), Call("one", (), ("w",))], "is overwritten while"),
         ([reduce("x", "s"), Free(("x",))], "is freed while"),
+        ([borrow("a"), Wait(("a",)), borrow("b")], "is lent by the same key"),
+        ([borrow("x"), Wait(("x",))], "defined twice"),
         ([Send("x", 1, "c", B)], "never waited for"),
         ([Recv("a", 1, "c", B)], "never waited for"),
         ([Send("x", 0, "c", B)], "not distinct ranks"),
@@ -172,6 +178,22 @@ def test_writes_that_nobody_sees() -> None:
     write = Call("take", ("x",), (), ("x",))
     verify(sharing([write, *agreed], replayable=("x",), changed=("x",)))
     verify(sharing([VIEW, WRITE, Call("take", ("v",), ()), Free(("v",))]))  # its author's business
+
+
+def test_what_is_lent_is_given_back() -> None:
+    def refused(items: Sequence[Instruction], words: str) -> None:
+        outputs = [(), ("a",)] if not any(isinstance(i, Free) for i in items) else [(), ()]
+        send = [Send("x", 1, "c", B), Wait(("x",))]
+        assert words in refusal(send, items, inputs=[("x",), ()], outputs=outputs)
+
+    refused([borrow("a", 0), Wait(("a",))], "['a'] are lent and not given back")
+    sized = Recv("a", 0, "c", Buffer((), B.dtype, variable=True), lent=True)
+    refused([sized, Wait(("a",)), Free(("a",))], "lent, and of unknown size")
+    # two under way; each is freed before the next start
+    twice = [borrow("a", 0), borrow("b", 0), Wait(("a",)), Free(("a",)), borrow("a", 0)]
+    twice += [Wait(("b",)), Free(("b",)), Wait(("a",)), Free(("a",))]
+    send = [Send("x", 1, "c", B), Wait(("x",))] * 3
+    verify(program(send, twice, inputs=[("x",), ()]))
 
 
 def test_outputs_must_be_there() -> None:

@@ -106,12 +106,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Start receiving `value` from a rank."""
+    """Start receiving `value` from a rank.
+
+    A `lent` value need not have memory of its own: calls read it, and keep no view of it, between
+    its wait and its free, and the rank starts nothing more with its key before that.
+    """
 
     value: str
     source_rank: int
     channel: str
     buffer: Buffer
+    lent: bool = field(default=False, kw_only=True)
     label: str = field(default="", kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 

@@ -4,7 +4,7 @@
                 | "wait" names | "free" names | "commit" name
                 | "call" fn "(" names ")" [ "writes" names ]
     start       = "call" fn "(" names ")" [ "writes" names ] | "vote"
-                | "recv" "from" rank "on" name ":" buffer
+                | ( "recv" | "borrow" ) "from" rank "on" name ":" buffer
                 | kind [ "." op ] "(" names ")" "over" "(" ranks ")" "on" name
                   ":" buffers "=>" buffers
     buffer      = dtype "[" sizes | "*" "]"                e.g. f32[2,3], u8[*]
@@ -70,7 +70,7 @@ def format_instruction(
             text = f"send {_name(i.value)} to {i.to}"
             text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
         case Recv():
-            text = f"{_name(i.value)} = recv from {i.source_rank}"
+            text = f"{_name(i.value)} = {'borrow' if i.lent else 'recv'} from {i.source_rank}"
             text += "" if brief else f" on {_name(i.channel)} : {i.buffer}"
         case Collective():
             kind = i.kind if i.op is None else f"{i.kind}.{i.op}"
@@ -187,12 +187,13 @@ class _Parser:
         if word == "vote":
             (value,) = outputs
             return Vote(value, **self._tail())
-        if word == "recv":
+        if word in ("recv", "borrow"):
             self._expect("from")
             rank = int(self._word())
             channel = self._channel()
             (value,) = outputs
-            return Recv(value, rank, channel, *self._buffers(), **self._tail())
+            lent = word == "borrow"
+            return Recv(value, rank, channel, *self._buffers(), lent=lent, **self._tail())
         kind, _, op = word.partition(".")
         if kind not in KINDS or (op and op not in OPS):
             raise ValueError(f"There is no instruction {word!r}: {self.line!r}.")

@@ -17,12 +17,13 @@ Which keys: those whose actors all share memory (`neighbours.py`); the others ke
 
 Invariants: a start waits for nothing, and a wait for its partners' starts alone, as the verifier
 has it; so nothing that it accepts hangs, and a slot is not written before all have read it
-(docs/design/0016-same-host.md). What `wait` gives is its own memory. Folds are `numerics.fold` over
-whole values or pieces of them, the bits those of every transport. A partner whose process has
-ended, or that has closed, is noticed within `segments.SLICE_S`; one that has stopped is for the
-controller to end. Windows lie behind one another in the order of loading, the same on all actors,
-and none is used twice, so that loading and unloading need no message: a window begins with what it
-is, which the first wait compares, and the last to unload a program frees its pages. Used by one
+(docs/design/0016-same-host.md). What `wait` gives is its own memory, unless it is lent. Folds are
+`numerics.fold` over whole values or pieces of them, the bits those of every transport. A partner
+whose process has ended, or that has closed, is noticed within `segments.SLICE_S`; one that has
+stopped is for the controller to end. Windows lie behind one another in the order of loading, the
+same on all actors, and none is used twice, so that loading and unloading need no message: a window
+begins with what it is, which the first wait compares, and the last to unload a program frees its
+pages. Used by one
 thread at a time. It does not import Ray.
 """
 
@@ -360,8 +361,8 @@ class _Begin:
                 parts[member.me] = contribution(start, values, member.me)
                 made = combined(start, parts)
                 return made if start.op is not None else tuple(map(copied, made))
-            case Recv():
-                return tuple(map(copied, views.parts[0]))
+            case Recv(lent=lent):
+                return tuple(views.parts[0]) if lent else tuple(map(copied, views.parts[0]))
             case Send():
                 return ()
             case _:

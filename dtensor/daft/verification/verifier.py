@@ -8,6 +8,7 @@ It raises `ProgramError` for the first fault, with the instruction, the user's l
 - values: used before their definition or before the `Wait` of what makes them, used after `Free`,
   defined twice, written or freed while a start still reads them, never freed, never waited for;
 - partners: a start without one; members of a collective that disagree on kind, op, shape, dtype;
+- lent values that are not freed before more is started with their key;
 - order: waits that form a circle, in the lists as the actors run them (see `pairing.py`);
 - storage: a write in place to what a value shares storage with, where that is read later, is being
   sent, or is returned;
@@ -36,6 +37,7 @@ from dtensor.daft.ir.instructions import (
     Collective,
     Commit,
     Free,
+    Key,
     Op,
     Recv,
     Send,
@@ -151,6 +153,7 @@ class _RankCheck:
                 f"changed, and are neither state nor inputs that are changed."
             )
         self.stale: dict[str, str] = {}  # value -> what it shares storage with, written since
+        self.lent: dict[str, Key] = {}  # values that were waited for -> their key
         self.bytes = sum(self.sizes.get(value, 0) for value in self.live)
 
     def run(self) -> int:
@@ -203,12 +206,18 @@ class _RankCheck:
             )
         if self.rank not in peers:
             raise self._fault(f"rank {self.rank} is not in {peers}", "add it to the group")
+        key = key_of(self.rank, start)
+        for value, of in self.lent.items():
+            if of == key:
+                raise self._fault(f"{value!r} is lent by the same key", f"free {value} before this")
         reads, makes = _touches(start)
         for value in reads:
             self._use(value)
         for value, buffer in makes:
             if not buffer.variable:
                 self.sizes[value] = buffer.nbytes
+            elif isinstance(start, Recv) and start.lent:
+                raise self._fault(f"{value!r} is lent, and of unknown size", "receive it")
             self._define(value, self.sizes.get(value, 0))
             self.making[value] = self.index
         for value in reads:
@@ -230,6 +239,8 @@ class _RankCheck:
             reads, makes = _touches(start)
             for name, _ in makes:
                 self.making.pop(name, None)
+                if isinstance(start, Recv) and start.lent:
+                    self.lent[name] = key_of(self.rank, start)
             for name in reads:
                 self.reading[name].discard(index)
 
@@ -243,6 +254,7 @@ class _RankCheck:
         self.freed.add(value)
         self.stale.pop(value, None)
         self.started.discard(value)
+        self.lent.pop(value, None)
         self.bytes -= self.sizes.get(value, 0)
 
     def _not_seen(self, written: str) -> None:
@@ -296,6 +308,11 @@ class _RankCheck:
             self.index = min(pending)
             raise self._fault("it is never waited for", "add a wait")
         own = self.own
+        if self.lent:
+            raise ProgramError(
+                f"Program {self.program.name!r}, rank {self.rank}: {sorted(self.lent)} are lent "
+                f"and not given back.\n  Fix: free them after their last use."
+            )
         missing = [value for value in own.outputs if value not in self.live]
         if missing:
             raise ProgramError(
