@@ -18,6 +18,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (
     "compare",
     "eager",
+    "generation",
     "kernels",
     "performance",
     "precision",
