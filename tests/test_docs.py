@@ -19,6 +19,7 @@ PAGES = (
     "compare",
     "composition",
     "eager",
+    "generation",
     "kernels",
     "performance",
     "precision",

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -233,11 +234,11 @@ def _check_positions(
     rope = values.get("rope_parameters") or {}
     for one in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         first = one.get("original_max_position_embeddings") or values.get("max_position_embeddings")
-        if one.get("rope_type") in ("dynamic", "longrope") and first and length > first:
+        kind = one.get("rope_type")
+        if kind == "dynamic" or (kind == "longrope" and first and length > first):
             raise refused(
-                f"its rotary embedding ({one['rope_type']}) changes for all slots when one is "
-                f"longer than {first}",
-                f"length={first}, or less",
+                f"its rotary embedding ({kind}) changes for all slots with the longest of them",
+                f"length={first}, or less" if kind == "longrope" else "another rope_type",
             )
 
 
@@ -288,7 +289,10 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
     def whole(*args: Any, **kwargs: Any) -> Any:
         return functional_call(module, held, args, kwargs)
 
-    with fake, torch.no_grad(), evaluating(module), _noted(names, stack):
+    exporting = mock.patch.multiple(
+        torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True
+    )  # as in the capture: models look
+    with fake, torch.no_grad(), exporting, evaluating(module), _noted(names, stack):
         held = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named.items()}
         tokens = torch.zeros(1, _PROBED, dtype=torch.int64)
         probe.pos = torch.arange(_PROBED)[None]

@@ -60,8 +60,11 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
     """The new tokens of one prompt. ``reason``: "stop", and the last token is one that ends a text,
-    or "length", all that were asked for; ``logprobs``: of each token under softmax(logits / temperature), before top_k and
-    top_p; of greedy ones at temperature 1."""
+    or "length", all that were asked for.
+
+    ``logprobs``: of each token under softmax(logits / temperature), before top_k and top_p; of
+    greedy ones at temperature 1.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]

@@ -1,0 +1,379 @@
+"""`dt.generator`: texts of Hugging Face's models and of one's own, under all kinds of placement."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.api.generation.generator import Generator
+from dtensor.api.generation.requests import Generated, TextRequest
+from dtensor.errors import PlanningError
+from tests.api.generation import (
+    FAMILIES,
+    MESHES,
+    VOCAB,
+    build,
+    by_transformers,
+    greedy,
+    placed,
+    writer,
+)
+
+PROMPTS = [[5, 17, 3, 60, 44], [9, 8, 7], list(range(20, 40)), [1]]
+
+
+def drive(gen: Generator, asked: Sequence[dict[str, Any]], rng: random.Random) -> list[TextRequest]:
+    """Submits them a few at a time, between steps."""
+    waiting, requests = list(asked), list[TextRequest]()
+    while waiting or not gen.idle:
+        for _ in range(rng.randint(0, 3)):
+            if waiting:
+                requests.append(gen.submit(**waiting.pop(0)))
+        gen.step()
+    return requests
+
+
+def random_requests(num: int, rng: random.Random, vocab: int) -> list[dict[str, Any]]:
+    return [
+        dict(
+            prompt=[rng.randrange(vocab) for _ in range(rng.randint(1, 20))],
+            max_new_tokens=rng.randint(1, 10),
+            temperature=rng.choice([0, 0.7, 1.3]),
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.8]),
+            seed=number,
+        )
+        for number in range(num)
+    ]
+
+
+def alone(gen: Generator, asked: dict[str, Any]) -> Generated:
+    request = gen.submit(**asked)
+    while not request.done:
+        gen.step()
+    return request.generated()
+
+
+# -- against transformers --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.sample("llama-single-6", "qwen3-tp2-6", "gpt2-pp2-6", "llama-tp2pp2-6", "gemma2-dp2-6")
+@pytest.mark.parametrize("num", [6, 64])
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(family: str, where: str, num: int) -> None:
+    """Four requests in three slots: one arrives late. Numbers are those of the whole text."""
+    model: Any = build(family)
+    want = by_transformers(model, PROMPTS, num)
+    gen = dt.generator(placed(family, where), slots=3, length=96, buckets=(24,))
+    with dt.launch(gen.model.mesh):
+        found = gen(PROMPTS, max_new_tokens=num)
+    assert [list(text.tokens) for text in found] == want
+    assert {text.reason for text in found} == {"length"}
+    for prompt, text in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([[*prompt, *text.tokens]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        of_whole = logits.log_softmax(1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        error = (torch.tensor(text.logprobs) - of_whole).abs().max()
+        assert error <= 1e-5 * logits.abs().max()
+
+
+@pytest.mark.slow
+def test_the_models_own_end_of_text_ends_it() -> None:
+    model: Any = build("llama")
+    (free,) = by_transformers(model, PROMPTS[:1], 8)
+    model.generation_config.eos_token_id = free[4]
+    gen = dt.generator(placed("llama", "single", model), slots=1, length=32, buckets=(8,))
+    (text,) = gen(PROMPTS[:1], max_new_tokens=8)
+    assert list(text.tokens) == by_transformers(model, PROMPTS[:1], 8)[0]
+    assert text.reason == "stop" and len(text.tokens) == free.index(free[4]) + 1
+    (longer,) = gen(PROMPTS[:1], max_new_tokens=8, eos=None)
+    assert list(longer.tokens) == free and longer.reason == "length"
+
+
+def test_what_is_refused_by_name() -> None:
+    import transformers as hf
+
+    sizes: dict[str, Any] = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1)
+    heads: dict[str, Any] = dict(sizes, num_attention_heads=2, intermediate_size=16)
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    models = {
+        "linear_attention": hf.MambaForCausalLM(hf.MambaConfig(**sizes)),
+        "encoder": hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        ),
+        "fixed length": hf.BertLMHeadModel(hf.BertConfig(**heads)),
+        "causal language modelling": hf.LlamaModel(hf.LlamaConfig(**heads)),
+        "max_position_embeddings, 8": hf.LlamaForCausalLM(
+            hf.LlamaConfig(**heads, max_position_embeddings=8)
+        ),
+        "rotary": hf.LlamaForCausalLM(hf.LlamaConfig(**heads, rope_parameters=rope)),
+        "takes no cache and pos": torch.nn.Linear(4, 4),
+    }
+    for why, model in models.items():
+        with pytest.raises(PlanningError, match=why) as raised:
+            dt.generator(dt.parallelize(model, dt.Mesh(), {}), slots=2, length=16)
+        assert type(model).__name__ in str(raised.value) and "fix: " in str(raised.value)
+
+
+# -- a model of one's own --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Generator]:
+    yield dt.generator(dt.parallelize(writer(), dt.Mesh(), {}), slots=4, length=40, buckets=(8, 24))
+
+
+@pytest.mark.slow
+def test_a_module_by_the_protocol(single: Generator) -> None:
+    model = writer()
+    prompts = [[5, 17, 3], [9], list(range(20))]
+    found = single(prompts, max_new_tokens=12)
+    assert [list(text.tokens) for text in found] == [greedy(model, p, 12) for p in prompts]
+
+
+@pytest.mark.slow
+def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
+    """Its weights are on the ranks once; a step between changes what is generated."""
+    mesh = dt.Mesh(tp=2)
+    pins: dict[str, Any] = {
+        "*.{q,k,v}.weight": dict(tp=dt.Row(unit=8)),
+        "*.o.weight": dict(tp=dt.Column(unit=8)),
+        "*.up.weight": dict(tp=dt.Row()),
+        "*.down.weight": dict(tp=dt.Column()),
+    }
+    model = dt.parallelize(writer().train(), mesh, pins)
+
+    def loss_fn(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    step = dt.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.5))
+    gen = dt.generator(model, slots=2, length=24, buckets=(8,))
+    tokens = torch.arange(16).repeat(4, 2)[:, :24]
+    with dt.launch(mesh) as session:
+        before = gen([[5, 6, 7]], max_new_tokens=8)
+        for _ in range(20):
+            float(step(tokens))
+        after = gen([[5, 6, 7]], max_new_tokens=8)
+        assert len(session.residents) == 2
+        kept = [name for home in session.residents.values() for name in home.specs]
+        assert len(kept) == len(set(kept))
+    assert before != after
+    assert all(part.training for part in model.module.modules())
+    assert list(after[0].tokens) == greedy(model.module, [5, 6, 7], 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["single", "tp2", "dp2"])
+def test_a_request_gets_what_it_gets_alone(where: str) -> None:
+    """To the bit, whatever its company, slot and arrival, and however late stops are noticed."""
+    rng = random.Random(0)
+    gen = dt.generator(placed("llama", where), slots=8, length=32, eos=[5, 33], buckets=(20,))
+    asked = random_requests(24, rng, VOCAB)
+    with dt.launch(gen.model.mesh):
+        found = [request.generated() for request in drive(gen, asked, rng)]
+        assert found == [alone(gen, one) for one in asked]
+        for ahead in (1, 3):
+            gen.ahead = ahead
+            assert [r.generated() for r in drive(gen, asked, rng)] == found
+    assert {text.reason for text in found} == {"stop", "length"}
+    assert len({text.tokens for text in found}) > 20
+
+
+@pytest.mark.slow
+def test_a_slot_keeps_nothing_of_the_request_before() -> None:
+    """One that makes its keys and values NaN leaves none behind."""
+    model = writer()
+    with torch.no_grad():
+        model.embed.weight[31] = float("inf")
+    gen = dt.generator(dt.parallelize(model, dt.Mesh(), {}), slots=1, length=24, buckets=(8,))
+    prompt = next([n] for n in range(31) if 31 not in greedy(writer(), [n], 8))
+    clean = gen([prompt], max_new_tokens=8)
+    assert all(math.isfinite(logprob) for logprob in clean[0].logprobs)
+    (sick,) = gen([[31] * 8], max_new_tokens=8)
+    assert all(math.isnan(logprob) for logprob in sick.logprobs)
+    assert gen([prompt], max_new_tokens=8) == clean
+
+
+@pytest.mark.slow
+def test_captures_are_as_many_as_buckets(single: Generator) -> None:
+    prompts = [[n % 32] * n for n in range(1, 25)]
+    single(prompts, max_new_tokens=1)
+    for temperature, top_k, top_p in ((0.5, 0, 1.0), (1.0, 3, 0.5)):
+        single(prompts, 2, temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
+    assert (len(single._prefill.plans), len(single._decode.plans)) == (2, 1)
+    assert dt.generator(single.model, slots=1, length=300).buckets == (16, 32, 64, 128, 256, 300)
+
+
+@pytest.mark.slow
+def test_plans_and_the_summary() -> None:
+    gen = dt.generator(placed("llama", "tp2pp2"), slots=3, length=32, buckets=(8, 16))
+    decode = gen.plan("decode")
+    assert gen.plan("prefill", bucket=8).name == "prefill" and decode.name == "decode"
+    caches = {i.label: (str(i.spec), i.stages) for i in decode.inputs if "kv_cache" in i.label}
+    assert caches["kv_cache.k0"] == ("f32[3,2@tp,32,16]", (0,))
+    assert caches["kv_cache.v1"] == ("f32[3,2@tp,32,16]", (1,))
+    told = gen.summary()
+    assert told.kv_bytes == (3 * 1 * 32 * 16 * 4 * 2,) * 4
+    assert told.collectives == {
+        ("all_reduce", "tp"): 4, ("transfer", "pp"): 1, ("all_gather", "tp"): 1,
+    }  # fmt: skip
+    assert "4 all_reduce over tp" in str(told)
+    spread = dt.generator(placed("llama", "dp2"), slots=3, length=32)
+    assert spread.summary().rows == 4 and spread.summary().collectives == {}
+    with pytest.raises(PlanningError, match="buckets are"):
+        gen.plan("prefill", bucket=9)
+    with pytest.raises(PlanningError, match="which"):
+        gen.plan("decoding")
+
+
+# -- asking ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_seeds(single: Generator) -> None:
+    how: dict[str, Any] = dict(max_new_tokens=10, temperature=1.0)
+    same = single([[1, 2]] * 3, seed=7, **how)
+    assert len({text.tokens for text in same}) == 3  # numbers of its own for each place
+    assert single([[1, 2]] * 3, seed=7, **how) == same
+    assert single([[1, 2]] * 2, seed=[7, 7], **how) == [same[0], same[0]]
+    request = single.submit([1, 2], seed=7, **how)
+    while not request.done:
+        single.step()
+    assert request.generated() == same[0]
+    dt.manual_seed(3)
+    first, second = single([[1, 2]], **how), single([[1, 2]], **how)
+    assert first != second
+    dt.manual_seed(3)
+    assert single([[1, 2]], **how) == first
+    dt.manual_seed(0)
+    mixed = single([[1, 2], [1, 2]], max_new_tokens=[10, 3], temperature=[1.0, 0], seed=7)
+    assert mixed[0] == same[0] and len(mixed[1].tokens) == 3
+
+
+@pytest.mark.slow
+def test_streams(single: Generator) -> None:
+    prompts = [[5, 17, 3], [9], [4, 4], [1], [2, 3], [30]]
+    whole = single(prompts, max_new_tokens=6)
+    events = list(single.stream(prompts, max_new_tokens=6))
+    for number, text in enumerate(whole):
+        own = [event for event in events if event.request == number]
+        assert tuple(event.token for event in own) == text.tokens
+        assert tuple(event.logprob for event in own) == text.logprobs
+        first = len(prompts[number])
+        assert [event.position for event in own] == list(range(first, first + 6))
+        assert [event.done for event in own] == [None] * 5 + ["length"]
+    assert events[0].request != events[1].request  # as they come, not one text after the other
+    one, other = (single.stream([p], max_new_tokens=6) for p in ([5, 17, 3], [9]))
+    turns = [event for pair in zip(one, other, strict=True) for event in pair]
+    assert tuple(e.token for e in turns[::2]) == whole[0].tokens
+    assert tuple(e.token for e in turns[1::2]) == whole[1].tokens
+    for _ in single.stream(prompts, max_new_tokens=6):
+        break
+    assert single.idle
+    assert single(prompts, max_new_tokens=6) == whole
+
+
+@pytest.mark.slow
+def test_requests_come_and_go(single: Generator) -> None:
+    (want,) = single([[5, 17, 3]], max_new_tokens=6)
+    first = single.submit(torch.tensor([9, 9]), max_new_tokens=20)
+    assert {event.request for event in single.step()} == {first.number}
+    second = single.submit([5, 17, 3], max_new_tokens=6)
+    single.step()
+    single.cancel(first)
+    assert first.reason == "dropped" and len(first.tokens) < 20
+    while not single.idle:
+        single.step()
+    assert second.generated() == want
+    assert single.step() == []
+
+
+def test_what_is_asked_is_checked(single: Generator) -> None:
+    for prompts, match in (
+        ([5, 3], r"fix: \[prompt\]"),
+        (torch.tensor([5, 3]), r"fix: \[prompt\]"),
+        ([[]], "no tokens"),
+        ([[5, 32]], "0 to 31"),
+        ([[-1]], "0 to 31"),
+        ([[1.5]], "a list of integers"),
+        ([[True]], "a list of integers"),
+        ([torch.ones(2)], r"float32\[2\]"),
+        (["hello"], "tokenizer"),
+        ("hello", "list of prompts"),
+        ([[1] * 25], r"buckets are \[8, 24\]"),
+    ):
+        with pytest.raises(PlanningError, match=match):
+            single(prompts, max_new_tokens=4)
+    for options, match in (
+        (dict(max_new_tokens=40), "max_new_tokens=38"),
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(temperature=-1), "temperature"),
+        (dict(temperature="hot"), "temperature"),
+        (dict(temperature=[0.5, 0.5]), "2 entries for 1 prompts"),
+        (dict(top_k=-1), "top_k"),
+        (dict(top_k=2.5), "top_k"),
+        (dict(top_p=0), "top_p"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(seed=-1), "seed"),
+        (dict(eos="</s>"), "eos"),
+    ):
+        with pytest.raises(PlanningError, match=match):
+            single([[1, 2]], **options)
+    with pytest.raises(TypeError, match="temprature"):
+        single([[1, 2]], temprature=0.5)
+    for options, match in (
+        (dict(slots=0, length=8), "slots"),
+        (dict(slots=2, length=1), "length"),
+        (dict(slots=2, length=8, buckets=(16,)), "bucket of 16"),
+        (dict(slots=2, length=8, buckets=[]), "buckets"),
+        (dict(slots=2, length=8, ahead=-1), "ahead"),
+    ):
+        with pytest.raises(PlanningError, match=match):
+            dt.generator(single.model, **options)  # type: ignore[arg-type]
+    with pytest.raises(PlanningError, match="parallelize"):
+        dt.generator(writer(), slots=2, length=8)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dt\.generator"):
+        single.model.generate(torch.ones(1, 2))
+    assert single([]) == [] and single.idle
+
+
+@pytest.mark.slow
+def test_launches(single: Generator) -> None:
+    """Caches begin anew in each; what was on its way is lost, and says so."""
+    want = single([[5, 3]], max_new_tokens=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with dt.launch(dt.Mesh()):
+            assert single([[5, 3]], max_new_tokens=4) == want
+            left = single.submit([5, 3], max_new_tokens=4)
+            single.step()
+        with dt.launch(dt.Mesh()):
+            with pytest.raises(RuntimeError, match="1 requests"):
+                single.step()
+            assert left.reason == "dropped" and single.idle
+            assert single([[5, 3]], max_new_tokens=4) == want
+    assert (len(single._prefill.plans), len(single._decode.plans)) <= (2, 1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_on_ray() -> None:
+    gen = dt.generator(placed("llama", "tp2"), slots=2, length=32, buckets=(24,), ahead=1)
+    asked: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
+    with dt.launch(gen.model.mesh):
+        want = gen(PROMPTS, **asked)
+    with dt.launch(gen.model.mesh, backend="ray"):
+        assert gen(PROMPTS, **asked) == want
+    assert list(want[0].tokens) == by_transformers(build("llama"), PROMPTS, 5)[0]
