@@ -129,12 +129,13 @@ def test_state_lives_from_run_to_run(mode: Mode) -> None:
             cluster.get([("w",), (), ()]).get()
 
 
-def test_a_compiled_run_is_one_call_per_actor() -> None:
+def test_a_compiled_run_is_one_call_per_actor_that_takes_part() -> None:
     with launch_cluster(4, ranks_per_actor=2) as cluster:
-        handle = cluster.load(program([], [], [], []))
-        before = cluster.calls
-        cluster.run(handle, [{}] * 4)
-        assert cluster.calls - before == 2
+        for state, calls in ((("w",), 2), ((), 0)):
+            handle = cluster.load(program([], [], [], [], state=[(), state, (), state]))
+            before = cluster.calls
+            assert cluster.run(handle, [{}] * 4).get() == [{}] * 4
+            assert cluster.calls - before == calls
 
 
 def test_free_drops_the_value() -> None:

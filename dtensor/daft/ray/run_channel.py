@@ -179,6 +179,14 @@ class RunChannel:
                 raise self.failure(reply) or NotYet
         return [reply.message.value() for reply in replies if reply.message is not None]
 
+    def came_back(self, host: int, number: int) -> bool:
+        """Whether a call that was asked has come back, or never will; by its reply's number."""
+        line = self._lines[host]
+        try:
+            return line.expected[0].number > number
+        except IndexError:
+            return True
+
     def failure(self, reply: Reply) -> Exception | None:
         """What a call has raised, as far as is known."""
         if reply.lost:

@@ -20,9 +20,9 @@ has it; so nothing that it accepts hangs, and a slot is not written before all h
 (docs/design/0016-same-host.md). What `wait` gives is its own memory. Folds are `numerics.fold` over
 whole values or pieces of them, the bits those of every transport. A partner whose process has
 ended, or that has closed, is noticed within `segments.SLICE_S`; one that has stopped is for the
-controller to end. An actor's windows lie behind one another in its own order of loading, and none is
-used twice, so that loading and unloading need no message: the first wait on a key looks up where the
-partners' windows begin, for they have started and so loaded the program, and compares what they
+controller to end. An actor's windows lie behind one another in its own order of loading, and none
+is used twice, so that loading and unloading need no message: the first wait on a key looks up where
+the partners' windows begin, for they have started and so loaded the program, and compares what they
 begin with; the last to unload a program frees its pages. Actors need not have loaded the same
 programs. Used by one thread at a time. It does not import Ray.
 """
@@ -305,9 +305,9 @@ class _Piece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Views:
     """A slot, as a start sees it: where its own values go, by their number, and what the members
-    bring, in the order of the key; of no others' than the own until they have met. For what is folded
-    together: the `claims` that a start offers, `pieces`, `results`, the semaphore of what others have
-    `done`, and those by which they are `told`."""
+    bring, in the order of the key; of no others' than the own until they have met. For what is
+    folded together: the `claims` that a start offers, `pieces`, `results`, the semaphore of what
+    others have `done`, and those by which they are `told`."""
 
     own: Sequence[tuple[int, Tensor]]
     parts: Sequence[Sequence[Tensor]] = ()

@@ -10,7 +10,7 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
 A run that failed, and was undone, leaves nothing but `Spoiled` under the names of outputs that it
 was to keep, where there was no value before. Runs may be counted (`Counted`): an input is then the
 number of the run among those that were not undone, whether the controller knows of all that were or
-not; for it may be two runs ahead.
+not; for it may be two runs ahead. Numbers of runs come with them: a host need not have all.
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
 the CPU; nothing outside aliases the table. Where whoever asks for a run waits for its end, its
@@ -53,13 +53,15 @@ class Counted:
 
     The controller numbers runs without those of `key` that were undone and that it knows of,
     `known` of them; the ranks, who know of all, take off the others. `takes` says that this run has
-    a number of its own: if it is undone, its number is the next one's.
+    a number of its own: if it is undone, its number is the next one's. `since`: the ranks count the
+    undone from that run on, and `known` is without those before it (`cluster/counting.py`).
     """
 
     key: str
     known: int
     input: str
     takes: bool = True
+    since: int = 0
 
 
 MOST_UNDONE = 64
@@ -86,10 +88,10 @@ class Worker:
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
-        self._runs = 0
+        self._run = 0  # the number of the last one here
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
         self._undone: deque[Undone] = deque(maxlen=MOST_UNDONE)
-        self._num_undone: dict[str, int] = {}  # of what is counted
+        self._runs_undone: dict[str, list[int]] = {}  # of what is counted
 
     def put(self, values: Values) -> None:
         for rank, named in values.items():
@@ -107,6 +109,10 @@ class Worker:
     def undone(self) -> tuple[Undone, ...]:
         """The last runs that were undone."""
         return tuple(self._undone)
+
+    def undone_since(self, key: str, since: int) -> list[int]:
+        """The runs that are counted under `key` and were undone, as far as is known here."""
+        return [run for run in self._runs_undone.get(key, ()) if run >= since]
 
     def delete(self, names: Names) -> None:
         for rank, unwanted in names.items():
@@ -131,16 +137,24 @@ class Worker:
         keep: Mapping[str, str] = NOTHING_KEPT,
         counted: Counted | None = None,
         timed: bool = False,
+        run: int = 0,
     ) -> dict[int, dict[str, object]] | Undone:
-        """The outputs of the hosted ranks."""
+        """The outputs of the hosted ranks that are fed; `run` is its number."""
         engine = self.engines[handle]
+        self._run = run
         fed = self._in(handle, inputs, keep, counted)
         made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
 
     def begin(
-        self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
+        self,
+        handle: int,
+        inputs: Values,
+        keep: Mapping[str, str],
+        counted: Counted | None,
+        run: int,
     ) -> None:
+        self._run = run
         fed = self._in(handle, inputs, keep, counted)
         self.engines[handle].begin(fed, keeps=bool(keep))
 
@@ -162,7 +176,6 @@ class Worker:
         self, handle: int, inputs: Values, keep: Mapping[str, str], counted: Counted | None
     ) -> dict[int, dict[str, object]]:
         self._now = keep, counted
-        self._runs += 1
         written = self._written[handle]
         fed = {
             rank: {
@@ -176,7 +189,7 @@ class Worker:
             for rank, named in inputs.items()
         }
         if counted is not None:
-            unknown = self._num_undone.get(counted.key, 0) - counted.known
+            unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
             for named in fed.values():
                 number = named.get(counted.input)
                 if isinstance(number, int):
@@ -211,7 +224,7 @@ class Worker:
     def _undo(
         self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
     ) -> Undone:
-        run = self._runs - 1
+        run = self._run
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
@@ -219,7 +232,7 @@ class Worker:
         undone = Undone(faults, run, handle)
         self._undone.append(undone)
         if counted and counted.takes:
-            self._num_undone[counted.key] = self._num_undone.get(counted.key, 0) + 1
+            self._runs_undone.setdefault(counted.key, []).append(run)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
