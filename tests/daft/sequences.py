@@ -176,8 +176,7 @@ class Drawn:
 
 def report(number: int, seed: int) -> int:
     """Try all families, print the numbers; 1 if there is a disagreement."""
-    draw = random.Random(seed)
-    drawn = Drawn(draw)
+    drawn, draw = Drawn(random.Random(seed)), random.Random(seed)
     families: dict[str, Iterator[list[Small]]] = {
         "3 runs on 2 ranks": exhaustive(2, 3),
         "4 runs on 2 ranks": exhaustive(2, 4),
@@ -193,7 +192,9 @@ def report(number: int, seed: int) -> int:
             everyone = frozenset(range(len(runs[0].lists)))
             count["partial"] += any(members(run) != everyone for run in runs)
             count["apart"] += any(len(causal_past(runs, n)) <= n for n in range(len(runs)))
-            if (found := spoilt(runs, draw)) is not None:
+            # of random ones every tenth: it takes as long as the rest
+            tried = not title.startswith("random") or count["all"] % 10 == 0
+            if tried and (found := spoilt(runs, draw)) is not None:
                 count["spoilt"] += 1
                 count[f"order: {found[0]}"] += 1
                 count[f"lost: {found[1]}"] += 1
