@@ -236,6 +236,19 @@ def test_a_pair_goes_on_while_another_is_busy(four: RayCluster, tmp_path: Path) 
     four.unload(busy)
 
 
+@pytest.mark.ray
+def test_a_failed_put_is_not_lost_with_a_run_that_nobody_reads(four: RayCluster) -> None:
+    handle = four.load(among((0,)))
+    for _ in range(2):
+        four.put([{"w": Unreadable(), "x": 1}, {}, {}, {}])
+        run(four, handle)
+        run(four, handle)
+        assert four.get([None, (), (), ()]).get() == [()] * SIZE
+        with pytest.raises(ZeroDivisionError, match="not here"):
+            four.get([(), None, None, None]).get()
+        assert four.get([()] * SIZE).get() == [()] * SIZE
+
+
 class Unreadable:
     """Does not unpickle."""
 

@@ -135,7 +135,21 @@ class RayCluster(HostedCluster):
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
-        return self._wait_for(asked, timeout, None)
+        try:
+            found = self._wait_for(asked, timeout, None)
+        except (DaftError, LookupError) as error:
+            self._raise_unread(asked, f"then failed: {error}")
+            raise
+        self._raise_unread(asked)
+        return found
+
+    def _raise_unread(self, asked: Sequence[Asked], note: str = "") -> None:
+        """What these hosts were told may have failed, and a run that nobody reads have said so."""
+        for each in asked:
+            if (unread := self._channel.unread(each.host.index)) is not None:
+                if note:
+                    unread.add_note(note)
+                raise unread from None
 
     def _wait_for(
         self, asked: Sequence[Asked], timeout: float | None, deadline_s: float | None

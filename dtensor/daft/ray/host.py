@@ -29,6 +29,7 @@ from dtensor.daft.ray.messages import (
     ASKED,
     GAVE,
     RAISED,
+    UNREAD,
     Data,
     Invitation,
     Message,
@@ -108,11 +109,12 @@ class Host:
             else:
                 self.tell(what)
             return ()
+        raised = RAISED if self._unread is None else UNREAD
         try:
             made = self.call((*message.functions, *message.value()))
             return encoded(message.number, GAVE, (), made)
         except Exception as error:
-            return encoded(message.number, RAISED, (), _as_sent(error))
+            return encoded(message.number, raised, (), _as_sent(error))
 
 
 def _as_sent(error: Exception) -> tuple[Exception, str]:

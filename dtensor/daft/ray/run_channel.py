@@ -36,6 +36,7 @@ from dtensor.daft.ray.messages import (
     MOST_PIECES,
     NONCE_BYTES,
     RAISED,
+    UNREAD,
     Data,
     Function,
     Invitation,
@@ -82,7 +83,7 @@ class Reply:
 
     @property
     def failed(self) -> bool:
-        return self.lost or (self.message is not None and self.message.kind == RAISED)
+        return self.lost or (self.message is not None and self.message.kind in (RAISED, UNREAD))
 
 
 class _Connection:
@@ -93,6 +94,7 @@ class _Connection:
         self.messages: Generator[Message | None] | None = None
         self.numbers = count()
         self.expected: deque[Reply] = deque()
+        self.unread: list[Reply] = []  # that brought what a told call has raised, to nobody yet
         self.unwritten: deque[memoryview] = deque()
         self.broken = False
 
@@ -174,6 +176,9 @@ class RunChannel:
         raised, raises, and `CallLost` one whose connection broke."""
         if not self._wait(lambda: _settled(replies), seconds):
             raise NotYet
+        for line in self._lines:
+            if line.unread:
+                line.unread = [reply for reply in line.unread if reply not in replies]
         for reply in replies:
             if reply.failed:  # in no variable here, which would hold this frame, and it the error
                 raise self.failure(reply) or NotYet
@@ -187,11 +192,17 @@ class RunChannel:
         except IndexError:
             return True
 
+    def unread(self, host: int) -> Exception | None:
+        """What a told call of a host has raised, where it came with a reply that nobody has read.
+        Once."""
+        replies, self._lines[host].unread = self._lines[host].unread, []
+        return self.failure(replies[0]) if replies else None
+
     def failure(self, reply: Reply) -> Exception | None:
         """What a call has raised, as far as is known."""
         if reply.lost:
             return CallLost("")
-        if reply.message is None or reply.message.kind != RAISED:
+        if reply.message is None or not reply.failed:
             return None
         error, text = reply.message.value()
         error.__cause__ = RaisedThere(text)
@@ -272,6 +283,8 @@ class RunChannel:
                 if reply.number != message.number:
                     raise RuntimeError(f"call {message.number} came back before {reply.number}")
                 reply.message = message
+                if message.kind == UNREAD:
+                    line.unread.append(reply)
                 line.expected.popleft()
         except EOFError:
             self._break(line)
@@ -402,6 +415,6 @@ def _settled(replies: Sequence[Reply]) -> bool:
             if reply.lost:
                 return True
             waiting = True
-        elif reply.message.kind == RAISED:
+        elif reply.message.kind in (RAISED, UNREAD):
             return True
     return not waiting
