@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import dtensor as dt
 from dtensor.daft import (
     ActorLost,
     Buffer,
@@ -366,3 +367,40 @@ def test_random_sequences_of_runs() -> None:
     for _ in range(40):
         runs = drawn.sequence()
         assert wrong(runs) is None, runs
+
+
+# -- as users see it -------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+def test_compiled_functions_on_disjoint_ranks(ray_session: None, tmp_path: Path) -> None:
+    """While one rank is in a call, a function on the other is captured, loaded, run and read."""
+    go, begun = tmp_path / "go", tmp_path / "begun"
+    one, other = dt.Mesh(tp=1, name="one"), dt.Mesh(tp=1, name="other")
+    x = torch.randn(4, 4)
+    with dt.launch(dt.Mesh(tp=2), backend="ray") as session:
+        session.part(one, (0,))
+        session.part(other, (1,))
+        slow = dt.distribute(x, one)
+        hold = session.cluster.load(held_up(begun, go))
+        held = session.cluster.run(hold, [{"x": torch.ones(1)}, {}])
+        wait_for_file(str(begun))
+        late = dt.compile(lambda x: x @ x, one)(slow)
+        fast = dt.compile(lambda x: (x @ x).relu(), other)
+        for _ in range(3):
+            y = fast(dt.distribute(x, other))
+            torch.testing.assert_close(y.full_tensor(), (x @ x).relu())
+            torch.testing.assert_close((y + 1).sum().item(), (x @ x).relu().add(1).sum().item())
+        assert not held.done()
+        go.touch()
+        torch.testing.assert_close(late.full_tensor(), x @ x)
+        moved = dt.transfer(late, other)
+        torch.testing.assert_close(moved.full_tensor(), x @ x)
+
+
+def held_up(begun: Path, go: Path) -> Program:
+    """Rank 0 of two says that it has begun, and waits for a file."""
+    source = "def forward(x):\n    begun.touch()\n    wait_for_file(go)\n    return (x,)"
+    hold = function("hold", source, wait_for_file=wait_for_file, begun=begun, go=str(go))
+    calls: list[list[Instruction]] = [[Call("hold", ("x",), ("y",))], []]
+    return program(*calls, functions=[hold], inputs=[("x",), ()], outputs=[("y",), ()])
