@@ -291,6 +291,8 @@ class TrainStep:
         self._raise_unread()
         call = self._call(batch, kwargs)
         planned = self._plan(call)
+        while len(self._running) >= RUN_AHEAD:  # without the lock: others go on meanwhile
+            self._read(self._running.popleft())
         with ONE_AT_A_TIME:
             loss = self._run(call, planned)
         self._latest = (*map(_held, batch),), kwargs
@@ -315,8 +317,6 @@ class TrainStep:
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid)
-        while len(self._running) >= RUN_AHEAD:
-            self._read(self._running.popleft())
         options = {"options": home.options(groups)}
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
         steps, resident = self.model.steps, session.resident(self.model)

@@ -15,6 +15,7 @@ import argparse
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from model import GPT
@@ -73,8 +74,10 @@ def prompts(seed: int) -> Iterator[list[int]]:
         yield [n, (n + 1) % NUMBERS]
 
 
-def train(steps: int, staleness: int, backend: str, picture: Path | None = None) -> list[float]:
-    """The mean reward of each batch."""
+def train(
+    steps: int, staleness: int, backend: Literal["inprocess", "ray"], picture: Path | None = None
+) -> list[float]:
+    """The mean reward of each batch; ``picture``: where a timeline of the last ten is drawn."""
     torch.manual_seed(0)
     net = GPT(vocab=NUMBERS, context=16, width=64, heads=4, layers=2)
     policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})

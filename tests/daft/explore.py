@@ -2,6 +2,7 @@
 
     python -m tests.daft.explore                  # exhaustive, then 100,000 random programs
     python -m tests.daft.explore --pairs          # two programs on the same ranks: `pairs.py`
+    python -m tests.daft.explore --sequences      # runs on some of the ranks: `sequences.py`
     python -m tests.daft.explore --undo           # with calls that fail: `undo.py`
     python -m tests.daft.explore --slots          # memory that actors share: `slots.py`
 
@@ -237,6 +238,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--random", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--sequences", action="store_true")
     parser.add_argument("--undo", action="store_true")
     parser.add_argument("--slots", action="store_true")
     options = parser.parse_args(argv)
@@ -244,6 +246,10 @@ def main(argv: Sequence[str]) -> int:
         from tests.daft.pairs import report  # which imports this file
 
         return report(5_000 if options.random is None else options.random, options.seed)
+    if options.sequences:
+        from tests.daft.sequences import report as report_sequences
+
+        return report_sequences(100_000 if options.random is None else options.random, options.seed)
     if options.undo:
         from tests.daft.undo import report as report_undo
 

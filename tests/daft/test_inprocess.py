@@ -145,17 +145,18 @@ def test_what_is_kept_comes_back_too(mode: Mode) -> None:
         before = cluster.calls
         assert cluster.get([(), (), ("last",)]).get()[2][0].tolist() == [3, 4, 5, 6]
         cluster.put([{"v": torch.ones(())}] * 3, drop={2: ["last"]})
-        assert cluster.calls - before == 6
+        assert cluster.calls - before == 4
         with pytest.raises(LookupError, match="Rank 2 has no value 'last'"):
             cluster.get([(), (), ("last",)]).get()
 
 
-def test_a_compiled_run_is_one_call_per_actor() -> None:
+def test_a_compiled_run_is_one_call_per_actor_that_takes_part() -> None:
     with launch_cluster(4, ranks_per_actor=2) as cluster:
-        handle = cluster.load(program([], [], [], []))
-        before = cluster.calls
-        cluster.run(handle, [{}] * 4)
-        assert cluster.calls - before == 2
+        for state, calls in ((("w",), 2), ((), 0)):
+            handle = cluster.load(program([], [], [], [], state=[(), state, (), state]))
+            before = cluster.calls
+            assert cluster.run(handle, [{}] * 4).get() == [{}] * 4
+            assert cluster.calls - before == calls
 
 
 def test_free_drops_the_value() -> None:

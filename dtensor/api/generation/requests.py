@@ -76,8 +76,9 @@ class TextRequest:
     """One text on its way. ``tokens`` and ``logprobs`` grow; ``reason``: once it has ended;
     "dropped": before its end, by `Generator.cancel` or because a run failed.
 
-    ``most``: new tokens at most; ``seed``: the 63-bit key of its random numbers; ``versions``: of the
-    model's weights, for each token that a program was asked for; ``events``: where its events go.
+    ``most``: new tokens at most; ``seed``: the 63-bit key of its random numbers; ``versions``: of
+    the model's weights, for each token that a program was asked for; ``events``: where its events
+    go.
     """
 
     number: int

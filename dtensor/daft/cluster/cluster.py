@@ -16,11 +16,14 @@ bits on every backend and in both modes. What is fed to ranks is a sequence in r
 per rank.
 
 A `HostedCluster` has its ranks in hosts, ((0, 1), (2, 3)) say, each of which has a `Worker`; `put`
-and `run` call `Worker.put` and `Worker.run` on each host with the part of its ranks. Checks,
-programs and their numbers, runs in both modes, and futures are here; `inprocess.py` and
-`ray/cluster.py` say how a call reaches a host. All hosts see calls in one order, the same whichever
-threads make them: on that it rests that runs of several programs cannot hang. A call that got to
-some hosts only, of which the others would wait for ever, ends the cluster's use.
+and `run` call `Worker.put` and `Worker.run` on each host concerned with the part of its ranks.
+Those of a program are the ones with an instruction, an input, an output or state of it
+(`Program.members`): it is loaded, run and read on ranks 0 and 1 while 2 and 3 are in another one.
+Checks, programs and their numbers, runs in both modes, and futures are here; `inprocess.py` and
+`ray/cluster.py` say how a call reaches a host. Calls have one order, the same whichever threads
+make them, and each host sees its own in that order: on that it rests that runs of several programs
+cannot hang (docs/design/0019-runs-on-their-own-ranks.md). A call that got to some of its hosts
+only, of which the others would wait for ever, ends the cluster's use.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -41,11 +44,15 @@ from dtensor.daft.errors import (
     DaftError,
     Failure,
 )
+from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.undone import Fault, Undone, first_fault
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.counting import Counting
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
 """timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
@@ -54,6 +61,10 @@ Method: TypeAlias = Callable[..., Any]
 """Of `Worker`."""
 Part: TypeAlias = tuple[Any, ...]
 """What it is called with on one host."""
+Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
+"""Hosts, each with those of its ranks that are concerned."""
+MOST_RECENT = 10_000
+"""Runs whose hosts are remembered, to ask them why one was undone."""
 
 
 class Future(ABC):
@@ -94,11 +105,14 @@ class Finished(Future):
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A program that a cluster has loaded."""
+    """A program that a cluster has loaded. `places`: its hosts, with the ranks that take part;
+    `told`: whether all of these hosts know if a run was undone."""
 
     id: int
     program: Program = field(repr=False)
     report: Report = field(repr=False)
+    places: Places = field(repr=False)
+    told: bool = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +126,8 @@ class RecordedRun:
 
 
 class Cluster(ABC):
-    """`calls` counts the calls from the controller to actors; a compiled run makes one to each.
+    """`calls` counts the calls from the controller to actors; a compiled run makes one to each that
+    takes part in it.
 
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
     failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
@@ -138,8 +153,10 @@ class Cluster(ABC):
         """
 
     @abstractmethod
-    def get(self, names: Sequence[Sequence[str]]) -> Future:
-        """For each rank, a tuple of the values of these names."""
+    def get(self, names: Sequence[Sequence[str] | None]) -> Future:
+        """For each rank, a tuple of the values of these names: when it has done what it was asked
+        before, whatever other ranks do. If no names are given, all ranks are waited for but those
+        of which there is None."""
 
     @abstractmethod
     def delete(self, names: Sequence[Sequence[str]]) -> None:
@@ -165,7 +182,7 @@ class Cluster(ABC):
         returned: Collection[str] = (),
         drop: Names = NOTHING_DROPPED,
     ) -> Future:
-        """Run a program once; for each rank, a dict of its outputs.
+        """Run a program once, on the ranks that take part; for each rank, a dict of its outputs.
 
         An input may be `Stored(name)`: the value of that name in the rank's table, not copied.
         `keep`: output name to a name under which it stays in the rank's table instead of coming
@@ -175,8 +192,8 @@ class Cluster(ABC):
 
     @abstractmethod
     def check_undone(self) -> None:
-        """Wait for all runs; raises the failure of the first that was undone and that no future has
-        raised. Each is raised once."""
+        """Wait for all runs on all ranks; raises the failure of the first that was undone and that
+        no future has raised. Each is raised once."""
 
     @abstractmethod
     def close(self) -> None:
@@ -243,6 +260,8 @@ class HostedCluster(Cluster):
         self._closed = False
         self._raised: set[int] = set()  # runs that were undone, whose failure was raised
         self._unneeded: dict[int, list[str]] = {}  # by rank, what its host is to be told to drop
+        self._recent: dict[int, Handle] = {}  # by the number of a run
+        self._counting: Counting | None = None  # none where one host knows of all runs
         self._lock = threading.RLock()
 
     # -- what a backend does --------------------------------------------------------------------
@@ -250,6 +269,10 @@ class HostedCluster(Cluster):
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Any:
         """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
         `read`, what it raises must come with another call."""
+
+    @abstractmethod
+    def _count(self, ranks: Sequence[int]) -> int:
+        """How many actors a call to the host of these ranks stands for."""
 
     @abstractmethod
     def collect(self, asked: Sequence[Any], timeout: float | None = None) -> list[Any]:
@@ -260,41 +283,69 @@ class HostedCluster(Cluster):
         """Whether `collect` would not wait."""
 
     @abstractmethod
-    def _ship(self, handle: Handle) -> None: ...
+    def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
+        """What hosts need before they are sent a program; it may wait for them."""
+
+    @abstractmethod
+    def _ship(self, handle: Handle) -> Sequence[Any]:
+        """Send a program to its hosts; the calls for which `_joined` waits."""
+
+    @abstractmethod
+    def _joined(self, asked: Sequence[Any]) -> None: ...
 
     @abstractmethod
     def _end(self) -> None: ...
 
     # -- what is the same everywhere ------------------------------------------------------------
     def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
-        parts = self._parts(values, "put")
+        check_size(self.size, values, "put")
+        places = self._places([bool(own) for own in values])
         with self._lock:
-            dropped = self._dropped(drop)
-            given = [(*part, own) for part, own in zip(parts, dropped, strict=True)]
-            self._submit(Worker.put, given, read=False)
+            self._check()
+            dropped = self._dropped(drop, places)
+            parts = [
+                ({rank: values[rank] for rank in ranks}, gone)
+                for (_, ranks), gone in zip(places, dropped, strict=True)
+            ]
+            self._submit(Worker.put, places, parts, read=False)
 
-    def get(self, names: Sequence[Sequence[str]]) -> Future:
-        wanted = self._parts([tuple(own) for own in names], "get")
-        return _Called(self, self._submit(Worker.get, wanted))
+    def get(self, names: Sequence[Sequence[str] | None]) -> Future:
+        check_size(self.size, names, "get")
+        asked = [bool(own) for own in names]
+        if not any(asked):
+            asked = [own is not None for own in names]
+        wanted = [tuple(own or ()) for own in names]
+        return _Called(self, self._submit_items(Worker.get, wanted, asked), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
-        self._submit(Worker.delete, self._parts([tuple(n) for n in names], "delete"), read=False)
+        check_size(self.size, names, "delete")
+        unwanted = [tuple(own) for own in names]
+        self._submit_items(Worker.delete, unwanted, [bool(own) for own in names], read=False)
 
     def load(self, program: Program) -> Handle:
         self._check()
         check_size(self.size, program.ranks, f"Program {program.name!r}")
         report = verify(program, self.hosts, self._seed)
+        members = set(program.members)
+        places = self._places([rank in members for rank in range(self.size)])
+        told = len(places) < 2 or any(
+            isinstance(i, Commit) for own in program.ranks for i in own.instructions
+        )
+        self._prepare(program, [host for host, _ in places])
         with self._lock:
+            self._check()
             check_state((handle.program for handle in self._handles.values()), program)
-            handle = Handle(self._next_handle, program, report)
+            handle = Handle(self._next_handle, program, report, places, told)
             self._next_handle += 1  # first: some hosts may have it when this is interrupted
-            self._ship(handle)
+            asked = self._ship(handle)
             self._handles[handle.id] = handle
+        self._joined(asked)
         return handle
 
     def unload(self, handle: Handle) -> None:
         with self._lock:
-            self._submit(Worker.unload, [(handle.id,)] * len(self.hosts), read=False)
+            parts = [(handle.id,)] * len(handle.places)
+            self._submit(Worker.unload, handle.places, parts, read=False)
             del self._handles[handle.id]
 
     def run(
@@ -310,24 +361,30 @@ class HostedCluster(Cluster):
     ) -> Future:
         self._check()
         check_inputs(handle, inputs)
-        fed = [{rank: inputs[rank] for rank in ranks} for ranks in self.hosts]
+        fed = [{rank: inputs[rank] for rank in ranks} for _, ranks in handle.places]
         with self._lock:
+            if counted is not None:
+                counted = self._settled(counted, handle)
+            self._check()
             run, self.runs = self.runs, self.runs + 1
-            dropped = self._dropped(drop)
+            self._note(run, handle, counted)
+            dropped = self._dropped(drop, handle.places)
+            kept = dict(keep)
             if mode != "interpreted":
                 begin, recording = time.monotonic(), self.recording
                 timed = mode == "timed" or recording is not None
                 parts = [
-                    (handle.id, own, dict(keep), counted, timed, returned, gone)
+                    (handle.id, own, kept, counted, timed, returned, gone, run)
                     for own, gone in zip(fed, dropped, strict=True)
                 ]
-                future = _Called(self, self._each(Worker.run, parts, run, True))
+                asked = self._each(Worker.run, handle.places, parts, run, True)
+                future = _Called(self, asked, dict)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
                 return future
             try:
                 parts = [
-                    (handle.id, own, dict(keep), counted, returned, gone)
+                    (handle.id, own, kept, counted, returned, gone, run)
                     for own, gone in zip(fed, dropped, strict=True)
                 ]
                 return self._run_interpreted(handle, run, parts)
@@ -337,42 +394,79 @@ class HostedCluster(Cluster):
                 self._interrupted()
                 raise
 
-    def _dropped(self, drop: Names) -> list[Names]:
+    def _dropped(self, drop: Names, places: Places) -> list[Names]:
         """For each host, what a message to it is to drop; what no message took before, too."""
         for rank, names in drop.items():
             self._unneeded.setdefault(rank, []).extend(names)
         if not self._unneeded:
-            return [{}] * len(self.hosts)
-        unneeded, self._unneeded = self._unneeded, {}
-        return [{r: unneeded[r] for r in ranks if r in unneeded} for ranks in self.hosts]
+            return [NOTHING_DROPPED] * len(places)
+        return [
+            {r: self._unneeded.pop(r) for r in self.hosts[host] if r in self._unneeded}
+            for host, _ in places
+        ]
 
     def _run_interpreted(self, handle: Handle, run: int, parts: Sequence[Part]) -> Future:
-        """One instruction at a time, in an order in which a single thread would never block."""
-        lists = handle.report.lists
-        self.collect(self._submit(Worker.begin, parts))
+        """One instruction at a time, in an order in which a single thread would never block.
+
+        With the lock held: an actor carries out one run at a time, and this one is many calls."""
+        lists, places = handle.report.lists, handle.places
+        self.collect(self._submit(Worker.begin, places, parts))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
         everyone = (tuple(range(self.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
             host, position = place[site]
+            self.calls += 1
             part = (handle.id, position)
             self.collect([self._call(host, run, True, Worker.step, part)])
-        made = self._submit(Worker.finish, [(handle.id,)] * len(self.hosts))
-        return _Called(self, made)
+        made = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
+        return _Called(self, made, dict)
+
+    def _settled(self, counted: Counted, handle: Handle) -> Counted:
+        """What a run is counted as, for hosts that know which runs before it were undone, or are
+        told here: with the lock held, but for the wait for those that know."""
+        if self._counting is None:
+            return counted
+        hosts = [host for host, _ in handle.places]
+        takes_number = any(counted.input in own.inputs for own in handle.program.ranks)
+        while takes_number and (unsure := self._counting.to_ask(counted.key, hosts)):
+            before, places = self.runs, [p for p in self._everywhere() if p[0] in unsure]
+            since = self._counting.since(counted.key)
+            parts = [(counted.key, since)] * len(places)
+            asked = self._submit(Worker.undone_since, places, parts)
+            self._lock.release()
+            try:
+                found = self.collect(asked)
+            finally:
+                self._lock.acquire()
+            self._counting.settle(counted.key, before, {run for own in found for run in own})
+        return self._counting.told(counted)
+
+    def _note(self, run: int, handle: Handle, counted: Counted | None) -> None:
+        self._recent[run] = handle
+        if len(self._recent) > MOST_RECENT:
+            del self._recent[next(iter(self._recent))]
+        if counted is not None and counted.takes and len(self.hosts) > 1:
+            if self._counting is None:
+                from dtensor.daft.cluster.counting import Counting
+
+                self._counting = Counting()
+            hosts = [host for host, _ in handle.places]
+            self._counting.add(counted.key, run, hosts, told=handle.told)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._end()
 
-    def by_rank(self, found: Sequence[Mapping[int, Any]]) -> list[Any]:
-        """What hosts gave by rank, as one list."""
+    def by_rank(self, found: Sequence[Mapping[int, Any]], nothing: Callable[[], Any]) -> list[Any]:
+        """What hosts gave by rank, as one list; `nothing` of ranks that were not asked."""
         merged = {rank: given for part in found for rank, given in part.items()}
-        return [merged[rank] for rank in range(self.size)]
+        return [merged[r] if r in merged else nothing() for r in range(self.size)]
 
     def check_undone(self) -> None:
         self._check()
         found: dict[int, list[Undone]] = {}
-        for undone in self._all_undone():
+        for undone in self._undone_at(self._everywhere()):
             if undone.run is not None:
                 found.setdefault(undone.run, []).append(undone)
         for run in sorted(found.keys() - self._raised):
@@ -381,9 +475,15 @@ class HostedCluster(Cluster):
             if root.failure.step not in told:
                 raise root
 
-    def _all_undone(self) -> list[Undone]:
-        asked = self._submit(Worker.undone, [()] * len(self.hosts))
+    def _undone_at(self, places: Places) -> list[Undone]:
+        asked = self._submit(Worker.undone, places, [()] * len(places))
         return [undone for own in self.collect(asked) for undone in own]
+
+    def _undone_of(self, run: int) -> list[Undone]:
+        """What its hosts say of a run that was undone."""
+        handle = self._recent.get(run)
+        found = self._undone_at(self._everywhere() if handle is None else handle.places)
+        return [undone for undone in found if undone.run == run]
 
     def root(self, undone: Sequence[Undone]) -> DaftError:
         """Why hosts have undone a run, or have no value; counts as raised.
@@ -396,9 +496,17 @@ class HostedCluster(Cluster):
         inherited = [f for f in faults if f.site is None]
         if inherited:
             root = next((f for f in inherited if f.error.failure.rank is not None), None)
-            if root is None:  # it failed on a rank that has no part of the value
-                step = inherited[0].error.failure.step
-                root = self._first([u for u in self._all_undone() if u.run == step])
+            heard = inherited[0].error.failure
+            # it failed on a rank that has no part of the value, or of what that was made of
+            while root is None and heard.step is not None:
+                found = self._first(self._undone_of(heard.step))
+                if found is None:
+                    break
+                earlier = found.error.failure
+                if earlier.rank is None and earlier.step is not None and earlier.step < heard.step:
+                    heard = earlier
+                else:
+                    root = found
         else:
             root = self._first(undone)
         error = (root or inherited[0]).error
@@ -415,25 +523,41 @@ class HostedCluster(Cluster):
         everyone = (tuple(range(self.size)),)
         return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
 
-    def _parts(self, items: Sequence[Any], what: str) -> list[Part]:
-        check_size(self.size, items, what)
-        return [({rank: items[rank] for rank in ranks},) for ranks in self.hosts]
+    def _everywhere(self) -> Places:
+        return tuple(enumerate(self.hosts))
+
+    def _places(self, concerned: Sequence[bool]) -> Places:
+        """The hosts of the ranks that are concerned."""
+        found = (
+            (host, tuple(rank for rank in ranks if concerned[rank]))
+            for host, ranks in enumerate(self.hosts)
+        )
+        return tuple((host, ranks) for host, ranks in found if ranks)
+
+    def _submit_items(
+        self, method: Method, items: Sequence[Any], concerned: Sequence[bool], *, read: bool = True
+    ) -> list[Any]:
+        """To each host the items of its ranks that are concerned."""
+        places = self._places(concerned)
+        parts = [({rank: items[rank] for rank in ranks},) for _, ranks in places]
+        return self._submit(method, places, parts, read=read)
 
     def _submit(
-        self, method: Method, parts: Sequence[Part], run: int | None = None, *, read: bool = True
+        self, method: Method, places: Places, parts: Sequence[Part], *, read: bool = True
     ) -> list[Any]:
         """One call to each host, with its part, and no other thread's between them."""
         with self._lock:
             self._check()
-            return self._each(method, parts, run, read)
+            return self._each(method, places, parts, None, read)
 
     def _each(
-        self, method: Method, parts: Sequence[Part], run: int | None, read: bool
+        self, method: Method, places: Places, parts: Sequence[Part], run: int | None, read: bool
     ) -> list[Any]:
         asked: list[Any] = []
         try:
-            for host, part in enumerate(parts):
+            for (host, ranks), part in zip(places, parts, strict=True):
                 asked.append(self._call(host, run, read, method, part))
+                self.calls += self._count(ranks)
         except BaseException as error:
             if asked or not isinstance(error, Exception):
                 self._interrupted()  # hosts that were called would wait for the others
@@ -452,11 +576,14 @@ class HostedCluster(Cluster):
 
 
 class _Called(Future):
-    """The results of one call to every host."""
+    """The results of one call to each host concerned; `nothing` is what there is of other ranks."""
 
-    def __init__(self, cluster: HostedCluster, asked: Sequence[Any]) -> None:
+    def __init__(
+        self, cluster: HostedCluster, asked: Sequence[Any], nothing: Callable[[], Any]
+    ) -> None:
         self._cluster = cluster
         self._asked = asked
+        self._nothing = nothing
         self._finished: Finished | None = None
 
     def get(self, timeout: float | None = None) -> list[Any]:
@@ -468,7 +595,7 @@ class _Called(Future):
                 if undone:
                     self._finished = Finished([], cluster.root(undone))
                 else:
-                    self._finished = Finished(cluster.by_rank(found))
+                    self._finished = Finished(cluster.by_rank(found, self._nothing))
             except (DaftError, LookupError) as error:
                 self._finished = Finished([], error)
             self._asked = ()

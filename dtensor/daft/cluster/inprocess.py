@@ -5,7 +5,7 @@ and collectives are plain device operations.
 
 Invariants: a run executes at once, in the order of the merged list (`seed` picks another legal
 order), and reads its inputs where they are; it gives a finished future. Deterministic. `calls`
-counts as if each of the actors were called, so that programs of both backends can be compared.
+counts as if each actor concerned were called, so that programs of both backends can be compared.
 Calls of several threads take turns.
 """
 
@@ -18,6 +18,7 @@ import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import DaftError
+from dtensor.daft.ir.program import Program
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
 
@@ -30,13 +31,14 @@ class InProcessCluster(HostedCluster):
         self, size: int, device: torch.device, *, ranks_per_actor: int = 1, seed: int = 0
     ) -> None:
         everyone = tuple(range(size))
-        self._num_actors = len(hosts_of(size, ranks_per_actor))
+        self._actor_of = tuple(
+            actor for actor, ranks in enumerate(hosts_of(size, ranks_per_actor)) for _ in ranks
+        )
         self._worker = Worker(everyone, device, LocalTransport(), lent=True)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
-        self.calls += 1 if method is Worker.step else self._num_actors
         try:
             return method(self._worker, *part), None
         except DaftError as error:
@@ -47,18 +49,28 @@ class InProcessCluster(HostedCluster):
                 raise
             return None, error
 
+    def _count(self, ranks: Sequence[int]) -> int:
+        return len({self._actor_of[rank] for rank in ranks})
+
     def collect(self, asked: Sequence[Made], timeout: float | None = None) -> list[Any]:
-        (made, error), *_ = asked  # there is one host
-        if error is not None:
-            raise error
-        return [made]
+        for _, error in asked:  # there is one host
+            if error is not None:
+                raise error
+        return [made for made, _ in asked]
 
     def came(self, asked: Sequence[Any]) -> bool:
         return True
 
-    def _ship(self, handle: Handle) -> None:
+    def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
+        pass
+
+    def _ship(self, handle: Handle) -> Sequence[Any]:
         part = (handle.id, handle.report.lists[0], handle.program)
-        self._submit(Worker.load, [part], read=False)
+        self._submit(Worker.load, handle.places, [part] * len(handle.places), read=False)
+        return ()
+
+    def _joined(self, asked: Sequence[Any]) -> None:
+        pass
 
     def _end(self) -> None:
         self._worker.close()

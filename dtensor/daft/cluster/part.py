@@ -8,7 +8,8 @@
 Several parts may share ranks: each writes its names in the ranks' tables with its own prefix, so
 that equal names of two parts are two values (`inner` says how the whole calls a name of the part).
 A program is restated for the whole: rank i becomes ``ranks[i]``, its state gets the prefix, the
-other ranks do nothing. Errors name a rank by both numbers: "rank 2, rank 0 of mesh(tp=2)".
+other ranks take no part: nothing is sent to them, and they are not waited for. Errors name a rank
+by both numbers: "rank 2, rank 0 of mesh(tp=2)".
 
 Invariants: a part starts nothing and closing it stops nothing; a failure of the whole is its own.
 """
@@ -84,10 +85,10 @@ class Part(Cluster):
         named = [{self.inner(n): v for n, v in own.items()} for own in values]
         self.whole.put(self._spread(named, {}), drop=self._dropped(drop))
 
-    def get(self, names: Sequence[Sequence[str]]) -> Future:
+    def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         self._check(names, "get")
-        wanted = [[self.inner(n) for n in own] for own in names]
-        return _PartFuture(self.whole.get(self._spread(wanted, [])), self.ranks)
+        wanted = [None if own is None else [self.inner(n) for n in own] for own in names]
+        return _PartFuture(self.whole.get(self._spread(wanted, None)), self.ranks)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
         self._check(names, "delete")

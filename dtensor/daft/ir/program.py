@@ -106,6 +106,15 @@ class Program:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part: they have an instruction, an input, an output or state."""
+        return tuple(
+            rank
+            for rank, own in enumerate(self.ranks)
+            if own.instructions or own.inputs or own.outputs or own.state
+        )
+
     def __repr__(self) -> str:
         num = sum(len(rank.instructions) for rank in self.ranks)
         return f"<program {self.name}: ranks: {self.size:,}, instructions: {num:,}>"

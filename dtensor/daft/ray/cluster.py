@@ -9,12 +9,13 @@ ranks, and collectives are plain device operations.
 Invariants: Ray places hosts and notices their death. Calls go over connections of our own
 (`run_channel.py`), all of them, so that they keep their order. The controller may run ahead, calls
 queue up at the hosts in order; only results are waited for. The first failure, whoever notices it,
-is diagnosed once (`watch.py`), kills all hosts, and is raised by everything after. A run whose
-hosts make no progress for `deadline_s` has failed.
+is diagnosed once (`watch.py`), kills all hosts, and is raised by everything after. A run has failed
+if for `deadline_s` no host moves that has to do something yet before it can end; others may.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
+from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
 from dtensor.daft.ray.operators import Needed
@@ -58,18 +60,21 @@ class RayCluster(HostedCluster):
             )
         self._tags: dict[Key, int] = {}
         self._sent = SentInputs()
+        # by host, its runs that have not come back: (number of the call, of the run)
+        self._under_way: list[deque[tuple[int, int]]] = []
         self._home = Home(address, deadline_s)
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
             self._channel = self._home.connect(len(self.hosts))
+            self._under_way = [deque() for _ in self.hosts]
             self.watch = HostWatch(
                 self,
                 self._home,
                 self._channel,
                 deadline_s=deadline_s,
                 call_deadline_s=call_deadline_s,
-                moves=True,
+                due=self._due,
             )
             self._host_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
             self._start()
@@ -91,14 +96,14 @@ class RayCluster(HostedCluster):
             tags={},
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
-        self._connect([self._ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
+        self._joined([self._ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
 
-    def _connect(self, asked: Sequence[Asked]) -> None:
-        self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
+    def _joined(self, asked: Sequence[Asked]) -> None:
+        if asked:
+            self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
 
     # -- how a call reaches a host --------------------------------------------------------------
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
-        self.calls += 1
         kind = ASKED if read else TOLD
         if run is None:
             reply = self._channel.send(host, kind, (Ranks.ask, method), part)
@@ -110,11 +115,19 @@ class RayCluster(HostedCluster):
             self._sent.note(run, handle, plain)
         else:
             reply = self._channel.send(host, kind, (Ranks.run, method), (run, *part))
-        return Asked(self._home.processes[host], reply)
+        if run is not None:
+            own = self._under_way[host]
+            while own and self._channel.came_back(host, own[0][0]):
+                own.popleft()
+            own.append((reply.number, run))
+        return Asked(self._home.processes[host], reply, self.runs)
+
+    def _count(self, ranks: Sequence[int]) -> int:
+        return 1
 
     def _ask(self, host: int, method: Method, *given: object) -> Asked:
         reply = self._channel.send(host, ASKED, (method,), given)
-        return Asked(self._home.processes[host], reply)
+        return Asked(self._home.processes[host], reply, self.runs)
 
     def _tell(self, host: int, method: Method, *given: object) -> None:
         self._channel.send(host, TOLD, (method,), given)
@@ -122,7 +135,21 @@ class RayCluster(HostedCluster):
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
-        return self._wait_for(asked, timeout, None)
+        try:
+            found = self._wait_for(asked, timeout, None)
+        except (DaftError, LookupError) as error:
+            self._raise_unread(asked, f"then failed: {error}")
+            raise
+        self._raise_unread(asked)
+        return found
+
+    def _raise_unread(self, asked: Sequence[Asked], note: str = "") -> None:
+        """What these hosts were told may have failed, and a run that nobody reads have said so."""
+        for each in asked:
+            if (unread := self._channel.unread(each.host.index)) is not None:
+                if note:
+                    unread.add_note(note)
+                raise unread from None
 
     def _wait_for(
         self, asked: Sequence[Asked], timeout: float | None, deadline_s: float | None
@@ -143,27 +170,32 @@ class RayCluster(HostedCluster):
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
 
-    def _ship(self, handle: Handle) -> None:
-        if needed := Needed.of(handle.program, self.device):
-            self._provide(needed)
+    def _ship(self, handle: Handle) -> Sequence[Asked]:
         keys = check_routes(handle.program, self._host_of)
-        new = [key for key in keys if key not in self._tags]
+        missing = [key for key in keys if key not in self._tags]
+        new = {key: len(self._tags) + i for i, key in enumerate(missing)}
         if self.device.type == "cuda":
             check_groups([*self._tags, *new], self._host_of)
-        self._tags.update((key, len(self._tags) + i) for i, key in enumerate(new))
-        hosts = range(len(self.hosts)) if new else ()
-        if self.device.type == "cuda":  # over NCCL the hosts connect here
-            self._connect([self._ask(host, Ranks.open, self._tags) for host in hosts])
-        else:
-            for host in hosts:
-                self._tell(host, Ranks.open, self._tags)
-        program = Pickled.of(handle.program)
-        for host, sites in enumerate(handle.report.lists):
+        program, asked = Pickled.of(handle.program), list[Asked]()
+        for host, _ in handle.places:
+            # all members of a key take part in each program that uses it
+            tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
+            if tags and self.device.type == "cuda":  # over NCCL the hosts connect here
+                asked.append(self._ask(host, Ranks.open, tags))
+            elif tags:
+                self._tell(host, Ranks.open, tags)
             self.calls += 1
-            self._tell(host, Ranks.load, handle.id, sites, program)
+            self._tell(host, Ranks.load, handle.id, handle.report.lists[host], program)
+        self._tags.update(new)
+        return asked
 
-    def _provide(self, needed: Needed) -> None:
-        asked = [self._ask(host, Ranks.provide, needed) for host in range(len(self.hosts))]
+    def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
+        needed = Needed.of(program, self.device)
+        if not needed.origins:
+            for host in hosts if needed else ():  # nothing that could be lacking: no wait for it
+                self._tell(host, Ranks.provide, needed)
+            return
+        asked = [self._ask(host, Ranks.provide, needed) for host in hosts]
         lacking = self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
         if lost := dict(pair for each in lacking for pair in each):
             facts = "".join(f"\n  {name}: {reason}" for name, reason in sorted(lost.items()))
@@ -185,6 +217,24 @@ class RayCluster(HostedCluster):
 
     def _end(self) -> None:
         self._home.close()
+
+    def _due(self, asked: Sequence[Asked]) -> dict[int, int]:
+        """By host, the last run that it has to end before these calls can come back: of those, and
+        of all earlier runs that share a host with one of them at which they have not ended."""
+        limit = max((each.before for each in asked), default=0)
+        hosts_of: dict[int, list[int]] = {}
+        for host, own in enumerate(self._under_way):
+            for number, run in own.copy():  # other threads add to it
+                if run < limit and not self._channel.came_back(host, number):
+                    hosts_of.setdefault(run, []).append(host)
+        due: dict[int, int] = {}
+        past = {each.host.index for each in asked}
+        for run in sorted(hosts_of, reverse=True):
+            if not past.isdisjoint(hosts_of[run]):
+                past.update(hosts_of[run])
+                for host in hosts_of[run]:
+                    due.setdefault(host, run)
+        return due
 
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:

@@ -10,8 +10,8 @@ Calls come from Ray, or, while it serves, over the connection alone (`run_channe
 that carries out Ray's calls reads them there, and blocks where there are none.
 
 Invariants: calls are carried out one at a time, in the order of their submission. What a `tell`
-raises, which nobody reads, the next `call` raises. It knows nothing of what it hosts (`ranks.py`,
-`objects.py`).
+raises, which nobody reads, the next `call` raises, whatever that comes to. It knows nothing of what
+it hosts (`ranks.py`, `objects.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dtensor.daft.ray.messages import (
     ASKED,
     GAVE,
     RAISED,
+    UNREAD,
     Data,
     Invitation,
     Message,
@@ -69,10 +70,16 @@ class Host:
     def call(self, what: tuple[Any, ...], *values: object) -> Any:
         """`what`: a method and its arguments, of which `values` are the last."""
         method, *given = what
-        made = method(self._hosted, *given, *values)  # in any case: others may wait for its part
-        if self._unread is not None:
-            error, self._unread = self._unread, None
-            raise error
+        unread, self._unread = self._unread, None
+        try:
+            made = method(self._hosted, *given, *values)  # in any case: others may wait for it
+        except Exception as error:
+            if unread is None:
+                raise
+            unread.add_note(f"then failed: {type(error).__name__}: {error}")
+            raise unread from None
+        if unread is not None:
+            raise unread
         return made
 
     def tell(self, what: tuple[Any, ...], *values: object) -> None:
@@ -102,11 +109,12 @@ class Host:
             else:
                 self.tell(what)
             return ()
+        raised = RAISED if self._unread is None else UNREAD
         try:
             made = self.call((*message.functions, *message.value()))
             return encoded(message.number, GAVE, (), made)
         except Exception as error:
-            return encoded(message.number, RAISED, (), _as_sent(error))
+            return encoded(message.number, raised, (), _as_sent(error))
 
 
 def _as_sent(error: Exception) -> tuple[Exception, str]:

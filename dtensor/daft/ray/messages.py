@@ -38,12 +38,14 @@ from torch.nn import Parameter
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 
-Kind: TypeAlias = Literal[0, 1, 2, 3]
+Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
 TOLD: Kind = 0  # nobody reads what it gives
 ASKED: Kind = 1
 GAVE: Kind = 2
 RAISED: Kind = 3
 """With an exception, and its traceback as text."""
+UNREAD: Kind = 4
+"""As `RAISED`, with what an earlier call has raised that was told."""
 Function: TypeAlias = Callable[..., object]
 Data: TypeAlias = bytes | bytearray | memoryview
 

@@ -7,7 +7,8 @@
 
 Each actor has a segment. It begins with its nonce, whether its actor has closed, and for each own
 rank and each rank a semaphore: the starts of the other that concern this one. They are made before
-anybody can open it. What follows are the windows of programs (`same_host.py`).
+anybody can open it. What follows are the windows of programs (`same_host.py`), and far behind them
+a directory: by the program's number, where its window begins.
 
 Invariants: who shares is the same for all: the actors of a *place*, a machine since it was started
 and a namespace of processes on it, if each of them could open all others' segments, else none of
@@ -31,6 +32,8 @@ CLOSED = "The connections of this actor are closed."
 FLAG = LINE // 2
 """A byte of a first line, behind a segment's nonce: its actor has closed; behind a window's title:
 its actor has unloaded the program."""
+_DIRECTORY = 1 << 61  # in the middle of a segment
+_ENTRY = 8  # bytes
 
 
 def own_place(node: str) -> str:
@@ -102,6 +105,16 @@ class Neighbours:
         actor = self.host_of[rank]
         row = self.host_of[:rank].count(actor) * len(self.host_of)
         return self.heads[actor].address + LINE * (1 + row + other)
+
+    def announce(self, number: int, begin: int) -> None:
+        """Tell whoever looks where the own window of a program begins."""
+        where = _DIRECTORY + _ENTRY * number
+        self.segments[self.index].write(where, begin.to_bytes(_ENTRY, "little"))
+
+    def announced(self, actor: int, number: int) -> int:
+        """Where an actor's window of a program begins; 0 if it has not loaded that."""
+        where = _DIRECTORY + _ENTRY * number
+        return int.from_bytes(self.segments[actor].read(where, _ENTRY), "little")
 
     def check(self, rank: int) -> None:
         """Raises if no start of this rank's can come any more."""

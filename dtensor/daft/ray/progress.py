@@ -5,7 +5,8 @@ position in its list before each instruction, and every quarter of a second, fro
 heartbeat. A dead or stopped host is then named by its last instruction.
 
 Invariants: writing costs one store into shared memory, no system call. Five int64: position in
-the host's list (-1: between calls), program, number of the run or task, heartbeat (monotonic ns,
+the host's list (-1: between calls), program and number of the run or task (-1: none yet; between
+calls, those of the last), heartbeat (monotonic ns,
 the same clock in all processes of a machine), process id. A host on another machine, where the file
 is not, counts in vain: it can be named, but not its instruction.
 """
@@ -35,6 +36,10 @@ class Progress:
     @property
     def moving(self) -> tuple[int, int, int]:
         return (self.run, self.program, self.position)
+
+    def has_ended(self, run: int) -> bool:
+        """Whether the host is done with a run, which is one of its own."""
+        return self.run > run or (self.run == run and self.position < 0)
 
 
 class ProgramCounter:
@@ -74,7 +79,7 @@ class ProgramCounter:
     # -- the controller's -----------------------------------------------------------------------
     @staticmethod
     def make(path: Path) -> ProgramCounter:
-        path.write_bytes(b"\xff" * 8 + bytes(8 * (_FIELDS - 1)))
+        path.write_bytes(b"\xff" * 24 + bytes(8 * (_FIELDS - 3)))
         return ProgramCounter(path)
 
     def read(self) -> Progress:

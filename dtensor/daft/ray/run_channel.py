@@ -37,6 +37,7 @@ from dtensor.daft.ray.messages import (
     MOST_PIECES,
     NONCE_BYTES,
     RAISED,
+    UNREAD,
     Data,
     Function,
     Invitation,
@@ -86,7 +87,7 @@ class Reply:
 
     @property
     def failed(self) -> bool:
-        return self.lost or (self.message is not None and self.message.kind == RAISED)
+        return self.lost or (self.message is not None and self.message.kind in (RAISED, UNREAD))
 
 
 class _Connection:
@@ -97,6 +98,7 @@ class _Connection:
         self.messages: Generator[Message | None] | None = None
         self.numbers = count()
         self.expected: deque[Reply] = deque()
+        self.unread: list[Reply] = []  # that brought what a told call has raised, to nobody yet
         self.unwritten: deque[memoryview] = deque()
         self.broken = False
 
@@ -180,16 +182,33 @@ class RunChannel:
         raised, raises, and `CallLost` one whose connection broke."""
         if not self._wait(lambda: _settled(replies), seconds):
             raise NotYet
+        for line in self._lines:
+            if line.unread:
+                line.unread = [reply for reply in line.unread if reply not in replies]
         for reply in replies:
             if reply.failed:  # in no variable here, which would hold this frame, and it the error
                 raise self.failure(reply) or NotYet
         return [reply.message.value() for reply in replies if reply.message is not None]
 
+    def came_back(self, host: int, number: int) -> bool:
+        """Whether a call that was asked has come back, or never will; by its reply's number."""
+        line = self._lines[host]
+        try:
+            return line.expected[0].number > number
+        except IndexError:
+            return True
+
+    def unread(self, host: int) -> Exception | None:
+        """What a told call of a host has raised, where it came with a reply that nobody has read.
+        Once."""
+        replies, self._lines[host].unread = self._lines[host].unread, []
+        return self.failure(replies[0]) if replies else None
+
     def failure(self, reply: Reply) -> Exception | None:
         """What a call has raised, as far as is known."""
         if reply.lost:
             return CallLost("")
-        if reply.message is None or reply.message.kind != RAISED:
+        if reply.message is None or not reply.failed:
             return None
         error, text = reply.message.value()
         error.__cause__ = RaisedThere(text)
@@ -270,6 +289,8 @@ class RunChannel:
                 if reply.number != message.number:
                     raise RuntimeError(f"call {message.number} came back before {reply.number}")
                 reply.message = message
+                if message.kind == UNREAD:
+                    line.unread.append(reply)
                 line.expected.popleft()
         except EOFError:
             self._break(line)
@@ -400,6 +421,6 @@ def _settled(replies: Sequence[Reply]) -> bool:
             if reply.lost:
                 return True
             waiting = True
-        elif reply.message.kind == RAISED:
+        elif reply.message.kind in (RAISED, UNREAD):
             return True
     return not waiting

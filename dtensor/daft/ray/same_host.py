@@ -20,11 +20,11 @@ has it; so nothing that it accepts hangs, and a slot is not written before all h
 (docs/design/0016-same-host.md). What `wait` gives is its own memory, unless it is lent. Folds are
 `numerics.fold` over whole values or pieces of them, the bits those of every transport. A partner
 whose process has ended, or that has closed, is noticed within `segments.SLICE_S`; one that has
-stopped is for the controller to end. Windows lie behind one another in the order of loading, the
-same on all actors, and none is used twice, so that loading and unloading need no message: a window
-begins with what it is, which the first wait compares, and the last to unload a program frees its
-pages. Used by one
-thread at a time. It does not import Ray.
+stopped is for the controller to end. An actor's windows lie behind one another in its own order of
+loading, and none is used twice, so that loading and unloading need no message: the first wait on a
+key looks up where the partners' windows begin, for they have started and so loaded the program, and
+compares what they begin with; the last to unload a program frees its pages. Actors need not have
+loaded the same programs. Used by one thread at a time. It does not import Ray.
 """
 
 from __future__ import annotations
@@ -121,8 +121,7 @@ class SameHostTransport(Transport):
     def __init__(self, neighbours: Neighbours, others: ExchangeTransport) -> None:
         self._neighbours = neighbours
         self._others = others
-        actors = sorted(neighbours.segments)  # the same everywhere
-        self._ends = {actor: neighbours.head_bytes(actor) for actor in actors}
+        self._end = neighbours.head_bytes(neighbours.index)  # of the own windows
         self._links: dict[tuple[int, int], _Link] = {}
         self._loaded: set[_Shared] = set()
 
@@ -133,25 +132,21 @@ class SameHostTransport(Transport):
     def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
         here = self._neighbours
         arena = lay_out(program, here.host_of, here.shares)
-        extents: dict[int, tuple[int, int]] = {}
-        for actor, end in tuple(self._ends.items()):
-            if nbytes := whole_pages(arena.window_bytes[actor]):
-                extents[actor] = end, nbytes
-                self._ends[actor] = end + nbytes
-        title = repr((number, program.name, arena.lanes, extents)).encode()
-        shared = _Shared(self, sha256(title).digest(), extents)
+        title = sha256(repr((number, program.name, arena.lanes)).encode()).digest()
+        sizes = {a: whole_pages(nbytes) for a, nbytes in enumerate(arena.window_bytes) if nbytes}
+        shared = _Shared(self, here, number, title, sizes)
         self._loaded.add(shared)
         begins = dict(self._others.prepare(program, sites, number).begins)
-        own = [site for site in sites if site in arena.partners]
-        keys = {site: key_of(site[0], _start(program, site)) for site in own}
-        actors = sorted({here.host_of[rank] for key in keys.values() for rank in key[0]})
-        windows = {actor: here.segments[actor].map(*extents[actor]) for actor in actors}
-        if own:
-            here.segments[here.index].write(extents[here.index][0], shared.title)
-        for site, key in keys.items():
+        if here.index in sizes:
+            here.segments[here.index].write(self._end, title)
+            here.announce(number, self._end)
+            self._end += sizes[here.index]
+        for site in sites:
+            if site not in arena.partners:
+                continue
+            key = key_of(site[0], _start(program, site))
             if (site[0], key) not in shared.members:
-                of = {rank: windows[here.host_of[rank]] for rank in key[0]}
-                member = _Member(arena.lanes[key], site[0], of, shared.title)
+                member = _Member(arena.lanes[key], site[0], shared)
                 shared.members[site[0], key] = member
             links = [self._link(site[0], other) for other, _ in arena.partners[site]]
             member = shared.members[site[0], key]
@@ -168,14 +163,15 @@ class SameHostTransport(Transport):
             return
         self._loaded.remove(shared)
         shared.release()
-        segments, own = self._neighbours.segments, self._neighbours.index
-        if own not in shared.extents:
+        here = self._neighbours
+        if here.index not in shared.sizes:
             return
-        segments[own].write(shared.extents[own][0] + FLAG, b"\1")
+        begins = {actor: here.announced(actor, shared.number) for actor in shared.sizes}
+        here.segments[here.index].write(begins[here.index] + FLAG, b"\1")
         wanted = shared.title + b"\1"
-        if all(segments[a].read(at, FLAG + 1) == wanted for a, (at, _) in shared.extents.items()):
-            for actor, extent in shared.extents.items():
-                segments[actor].drop(*extent)
+        if all(at and here.segments[a].read(at, FLAG + 1) == wanted for a, at in begins.items()):
+            for actor, at in begins.items():
+                here.segments[actor].drop(at, shared.sizes[actor])
 
     def close(self) -> None:
         for shared in self._loaded:
@@ -192,17 +188,38 @@ class SameHostTransport(Transport):
 
 
 class _Shared(Prepared):
-    """A loaded program. `title`: what its windows begin with; `extents`: by actor, where the window
-    begins in its segment, and its bytes."""
+    """A loaded program. `title`: what its windows begin with; `sizes`: their bytes, by actor."""
 
     def __init__(
-        self, transport: SameHostTransport, title: bytes, extents: Mapping[int, tuple[int, int]]
+        self,
+        transport: SameHostTransport,
+        neighbours: Neighbours,
+        number: int,
+        title: bytes,
+        sizes: Mapping[int, int],
     ) -> None:
         super().__init__({})
+        self.number = number
         self.title = title
-        self.extents = extents
+        self.sizes = sizes
         self.members: dict[tuple[int, Key], _Member] = {}
         self._transport = transport
+        self._neighbours = neighbours
+        self._windows: dict[int, Window] = {}
+
+    def window(self, rank: int) -> Window:
+        """That of a rank's actor, which has loaded the program."""
+        actor = self._neighbours.host_of[rank]
+        if actor not in self._windows:
+            begin = self._neighbours.announced(actor, self.number)
+            segment = self._neighbours.segments[actor]
+            if not begin or segment.read(begin, FLAG) != self.title:
+                raise RuntimeError(
+                    f"Rank {rank}'s actor has not loaded the same program under number "
+                    f"{self.number}."
+                )
+            self._windows[actor] = segment.map(begin, self.sizes[actor])
+        return self._windows[actor]
 
     def close(self) -> None:
         self._transport.unload(self)
@@ -211,22 +228,24 @@ class _Shared(Prepared):
         """Let go of the memory."""
         for member in self.members.values():
             member.release()
+        self._windows.clear()
 
 
 # -- what is started and waited for ----------------------------------------------------------------
 
 
 class _Member:
-    """A key's slots as one of its ranks uses them; `windows`: of the actors of its ranks."""
+    """A key's slots as one of its ranks uses them. `windows`: of the actors of its ranks, by their
+    places in the key; the own one, until the others have `met`."""
 
-    __slots__ = ("closed", "lane", "me", "same", "started", "title", "views", "windows")
+    __slots__ = ("closed", "lane", "me", "met", "shared", "started", "views", "windows")
 
-    def __init__(self, lane: Lane, rank: int, windows: Mapping[int, Window], title: bytes) -> None:
+    def __init__(self, lane: Lane, rank: int, shared: _Shared) -> None:
         self.lane = lane
         self.me = lane.key[0].index(rank)
-        self.windows = [windows[member] for member in lane.key[0]]
-        self.title = title
-        self.same = False  # as the others' program
+        self.shared = shared
+        self.windows = {self.me: shared.window(rank)}
+        self.met = False
         self.started = 0
         self.closed = False
         # by slot, for each sort of start on the key: layers repeat
@@ -239,11 +258,10 @@ class _Member:
             for address in counted:
                 calls().initialise(address, 1, 0)
 
-    def compare(self) -> None:
-        """Once the others have started: that their windows are of this program."""
-        if any(window.bytes[:FLAG].numpy().tobytes() != self.title for window in self.windows):
-            raise RuntimeError("The actors have not loaded the same programs in one order.")
-        self.same = True
+    def meet(self) -> None:
+        """Once the others have started, and so loaded the program."""
+        self.windows = {m: self.shared.window(rank) for m, rank in enumerate(self.lane.key[0])}
+        self.met = True
 
     def tensors(self, member: int, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
         """What a member's slot `at` holds."""
@@ -287,11 +305,13 @@ class _Piece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Views:
     """A slot, as a start sees it: where its own values go, by their number, and what the members
-    bring, in the order of the key. For what is folded together: `pieces`, `results`, the semaphore
-    of what others have `done`, and those by which they are `told`."""
+    bring, in the order of the key; of no others' than the own until they have met. For what is
+    folded together: the `claims` that a start offers, `pieces`, `results`, the semaphore of what
+    others have `done`, and those by which they are `told`."""
 
     own: Sequence[tuple[int, Tensor]]
-    parts: Sequence[Sequence[Tensor]]
+    parts: Sequence[Sequence[Tensor]] = ()
+    claims: Sequence[int] = ()
     pieces: Sequence[_Piece] = ()
     results: Sequence[Tensor] = ()
     done: int = 0
@@ -332,18 +352,17 @@ class _Begin:
         member.started += 1
         for number, place in views.own:
             place.copy_(values[number])
-        if member.me == 0:
-            for piece in views.pieces:
-                post(piece.claim)
+        for claim in views.claims:
+            post(claim)
         needed: list[int] = []
         for link, ahead in self._links:
             needed.append(link.started + ahead)
             link.started += 1
             post(link.outbox)
-        return _Started(self, views, needed, values)
+        return _Started(self, at, needed, values)
 
     def complete(
-        self, views: _Views, needed: Sequence[int], values: Sequence[Tensor]
+        self, at: int, needed: Sequence[int], values: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         member = self._member
         if member.closed:
@@ -351,8 +370,11 @@ class _Begin:
         for (link, _), number in zip(self._links, needed):
             if link.taken < number:
                 link.take(number)
-        if not member.same:
-            member.compare()
+        if not member.met:
+            member.meet()
+        views = self._views[at]
+        if views is None or not views.parts:  # it was started before they met
+            views = self._views[at] = self._look(at)
         match start := self._start:
             case Collective():
                 if views.pieces:
@@ -393,10 +415,14 @@ class _Begin:
     def _look(self, at: int) -> _Views:
         """Slot `at` as this start sees it."""
         member, start = self._member, self._start
-        brings = tuple(member.tensors(m, at, given) for m, given in enumerate(self._given))
         divided = isinstance(start, Collective) and start.kind in DIVIDED
-        own = [(i, to) for i, to in enumerate(brings[member.me]) if not divided or i != member.me]
+        mine = member.tensors(member.me, at, self._given[member.me])
+        own = [(i, to) for i, to in enumerate(mine) if not divided or i != member.me]
         cut = pieces_of(start)
+        claims = [member.claim(at, n) for n in range(len(cut))] if member.me == 0 else []
+        if not member.met:
+            return _Views(own=own, claims=claims)
+        brings = tuple(member.tensors(m, at, given) for m, given in enumerate(self._given))
         if not cut or not isinstance(start, Collective):
             return _Views(own=own, parts=brings)
         results = member.results(at, start.out_buffers)
@@ -412,6 +438,7 @@ class _Begin:
         return _Views(
             own=own,
             parts=brings,
+            claims=claims,
             pieces=[_Piece(member.claim(at, n), fold) for n, fold in enumerate(folds)],
             results=results,
             done=member.done(member.me, at),
@@ -422,18 +449,18 @@ class _Begin:
 class _Started(Pending):
     """Not a dataclass: one is made for each start, in a hurry."""
 
-    __slots__ = ("begin", "needed", "values", "views")
+    __slots__ = ("at", "begin", "needed", "values")
 
     def __init__(
-        self, begin: _Begin, views: _Views, needed: Sequence[int], values: Sequence[Tensor]
+        self, begin: _Begin, at: int, needed: Sequence[int], values: Sequence[Tensor]
     ) -> None:
         self.begin = begin
-        self.views = views
+        self.at = at
         self.needed = needed
         self.values = values
 
     def wait(self) -> tuple[Tensor, ...]:
-        return self.begin.complete(self.views, self.needed, self.values)
+        return self.begin.complete(self.at, self.needed, self.values)
 
 
 def _begin(

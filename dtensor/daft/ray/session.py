@@ -64,7 +64,7 @@ class RaySession(Session):
             RayCalls(),
             deadline_s=deadline_s,
             call_deadline_s=call_deadline_s,
-            moves=False,
+            due=None,
         )
         self._loaded: list[Frozen] = []
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is

@@ -1,6 +1,6 @@
 """The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
 
-    watch = HostWatch(controller, home, RayCalls(), deadline_s=60.0, call_deadline_s=3600.0, ...)
+    watch = HostWatch(controller, home, RayCalls(), deadline_s=60, call_deadline_s=3600, due=None)
     watch.get([Asked(process, process.call(Objects.failures))])     # or the root cause of a failure
 
 A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
@@ -10,8 +10,10 @@ host that was lost; a transfer that failed for another reason. Within one sort, 
 
 Invariants: a host is lost once, described by what it was doing then, and every failure that comes
 of it is that one `ActorLost`. So that whatever waits for it fails, a host is ended that has stopped
-for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one that
-stands still for `deadline_s` while none is at work, that is, in a call and using the CPU.
+for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one of
+those that hold up the calls that are waited for, when all of them stand still for `deadline_s` and
+none is at work, that is, in a call and using the CPU. Who holds a call up is the controller's to
+say (`Due`): what other hosts do neither hides a hang nor looks like one.
 
 It does not know what hosts run: the controller says what one was doing (`Controller`).
 """
@@ -20,9 +22,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ray.joining import HostFailed, lost_key
@@ -42,22 +44,29 @@ COMPUTES = 0.05
 machine. What Ray's threads use in an idle one is an eighth of that."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A call under way: who was called, what stands for the result (of Ray's or of the run
-    channel's), and when that was."""
+    channel's), and the number of the first run that came behind it. `since`: somebody waits for it
+    and nobody has moved who holds it up."""
 
     host: HostProcess
     ref: Any
-    since: float = field(default_factory=time.monotonic)
+    before: int = 0
+    since: float | None = None
+
+
+Due: TypeAlias = Callable[[Sequence[Asked]], Mapping[int, int]]
+"""By host, the last run that it has to end before these calls can come back."""
 
 
 @dataclass(slots=True)
 class _Sighting:
-    """Where a host was seen, since when; the CPU time that it had `measured` at, and whether it
-    used the CPU in the `deadline_s` before that."""
+    """Where a host was seen, since when, and `earlier`, where it was before that; the CPU time that
+    it had `measured` at, and whether it used the CPU in the `deadline_s` before that."""
 
-    moving: tuple[int, int, int]
+    at: Progress
+    earlier: Progress
     since: float
     measured: float
     cpu_s: float
@@ -101,7 +110,7 @@ class Calls(Protocol):
 
 
 class HostWatch:
-    """`moves`: whether hosts have to move on; a method of a spawned actor may take as long as it
+    """`due`: None if hosts need not move on; a method of a spawned actor may take as long as it
     likes."""
 
     def __init__(
@@ -112,7 +121,7 @@ class HostWatch:
         *,
         deadline_s: float,
         call_deadline_s: float,
-        moves: bool,
+        due: Due | None,
     ) -> None:
         self.deadline_s = deadline_s
         self.call_deadline_s = call_deadline_s
@@ -120,7 +129,7 @@ class HostWatch:
         self._controller = controller
         self._home = home
         self._calls = calls
-        self._moves = moves
+        self._due = due
         self._seen: dict[int, _Sighting] = {}
         self._told: set[tuple[int, int, int]] = set()
 
@@ -177,8 +186,8 @@ class HostWatch:
         for host in self._home.processes:
             if host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
-        if self._moves:
-            self._look_for_one_that_stands(asked, now, deadline_s)
+        if self._due is not None:
+            self._look_for_one_that_stands(self._due, asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
         if host.gone or host.ended() is not None:
@@ -190,8 +199,9 @@ class HostWatch:
                 self.end(host, f"the process has not started for {waited_s:.1f} s.")
             return
         seen = self._seen.get(host.index)
-        if seen is None or seen.moving != at.moving:
-            seen = self._seen[host.index] = _Sighting(at.moving, now, now, host.cpu_s)
+        if seen is None or seen.at.moving != at.moving:
+            earlier = at if seen is None else seen.at
+            seen = self._seen[host.index] = _Sighting(at, earlier, now, now, host.cpu_s)
         elif now - seen.measured > self.deadline_s:
             used_s = host.cpu_s - seen.cpu_s
             seen.computes = used_s >= COMPUTES * (now - seen.measured)
@@ -206,7 +216,7 @@ class HostWatch:
             if now - seen.since > self.call_deadline_s:
                 limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
                 self.end(host, f"the process was in one call for more than {limit}.")
-            elif seen.at_work and self._moves:
+            elif seen.at_work and self._due is not None:
                 self._tell(host, at)
 
     def _tell(self, host: HostProcess, at: Progress) -> None:
@@ -243,19 +253,35 @@ class HostWatch:
         host.end()
 
     def _look_for_one_that_stands(
-        self, asked: Sequence[Asked], now: float, deadline_s: float
+        self, due: Due, asked: Sequence[Asked], now: float, deadline_s: float
     ) -> None:
-        hosts = self._home.processes
-        if not all(host.index in self._seen or host.answered for host in hosts):
-            return  # some are still starting
-        since = max(each.since for each in (*self._seen.values(), *asked))
-        if now - since <= deadline_s or any(seen.at_work for seen in self._seen.values()):
+        waiting = [each for each in asked if not self.came([each])]
+        called = {each.host.index for each in waiting}
+        last = due(waiting)
+        holding = list[HostProcess]()
+        moved = max((each.since or now for each in waiting), default=now)
+        for index in sorted(called | last.keys()):
+            host, seen = self._home.processes[index], self._seen.get(index)
+            if seen is None and not host.answered:
+                moved = now  # it is still starting
+            if seen is None:  # on another machine its counter is not seen
+                holding.append(host)
+                continue
+            if index in called or not seen.earlier.has_ended(last[index]):
+                moved = max(moved, seen.since)
+            if index in called or not seen.at.has_ended(last[index]):
+                holding.append(host)
+                moved = now if seen.at_work else moved
+        for each in waiting:
+            each.since = moved
+        if now - moved <= deadline_s:
             return
-        waiting = [each.host for each in asked if not self.came([each])]
         # One in a Call is more likely to be at fault than one that waits for it.
-        at = {host: host.counter.read() for host in waiting}
-        waiting.sort(key=lambda host: not self._controller.at_work(host.index, at[host]))
-        for host in waiting[:1]:  # none: the last call has just come back
+        at = {host: host.counter.read() for host in holding}
+        holding.sort(
+            key=lambda host: (not self._controller.at_work(host.index, at[host]), at[host].run)
+        )
+        for host in holding[:1]:  # none: the last call has just come back
             fact = f"made no progress for more than {deadline_s:g} s, though it is alive."
             self.end(host, f"the process {fact}")
 

@@ -89,7 +89,7 @@ class Engine:
         self.sites = tuple(sites)
         self.values: Table = {}  # of the run: all but state
         self._table = table
-        # first, so that all hosts prepare the same programs, whatever else fails on one of them
+        # first: others find this host's part, whatever else fails here
         self._prepared = transport.prepare(program, self.sites, number)
         self._device = device
         self._state = frozenset(

@@ -55,7 +55,7 @@ class Prepared:
 class Transport(ABC):
     def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
         """Make ready for a program, of which `sites` is this process's list. All processes that run
-        it prepare it, under this `number`, and in one order with the others that they share."""
+        it prepare it, under this `number`, which no other program has."""
         begins: dict[Site, Begin] = {}
         for site in sites:
             instruction = instruction_at(program, site)

@@ -13,7 +13,7 @@ a copy of its own. What nobody needs any more is dropped first, by the message o
 A run that failed, and was undone, leaves nothing but `Spoiled` under the names of outputs that it
 was to keep, where there was no value before. Runs may be counted (`Counted`): an input is then the
 number of the run among those that were not undone, whether the controller knows of all that were or
-not; for it may be two runs ahead.
+not; for it may be two runs ahead. Numbers of runs come with them: a host need not have all.
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
 the CPU; nothing outside aliases the table. Where whoever asks for a run waits for its end, its
@@ -57,13 +57,15 @@ class Counted:
 
     The controller numbers runs without those of `key` that were undone and that it knows of,
     `known` of them; the ranks, who know of all, take off the others. `takes` says that this run has
-    a number of its own: if it is undone, its number is the next one's.
+    a number of its own: if it is undone, its number is the next one's. `since`: the ranks count the
+    undone from that run on, and `known` is without those before it (`cluster/counting.py`).
     """
 
     key: str
     known: int
     input: str
     takes: bool = True
+    since: int = 0
 
 
 MOST_UNDONE = 64
@@ -90,11 +92,11 @@ class Worker:
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
-        self._runs = 0
+        self._run = 0  # the number of the last one here
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
         self._returned: Collection[str] = ()  # of the run under way, as `_now` is
         self._undone: deque[Undone] = deque(maxlen=MOST_UNDONE)
-        self._num_undone: dict[str, int] = {}  # of what is counted
+        self._runs_undone: dict[str, list[int]] = {}  # of what is counted
 
     def put(self, values: Values, drop: Names = NOTHING_DROPPED) -> None:
         self.delete(drop)
@@ -113,6 +115,10 @@ class Worker:
     def undone(self) -> tuple[Undone, ...]:
         """The last runs that were undone."""
         return tuple(self._undone)
+
+    def undone_since(self, key: str, since: int) -> list[int]:
+        """The runs that are counted under `key` and were undone, as far as is known here."""
+        return [run for run in self._runs_undone.get(key, ()) if run >= since]
 
     def delete(self, names: Names) -> None:
         for rank, unwanted in names.items():
@@ -139,10 +145,13 @@ class Worker:
         timed: bool = False,
         returned: Collection[str] = (),
         drop: Names = NOTHING_DROPPED,
+        run: int = 0,
     ) -> dict[int, dict[str, object]] | Undone:
-        """The outputs of the hosted ranks: those that are not kept, and of these the `returned`."""
+        """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
+        `returned`. `run` is its number."""
         self.delete(drop)
         engine = self.engines[handle]
+        self._run = run
         fed = self._in(handle, inputs, keep, counted, returned)
         made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
@@ -153,10 +162,12 @@ class Worker:
         inputs: Values,
         keep: Mapping[str, str],
         counted: Counted | None,
-        returned: Collection[str] = (),
-        drop: Names = NOTHING_DROPPED,
+        returned: Collection[str],
+        drop: Names,
+        run: int,
     ) -> None:
         self.delete(drop)
+        self._run = run
         fed = self._in(handle, inputs, keep, counted, returned)
         self.engines[handle].begin(fed, keeps=bool(keep))
 
@@ -183,7 +194,6 @@ class Worker:
         returned: Collection[str],
     ) -> dict[int, dict[str, object]]:
         self._now, self._returned = (keep, counted), returned
-        self._runs += 1
         written = self._written[handle]
         fed = {
             rank: {
@@ -197,7 +207,7 @@ class Worker:
             for rank, named in inputs.items()
         }
         if counted is not None:
-            unknown = self._num_undone.get(counted.key, 0) - counted.known
+            unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
             for named in fed.values():
                 number = named.get(counted.input)
                 if isinstance(number, int):
@@ -234,7 +244,7 @@ class Worker:
     def _undo(
         self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
     ) -> Undone:
-        run = self._runs - 1
+        run = self._run
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
@@ -242,7 +252,7 @@ class Worker:
         undone = Undone(faults, run, handle)
         self._undone.append(undone)
         if counted and counted.takes:
-            self._num_undone[counted.key] = self._num_undone.get(counted.key, 0) + 1
+            self._runs_undone.setdefault(counted.key, []).append(run)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
