@@ -106,7 +106,7 @@ def test_ranks_outside_give_nothing_and_are_not_called() -> None:
         assert cluster.calls - before == 1 + 2 + 1 + 2
         assert cluster.get([()] * SIZE).get() == [()] * SIZE  # all are waited for
         assert cluster.calls - before == 6 + SIZE
-        part = Part(cluster, (2, 3), "part: ")
+        part = Part(cluster, (2, 3), "part: ", "mesh(tp=2)")
         before = cluster.calls
         assert part.get([()] * 2).get() == [()] * 2
         assert cluster.calls - before == 2
