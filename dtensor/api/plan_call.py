@@ -403,7 +403,9 @@ def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dic
     found: dict[str, int] = {}
     for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
         leaf = call.leaves[entry.index] if isinstance(entry, Arg) else None
-        if not isinstance(leaf, (DTensor, TensorSpec)) or not (spec := _spec_of(leaf)).on:
+        if not isinstance(entry, Arg) or not isinstance(leaf, (DTensor, TensorSpec)):
+            continue
+        if not (spec := _spec_of(leaf)).on:
             continue
         if any(not isinstance(output, Result | Mutation) for output in graph.outputs):
             raise PlanningError(
