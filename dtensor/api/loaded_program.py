@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,8 +44,7 @@ class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks.
 
     ``writes``: the parameters and buffers that a run changes; ``written``: the same by the module
-    that has them, under its names. ``results``: of each result of the function, in order, its name
-    in the program and its layout; ``returned``: those so small that they come back with the run.
+    that has them, under its names.
     """
 
     def __init__(
@@ -63,11 +63,6 @@ class LoadedProgram:
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
         self.handle = session.cluster.load(program)
-        plan = planned.plan
-        found = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
-        specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in found}
-        self.results = {name: contiguous_layout(spec) for name, spec in specs.items()}
-        self.returned = _small(specs)
         self.writes = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
         self.written = tuple((model, frozenset(own)) for model, own in by_part)
@@ -75,13 +70,26 @@ class LoadedProgram:
             name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
         )
         self._state = state  # the names of constants and weights in the actors' tables
-        self._on = {  # the part of the mesh that takes it, if one stage does
-            i.name: on_stage(plan, self.specs[i.name], *i.stages).on
-            for i in plan.inputs
-            if i.name in self.specs and len(i.stages) == 1
-        }
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
+
+    @cached_property
+    def results(self) -> dict[str, Layout]:
+        """Of each result of the function, in order, its name in the program and its layout."""
+        plan = self.planned.plan
+        found = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
+        specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in found}
+        return {name: contiguous_layout(spec) for name, spec in specs.items()}
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """The results that come back with the run: the first that have RETURNED_BYTES on a rank."""
+        room, found = RETURNED_BYTES, set[str]()
+        for name, layout in self.results.items():
+            if (nbytes := layout.spec.max_local_nbytes) <= room:
+                found.add(name)
+                room -= nbytes
+        return frozenset(found)
 
     def put_caught(self) -> None:
         """Put what the tensors hold now that the program caught, where that is not there yet."""
@@ -137,7 +145,9 @@ class LoadedProgram:
         return Stored(x.name)
 
     def _check_fit(self, name: str, held: TensorSpec) -> None:
-        if held.on and held.on != self._on.get(name):
+        plan = self.planned.plan
+        stages = next(item.stages for item in plan.inputs if item.name == name)
+        if held.on and (len(stages) > 1 or held.on != on_stage(plan, held, *stages).on):
             raise PlanningError(
                 f"{name} is {held}: only a part of the mesh holds it, and an argument is "
                 f"read on all of it.\n"
@@ -186,16 +196,6 @@ def load(
     program: LoadedProgram = session.loaded[key][1]
     program.put_caught()
     return program
-
-
-def _small(results: Mapping[str, TensorSpec]) -> frozenset[str]:
-    """The first results, as many as have RETURNED_BYTES on a rank together."""
-    room, found = RETURNED_BYTES, set[str]()
-    for name, spec in results.items():
-        if spec.max_local_nbytes <= room:
-            found.add(name)
-            room -= spec.max_local_nbytes
-    return frozenset(found)
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:
