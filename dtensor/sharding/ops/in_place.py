@@ -1,7 +1,7 @@
 """Ops that give an operand with some of its elements changed, and the same as a write in place.
 
     index_copy(k, 2, i, x)                    k with the rows i of dim 2 replaced by x
-    writes_of(call)                           Writes(base=(0,), positions=(1,), overwrites=True)
+    writes_of(call)                           OpWrites(base=(0,), positions=(1,), overwrites=True)
     in_place(call, 0)                         index_copy_(k, 2, i, x)
 
 `in_place` takes the call that a rank runs: the op itself, or what stands for it where the written
@@ -31,7 +31,7 @@ aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Writes:
+class OpWrites:
     """What an op changes of an operand.
 
     base: the operands that may be what is changed; positions: those that say where; overwrites:
@@ -64,27 +64,27 @@ _WRITING: Mapping[Any, Any] = {
 }
 
 
-def writes_of(call: OpCall) -> Writes | None:
+def writes_of(call: OpCall) -> OpWrites | None:
     """What the op changes; None of one that is not known to be such."""
     target: Any = call.target
     match target:
         case aten.copy.default | aten.slice_scatter.default | aten.select_scatter.default:
-            return Writes((0,))
+            return OpWrites((0,))
         case aten.index_put.default:
             where = tuple(i.index for i in call.args[1] if isinstance(i, Operand))
-            return Writes((0,), where, overwrites=not call.arg(3, "accumulate", False))
+            return OpWrites((0,), where, overwrites=not call.arg(3, "accumulate", False))
         case aten.where.self:
-            return Writes((1, 2), (0,), partial=False)
+            return OpWrites((1, 2), (0,), partial=False)
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
-            return Writes((0,), (1,), partial=False)
+            return OpWrites((0,), (1,), partial=False)
         case aten.fill.Scalar | aten.fill.Tensor | aten.zero.default:
-            return Writes((0,), partial=False)
+            return OpWrites((0,), partial=False)
         case _ if target in _WRITING:
-            return Writes((0,), (1,))
+            return OpWrites((0,), (1,))
         case _ if target in _ADDING:
-            return Writes((0,), (1,), overwrites=False)
+            return OpWrites((0,), (1,), overwrites=False)
         case _ if call.args and call.args[0] == Operand(0) and _elementwise(target) is not None:
-            return Writes((0,), overwrites=False, partial=False)
+            return OpWrites((0,), overwrites=False, partial=False)
         case _:
             return None
 
