@@ -28,6 +28,7 @@ from dtensor.sharding.local.in_range import CHECKS, check_range
 from dtensor.sharding.ops.call import OpCall, Operand
 
 aten: Any = torch.ops.aten
+_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def in_place(call: OpCall, base: int) -> OpCall:
     """The call of a rank as one that changes its operand ``base``; it returns nothing of use."""
     target: Any = call.target
     known = _WRITING.get(target) or _ADDING.get(target)
-    if known is None and isinstance(target, OpOverload):
+    if known is None:
         known = _elementwise(target)
     if known is not None:
         return replace(call, target=known)
@@ -103,11 +104,12 @@ def in_place(call: OpCall, base: int) -> OpCall:
 @cache
 def _elementwise(target: Any) -> Any:
     """``aten.add_.Tensor`` of ``aten.add.Tensor``; None of what torch has no such form of."""
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+    known: object = target
+    if not isinstance(known, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    own: Any = target._schema
+    own, jit = target._schema, _torch_c._jit_get_schemas_for_operator
     space, name = own.name.split("::")
-    for schema in torch._C._jit_get_schemas_for_operator(f"{own.name}_"):
+    for schema in jit(f"{own.name}_"):
         types = [(a.name, a.type) for a in schema.arguments]
         same = types == [(a.name, a.type) for a in own.arguments]
         if same and schema.is_mutable and schema.overload_name == own.overload_name:
