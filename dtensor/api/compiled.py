@@ -120,7 +120,7 @@ class CompiledFunction:
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
         future = session.run(program.handle, program.feed(call, numbers), names, counted)
         session.wrote(program.written)
-        changed(call.leaves, planned.changed)
+        changed(call.leaves, planned.changed, future)
         if session.at_once:
             try:
                 future.check()

@@ -41,17 +41,19 @@ def fresh_name() -> str:
 class Value:
     """Shards on the ranks of a session, under one name; dropped there with this object."""
 
-    __slots__ = ("cells", "name", "session", "spec")
+    __slots__ = ("cells", "name", "run", "session", "spec")
 
     def __init__(self, session: MeshSession, name: str, spec: TensorSpec) -> None:
         self.session = session
         self.name = name
         self.spec = spec
         self.cells = 0  # that have held it
+        self.run: Any = None  # the future of the run that has changed it in place
 
-    def written(self) -> Value:
+    def written(self, run: Any) -> Value:
         """What its shards are from now on, for a run writes to them; this one is no more."""
         new = Value(self.session, self.name, self.spec)
+        new.run = run
         self.name = ""
         return new
 
