@@ -124,7 +124,7 @@ class CompiledFunction:
         fed = program.feed(call, numbers)
         future = session.run(program.handle, fed, names, counted, program.returned)
         session.wrote(program.written)
-        changed(call.leaves, planned.changed)
+        changed(call.leaves, planned.changed, future)
         if session.at_once:
             try:
                 future.check()

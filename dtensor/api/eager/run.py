@@ -392,18 +392,22 @@ def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
             x._cell.set(new)
 
 
-def changed(call: Sequence[Any], indices: Sequence[int]) -> None:
-    """A run changes the shards of these: views see it, and so does autograd."""
+def changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
+    """A run changes the shards of these: views see it, and so does autograd. Who reads them hears
+    whether it has failed."""
     for index in indices:
         x = call[index]
         assert isinstance(x, CellTensor) and x._cell.value is not None
-        x._cell.set(x._cell.value.written())
+        x._cell.set(x._cell.value.written(run))
         torch.autograd.graph.increment_version(x)
 
 
 def fetch(value: Value) -> list[torch.Tensor]:
     """The shards, one per rank that holds them. Waits."""
     try:
+        if value.run is not None:
+            run, value.run = value.run, None  # a failure is raised once
+            run.check()
         if value.returned is not None:
             return value.session.returned(value.returned, holders_of(value.spec))
         return value.session.fetch(value.name, holders_of(value.spec))

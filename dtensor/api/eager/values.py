@@ -44,7 +44,7 @@ class Value:
     ``returned``: where they come back with the run that makes them, besides.
     """
 
-    __slots__ = ("cells", "name", "returned", "session", "spec")
+    __slots__ = ("cells", "name", "returned", "run", "session", "spec")
 
     def __init__(
         self, session: MeshSession, name: str, spec: TensorSpec, returned: Returned | None = None
@@ -54,10 +54,12 @@ class Value:
         self.spec = spec
         self.returned = returned
         self.cells = 0  # that have held it
+        self.run: Any = None  # the future of the run that has changed it in place
 
-    def written(self) -> Value:
+    def written(self, run: Any) -> Value:
         """What its shards are from now on, for a run writes to them; this one is no more."""
         new = Value(self.session, self.name, self.spec)
+        new.run = run
         self.name = ""
         return new
 

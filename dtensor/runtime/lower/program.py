@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,7 +33,6 @@ from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
-from dtensor.runtime.lower.state import State
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
@@ -53,6 +53,9 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtensor.runtime.lower.state import State
 
 
 def lower(
@@ -147,8 +150,8 @@ def lower_rank(b: RankBuilder) -> RankProgram:
         state=tuple(names),
         nbytes=tuple(sorted(b.nbytes.items())),
         shares=shares,
-        changed=tuple(i.name for i in arguments if i.name in walk.state.changed),
-        replayable=tuple(b.value(write.name) for write in walk.state.here),
+        changed=() if walk.state is None else walk.state.arguments(),
+        replayable=() if walk.state is None else walk.state.replayable(),
     )
 
 
@@ -160,10 +163,13 @@ class _Walk:
     reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
     begun: set[int] = field(default_factory=set)  # ids of steps that an action had before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
-    state: State = field(init=False)
+    state: State | None = None  # of a program that changes some
 
     def __post_init__(self) -> None:
-        self.state = State(self.b)
+        if self.b.plan.state_writes:
+            from dtensor.runtime.lower.state import State  # few programs do
+
+            self.state = State(self.b)
 
     def action(self, action: Action) -> None:
         b = self.b
@@ -184,7 +190,7 @@ class _Walk:
         b = self.b
         for step in steps:
             self._finish(operands_of(step))
-            if not isinstance(step, Compute):
+            if self.state is not None and not isinstance(step, Compute):
                 self.state.own(operands_of(step))
             started = None
             match step:
@@ -217,8 +223,9 @@ class _Walk:
         copies: dict[str, str] = {}
         # a program that returns gradients leaves all as it is
         step_end.agree(b)
-        if b.roles.optimizer is not None or self.state.changed:
+        if b.roles.optimizer is not None or (self.state is not None and self.state.changed):
             copies = step_end.snapshot(b, self.state)
+        if self.state is not None:
             self.state.at_commit()
         step_end.update(b)
         found: dict[str, str] = {}
@@ -240,9 +247,11 @@ class _Walk:
     def _compute(self, step: Compute) -> None:
         b, state = self.b, self.state
         code = b.short_segment().code
-        if state.step(step):
-            return
-        operands = state.read(step.operands)
+        operands = step.operands
+        if state is not None:
+            if state.step(step):
+                return
+            operands = state.read(operands)
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
         results = results_of(step)
@@ -254,7 +263,8 @@ class _Walk:
         if b.roles.detect_nan:
             read = replace(step, operands=operands)
             finite.watch(code, read, call, source, b.roles.detect_nan)
-        state.apart(step, operands)
+        if state is not None:
+            state.apart(step, operands)
         for name, spec in results:
             b.record(name, spec)
 

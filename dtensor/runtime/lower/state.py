@@ -25,7 +25,6 @@ import torch
 
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder
 from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.ops.in_place import check_of, in_place
 from dtensor.sharding.plan.record import StateWrite
 from dtensor.sharding.plan.steps import Compute, may_share, results_of, roots
 
@@ -61,6 +60,15 @@ class State:
     def changed(self) -> set[str]:
         """The inputs that change."""
         return {write.name for write in (*self.here, *self.late, *self.copied)}
+
+    def arguments(self) -> tuple[str, ...]:
+        """The inputs that outlive the run, for it changes them."""
+        kinds = {item.name: item.kind for item in self.b.plan.inputs}
+        return tuple(sorted(name for name in self.changed if kinds[name] == "argument"))
+
+    def replayable(self) -> tuple[str, ...]:
+        """What is written before the commit point."""
+        return tuple(self.b.value(write.name) for write in self.here)
 
     def step(self, step: Compute) -> bool:
         """Whether the step is a write, or needs no code; a write gets its code."""
@@ -135,6 +143,8 @@ class State:
         b.close()
 
     def _write(self, step: Compute, state: str) -> None:
+        from dtensor.sharding.ops.in_place import check_of, in_place  # few programs change state
+
         b, name = self.b, step.results[0]
         assert name is not None
         base, source = self.bases[name], _line_of(step)
@@ -146,6 +156,8 @@ class State:
         _writes(b.segment(), state)
 
     def _check(self, step: Compute) -> None:
+        from dtensor.sharding.ops.in_place import check_of
+
         name = step.results[0]
         if name in self.bases:
             call = self.b.shared.local_call(step, self.b.here)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +36,6 @@ from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import tuple_text
-from dtensor.runtime.lower.state import State
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import (
     ShardOptimizer,
@@ -59,6 +59,9 @@ from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate
 from dtensor.sharding.spec.shards import Where, block, given, write
 from dtensor.sharding.spec.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtensor.runtime.lower.state import State
 
 
 def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
@@ -190,15 +193,18 @@ def _summed(b: RankBuilder, squares: str | None) -> str:
     return squares or vote
 
 
-def snapshot(b: RankBuilder, state: State) -> dict[str, str]:
+def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
     """Copy the results that may be views of state that the step changes, or is about to change. By
     the program's name of a result, the copy."""
     copies: dict[str, str] = {}
+    if b.roles.optimizer is not None:
+        b.segment()  # all ranks have one, with a result or without
     for output in b.plan.outputs:
         for stage, value in output.values[:1] if output.kind == "result" else ():
-            if stage in b.stages and (b.roles.optimizer is not None or state.shares(value)):
+            shared = b.roles.optimizer is not None or (state is not None and state.shares(value))
+            if stage in b.stages and shared:
                 name = f"result_{output.of}_copy"
-                (read,) = state.read([value])
+                read = value if state is None else state.read([value])[0]
                 b.segment().code.line(f"{name} = {read}.clone()", [read], [name])
                 b.nbytes[name] = b.shared.nbytes(output.spec, b.here)
                 copies[f"result {output.of}"] = name

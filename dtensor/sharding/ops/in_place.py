@@ -1,7 +1,7 @@
 """Ops that give an operand with some of its elements changed, and the same as a write in place.
 
     index_copy(k, 2, i, x)                    k with the rows i of dim 2 replaced by x
-    writes_of(call)                           Writes(base=(0,), positions=(1,), overwrites=True)
+    writes_of(call)                           OpWrites(base=(0,), positions=(1,), overwrites=True)
     in_place(call, 0)                         index_copy_(k, 2, i, x)
 
 `in_place` takes the call that a rank runs: the op itself, or what stands for it where the written
@@ -28,10 +28,11 @@ from dtensor.sharding.local.in_range import CHECKS, check_range
 from dtensor.sharding.ops.call import OpCall, Operand
 
 aten: Any = torch.ops.aten
+_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
-class Writes:
+class OpWrites:
     """What an op changes of an operand.
 
     base: the operands that may be what is changed; positions: those that say where; overwrites:
@@ -64,27 +65,27 @@ _WRITING: Mapping[Any, Any] = {
 }
 
 
-def writes_of(call: OpCall) -> Writes | None:
+def writes_of(call: OpCall) -> OpWrites | None:
     """What the op changes; None of one that is not known to be such."""
     target: Any = call.target
     match target:
         case aten.copy.default | aten.slice_scatter.default | aten.select_scatter.default:
-            return Writes((0,))
+            return OpWrites((0,))
         case aten.index_put.default:
             where = tuple(i.index for i in call.args[1] if isinstance(i, Operand))
-            return Writes((0,), where, overwrites=not call.arg(3, "accumulate", False))
+            return OpWrites((0,), where, overwrites=not call.arg(3, "accumulate", False))
         case aten.where.self:
-            return Writes((1, 2), (0,), partial=False)
+            return OpWrites((1, 2), (0,), partial=False)
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
-            return Writes((0,), (1,), partial=False)
+            return OpWrites((0,), (1,), partial=False)
         case aten.fill.Scalar | aten.fill.Tensor | aten.zero.default:
-            return Writes((0,), partial=False)
+            return OpWrites((0,), partial=False)
         case _ if target in _WRITING:
-            return Writes((0,), (1,))
+            return OpWrites((0,), (1,))
         case _ if target in _ADDING:
-            return Writes((0,), (1,), overwrites=False)
+            return OpWrites((0,), (1,), overwrites=False)
         case _ if call.args and call.args[0] == Operand(0) and _elementwise(target) is not None:
-            return Writes((0,), overwrites=False, partial=False)
+            return OpWrites((0,), overwrites=False, partial=False)
         case _:
             return None
 
@@ -93,7 +94,7 @@ def in_place(call: OpCall, base: int) -> OpCall:
     """The call of a rank as one that changes its operand ``base``; it returns nothing of use."""
     target: Any = call.target
     known = _WRITING.get(target) or _ADDING.get(target)
-    if known is None and isinstance(target, OpOverload):
+    if known is None:
         known = _elementwise(target)
     if known is not None:
         return replace(call, target=known)
@@ -103,11 +104,12 @@ def in_place(call: OpCall, base: int) -> OpCall:
 @cache
 def _elementwise(target: Any) -> Any:
     """``aten.add_.Tensor`` of ``aten.add.Tensor``; None of what torch has no such form of."""
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+    known: object = target
+    if not isinstance(known, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    own: Any = target._schema
+    own, jit = target._schema, _torch_c._jit_get_schemas_for_operator
     space, name = own.name.split("::")
-    for schema in torch._C._jit_get_schemas_for_operator(f"{own.name}_"):
+    for schema in jit(f"{own.name}_"):
         types = [(a.name, a.type) for a in schema.arguments]
         same = types == [(a.name, a.type) for a in own.arguments]
         if same and schema.is_mutable and schema.overload_name == own.overload_name:

@@ -18,7 +18,6 @@ from typing import assert_never
 
 import torch
 
-from dtensor.sharding.ops.in_place import writes_of
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -164,6 +163,8 @@ class PlannedCollective:
 
 def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]:
     """What is read and written where the result is state: as many elements as are changed."""
+    from dtensor.sharding.ops.in_place import writes_of  # few programs change state
+
     result, specs = step.results[0], step.operand_specs
     bases = {name: base for write in plan.state_writes for name, base in write.writes}
     if result not in bases:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from dtensor.sharding.ops.call import OpCall, Operand
-from dtensor.sharding.ops.in_place import Writes, writes_of
+from dtensor.sharding.ops.in_place import OpWrites, writes_of
 from dtensor.sharding.plan.record import PlannedInput, PlanRecord, StateWrite
 from dtensor.sharding.plan.steps import Compute, Convert, Step, operands_of, results_of, roots
 from dtensor.sharding.redistribute.moves import FREE_KINDS
@@ -64,11 +64,11 @@ def in_place(plan: PlanRecord) -> PlanRecord:
         name: _Storage(plan, item, stage, value, producers).judged()
         for name, (item, stage, value) in changed.items()
     }
-    seen = _Seen(producers)
+    made = _Made(producers)
     while True:  # a write that is demoted may make another one safe, never unsafe
         written = [name for name, write in found.items() if write.how == "in place"]
         unsafe = next(
-            (found[name] for name in written if not seen.safe(found[name], written)), None
+            (found[name] for name in written if not made.safe(found[name], written)), None
         )
         if unsafe is None:
             break
@@ -76,7 +76,7 @@ def in_place(plan: PlanRecord) -> PlanRecord:
         found[unsafe.name] = _copied(plan, unsafe, why)
     for name, write in found.items():
         others = changed.keys() - {*written, name}
-        if write.how == "at the commit" and seen.given(write) & others:
+        if write.how == "at the commit" and made.given(write) & others:
             write = _copied(plan, write, "it is given what else changes at the commit")
         if write.how == "copied":
             write = replace(write, shares=bool(roots(write.value, producers) & changed.keys()))
@@ -277,7 +277,7 @@ class _Storage:
             write, how="in place", standing=standing, skipped=skipped, nbytes=self.copied
         )
 
-    def _known(self, name: str) -> Writes:
+    def _known(self, name: str) -> OpWrites:
         step = self.producers[name]
         assert isinstance(step, Compute)
         found = writes_of(step.op.call)
@@ -330,7 +330,7 @@ def _place(x: torch.Tensor) -> Place:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Made:
     producers: dict[str, Step]
 
     def safe(self, write: StateWrite, written: Sequence[str]) -> bool:
