@@ -424,7 +424,8 @@ def test_a_module_that_changed_since() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray(ray_session: None) -> None:
+def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtensor.runtime.between_meshes.BUCKET_BYTES", 256)  # many messages
     module = net()
     train, play = dt.Mesh(dp=2), dt.Mesh(tp=2)
     policy = dt.parallelize(module, train, {}, zero={"dp": 3})
@@ -440,6 +441,8 @@ def test_on_ray(ray_session: None) -> None:
             dt.sync(policy, actor)
             seen.append(logits(actor, batch(9)[0]))
         values = [one.full_tensor() for one in seen]
+        plan = dt.sync_plan(policy, actor)
+        assert len(plan.messages) > 10 * len(plan.bytes_by_pair)
         state = dt.gather_state_dict(policy)["model"]
         mine = dt.gather_state_dict(actor)["model"]
     assert all(torch.equal(state[name], mine[name]) for name in state)
