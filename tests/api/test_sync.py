@@ -180,8 +180,13 @@ def sgd(policy: dt.ParallelModule) -> dt.TrainStep:
 
 def test_what_is_there_is_not_sent() -> None:
     _, policy, actor = simple(placements={"0.weight": dict(tp=dt.Row())})
-    with dt.launch(policy.mesh, actor.mesh, ranks={actor.mesh: (0, 1)}):
+    ranks = {actor.mesh: (0, 1)}
+    before = dt.sync_plan(policy, actor, ranks=ranks)
+    with dt.launch(policy.mesh, actor.mesh, ranks=ranks):
         plan = dt.sync_plan(policy, actor)
+        assert plan == before
+        with pytest.raises(dt.PlanningError, match="fix: leave ranks out"):
+            dt.sync_plan(policy, actor, ranks=ranks)
         assert plan.bytes_sent == 0 and plan.messages == ()
         assert plan.bytes_kept == 2 * (12 + 6 + 24 + 4) * 4
         dt.sync(policy, actor)
@@ -406,6 +411,8 @@ def test_refusals() -> None:
             call(policy, other)
         with pytest.raises(dt.PlanningError, match=r"the policy first"):
             call(actor, policy)
+    with pytest.raises(dt.PlanningError, match=r"not NoneType.\nfix: actor = dt.replica"):
+        dt.sync(policy, None)  # type: ignore[arg-type]
     with pytest.raises(dt.PlanningError, match=r"fix: with dt.launch\(Mesh\(tp=2\), Mesh\(tp=2, n"):
         dt.sync(policy, actor)
     with dt.launch(policy.mesh), pytest.raises(dt.PlanningError, match="fix: dt.launch"):
