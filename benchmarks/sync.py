@@ -186,6 +186,8 @@ def measure(width: int, layers: int, rounds: int) -> list[str]:
         dt.sync(policy, actor)
         session.launch.settle()
         sent, received = counter.sent, counter.received
+        state, mine = (dt.gather_state_dict(model)["model"] for model in (policy, actor))
+        assert all(torch.equal(state[name], mine[name]) for name in state)
     ratios = sorted(a / b for a, b in zip(times["sync"], times["gloo"], strict=True))
     cells = [f"{1e3 * min(own):.1f} / {1e3 * statistics.median(own):.1f}" for own in times.values()]
     tenth = len(ratios) // 10

@@ -27,7 +27,7 @@ Not here: generating with a replica, several of which may be of one policy; a re
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from dtensor.api.kept import Keeping, kept
 from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
 from dtensor.api.session import MeshSession, launched, session_for
+from dtensor.api.several_meshes import ranks_of_meshes
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
 from dtensor.daft import DaftError, Future, Handle
@@ -95,20 +96,31 @@ def replica(
 
 
 def sync_plan(
-    policy: ParallelModule, actor: ParallelModule, *, topology: Topology | None = None
+    policy: ParallelModule,
+    actor: ParallelModule,
+    *,
+    ranks: Mapping[Mesh, Sequence[int]] | None = None,
+    topology: Topology | None = None,
 ) -> SyncPlan:
     """What `sync` would send: each value's pieces, the bytes of each pair of ranks, the messages,
     and the price. Nothing is launched.
 
-    Outside a launch the policy's ranks are the first ones and the actor's follow.
+    Args:
+        ranks: outside a launch, those of the meshes, as in ``dt.launch(train, play, ranks=ranks)``.
+        topology: what the price is of.
     """
     _check_pair(policy, actor)
     check_topology(topology)
     if launched() is None:
-        first, last = policy.mesh.size, policy.mesh.size + actor.mesh.size
-        numbers = tuple(range(first)), tuple(range(first, last))
+        places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
+        numbers = places[policy.mesh], places[actor.mesh]
         source, target, cpu = kept(policy, None), kept(actor, None), torch.device("cpu")
         return _planned(policy, source, target, numbers, cpu, topology)
+    if ranks is not None:
+        raise PlanningError(
+            "ranks= says where the meshes would be, and a launch is running, which has them.\n"
+            "fix: leave ranks out"
+        )
     here, there = session_for(policy.mesh), session_for(actor.mesh)
     numbers = here.ranks, there.ranks
     source = kept(policy, here.residents.get(id(policy)))
@@ -169,9 +181,9 @@ class _Pair:
             self._read(self.unread.pop(0))
         self.source.settle()
         here, where = kept(self.policy, self.source), kept(self.actor, self.target)
-        self.here.hold(self.policy, here)
         if self.handle is None or self.made != (here, where):
             self.handle = self._loaded(here, where)
+        self.here.hold(self.policy, here)
         empty: list[Mapping[str, object]] = [{}] * self.cluster.size
         future = self.cluster.run(self.handle, empty, mode=self.there.mode)
         if self.there.at_once:
@@ -212,6 +224,8 @@ class _Pair:
         try:
             future.check()
         except DaftError as error:
+            if self.cluster.failure is None:
+                error.add_note("it was a sync, which changed nothing: the actor has what it had.")
             raise self.there.told(error) from error.__cause__
 
 
@@ -264,7 +278,11 @@ def _definition(module: nn.Module) -> nn.Module:
 
 def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
     check_parallel("sync", policy)
-    check_parallel("sync", actor)
+    if not isinstance(actor, ParallelModule):
+        raise PlanningError(
+            f"sync takes a policy and a replica of it, not {type(actor).__name__}.\n"
+            f"fix: actor = dt.replica(policy, mesh, placements)"
+        )
     if actor.source is None:
         swapped = policy.source is actor
         raise PlanningError(

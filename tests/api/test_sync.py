@@ -180,8 +180,13 @@ def sgd(policy: dt.ParallelModule) -> dt.TrainStep:
 
 def test_what_is_there_is_not_sent() -> None:
     _, policy, actor = simple(placements={"0.weight": dict(tp=dt.Row())})
-    with dt.launch(policy.mesh, actor.mesh, ranks={actor.mesh: (0, 1)}):
+    ranks = {actor.mesh: (0, 1)}
+    before = dt.sync_plan(policy, actor, ranks=ranks)
+    with dt.launch(policy.mesh, actor.mesh, ranks=ranks):
         plan = dt.sync_plan(policy, actor)
+        assert plan == before
+        with pytest.raises(dt.PlanningError, match="fix: leave ranks out"):
+            dt.sync_plan(policy, actor, ranks=ranks)
         assert plan.bytes_sent == 0 and plan.messages == ()
         assert plan.bytes_kept == 2 * (12 + 6 + 24 + 4) * 4
         dt.sync(policy, actor)
@@ -406,6 +411,8 @@ def test_refusals() -> None:
             call(policy, other)
         with pytest.raises(dt.PlanningError, match=r"the policy first"):
             call(actor, policy)
+    with pytest.raises(dt.PlanningError, match=r"not NoneType.\nfix: actor = dt.replica"):
+        dt.sync(policy, None)  # type: ignore[arg-type]
     with pytest.raises(dt.PlanningError, match=r"fix: with dt.launch\(Mesh\(tp=2\), Mesh\(tp=2, n"):
         dt.sync(policy, actor)
     with dt.launch(policy.mesh), pytest.raises(dt.PlanningError, match="fix: dt.launch"):
@@ -424,7 +431,8 @@ def test_a_module_that_changed_since() -> None:
 
 
 @pytest.mark.ray
-def test_on_ray(ray_session: None) -> None:
+def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtensor.runtime.between_meshes.BUCKET_BYTES", 256)  # many messages
     module = net()
     train, play = dt.Mesh(dp=2), dt.Mesh(tp=2)
     policy = dt.parallelize(module, train, {}, zero={"dp": 3})
@@ -440,6 +448,8 @@ def test_on_ray(ray_session: None) -> None:
             dt.sync(policy, actor)
             seen.append(logits(actor, batch(9)[0]))
         values = [one.full_tensor() for one in seen]
+        plan = dt.sync_plan(policy, actor)
+        assert len(plan.messages) > 10 * len(plan.bytes_by_pair)
         state = dt.gather_state_dict(policy)["model"]
         mine = dt.gather_state_dict(actor)["model"]
     assert all(torch.equal(state[name], mine[name]) for name in state)
