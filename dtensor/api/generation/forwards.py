@@ -340,7 +340,10 @@ def _noted(names: Mapping[int, str], stack: list[str]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Within, the module is in eval mode; as before after."""
+    """Within, a module in train mode is in eval mode, with all its parts; as before after."""
+    if not module.training:
+        yield
+        return
     training = [part for part in module.modules() if part.training]
     for part in training:
         part.training = False
