@@ -84,9 +84,7 @@ def at_once(one: Side, other: Side, calls: int) -> tuple[float, float]:
 def measure(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """By row, seconds alone and beside the other."""
     found: dict[str, tuple[list[float], list[float]]] = {}
-    with dt.launch(dt.Mesh(tp=2), backend="ray") as session:
-        session.part(ONE, (0,))
-        session.part(OTHER, (1,))
+    with dt.launch(ONE, OTHER, backend="ray"):
         one, other = Side(ONE, 256, 20), Side(OTHER, 256, 20)
         large, small = Side(ONE, 1024, 40), Side(OTHER, 256, 4)
         many = [f"{CALLS} calls on rank {rank}" for rank in (0, 1)]

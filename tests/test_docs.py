@@ -25,6 +25,7 @@ PAGES = (
     "precision",
     "randomness",
     "recompute",
+    "rollouts",
     "schedules",
     "state",
     "sync",

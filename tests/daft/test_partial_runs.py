@@ -378,12 +378,11 @@ def test_compiled_functions_on_disjoint_ranks(ray_session: None, tmp_path: Path)
     go, begun = tmp_path / "go", tmp_path / "begun"
     one, other = dt.Mesh(tp=1, name="one"), dt.Mesh(tp=1, name="other")
     x = torch.randn(4, 4)
-    with dt.launch(dt.Mesh(tp=2), backend="ray") as session:
-        session.part(one, (0,))
-        session.part(other, (1,))
+    with dt.launch(one, other, backend="ray") as session:
+        cluster = session.launch.cluster
         slow = dt.distribute(x, one)
-        hold = session.cluster.load(held_up(begun, go))
-        held = session.cluster.run(hold, [{"x": torch.ones(1)}, {}])
+        hold = cluster.load(held_up(begun, go))
+        held = cluster.run(hold, [{"x": torch.ones(1)}, {}])
         wait_for_file(str(begun))
         late = dt.compile(lambda x: x @ x, one)(slow)
         fast = dt.compile(lambda x: (x @ x).relu(), other)
