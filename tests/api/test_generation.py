@@ -369,11 +369,15 @@ def test_launches(single: Generator) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_on_ray() -> None:
-    gen = dt.generator(placed("llama", "tp2"), slots=2, length=32, buckets=(24,), ahead=1)
-    asked: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
+@pytest.mark.sample("llama")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_ray(family: str) -> None:
+    """The same tokens as transformers', the same bits as in-process, drawn ones too."""
+    gen = dt.generator(placed(family, "tp2"), slots=2, length=96, buckets=(24,), ahead=1)
+    drawn: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
     with dt.launch(gen.model.mesh):
-        want = gen(PROMPTS, **asked)
+        want = gen(PROMPTS, **drawn)
     with dt.launch(gen.model.mesh, backend="ray"):
-        assert gen(PROMPTS, **asked) == want
-    assert list(want[0].tokens) == by_transformers(build("llama"), PROMPTS, 5)[0]
+        assert gen(PROMPTS, **drawn) == want
+        found = gen(PROMPTS, max_new_tokens=64)
+    assert [list(text.tokens) for text in found] == by_transformers(build(family), PROMPTS, 64)
