@@ -203,8 +203,8 @@ class _Stager:
             place = self.places[output.value]
             if place.stage is None:
                 stage = min(place.allowed) if place.allowed else self.num_stages - 1
-                stages = homes.get(output.value) if output.kind == "mutation" else None
-                needed.setdefault(output.value, set()).update(stages or {stage})
+                written = homes.get(output.value) if output.kind == "mutation" else None
+                needed.setdefault(output.value, set()).update(written or {stage})
         for op in reversed(self.flow.ops):
             place = self.op_places[op.name]
             stages: set[int] = set()
