@@ -151,7 +151,8 @@ def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
         "*.up.weight": dict(tp=dt.Row()),
         "*.down.weight": dict(tp=dt.Column()),
     }
-    model = dt.parallelize(writer().train(), mesh, pins)
+    own = writer().train()
+    model = dt.parallelize(own, mesh, pins)
 
     def loss_fn(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         logits = model(tokens[:, :-1])
@@ -170,7 +171,7 @@ def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
         assert len(kept) == len(set(kept))
     assert before != after
     assert all(part.training for part in model.module.modules())
-    assert list(after[0].tokens) == greedy(model.module, [5, 6, 7], 8)
+    assert list(after[0].tokens) == greedy(own, [5, 6, 7], 8)
 
 
 @pytest.mark.slow
@@ -235,6 +236,28 @@ def test_plans_and_the_summary() -> None:
         gen.plan("prefill", bucket=9)
     with pytest.raises(PlanningError, match="which"):
         gen.plan("decoding")
+
+
+@pytest.mark.slow
+def test_stages_without_a_cache() -> None:
+    """Embeddings and head alone; and stages of a schedule of their own, claimed by training."""
+    stages = [["*embed*"], ["*layers.0.*"], ["*layers.1.*"], ["model.norm*", "lm_head*"]]
+    model = dt.parallelize(build("llama"), dt.Mesh(pp=2), {}, stages={"pp": stages})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    schedule = dt.ZBV(microbatches=2)
+    step = dt.train_step(
+        model, lambda m, ids: m(input_ids=ids, labels=ids).loss, optimizer, schedule=schedule
+    )
+    gen = dt.generator(model, slots=2, length=32, buckets=(24,))
+    with dt.launch(model.mesh):
+        found = gen(PROMPTS, max_new_tokens=4)
+        float(step(torch.ones(2, 8, dtype=torch.int64)))
+        assert gen(PROMPTS, max_new_tokens=4) == found
+    want = by_transformers(build("llama"), PROMPTS, 4)
+    assert [list(text.tokens) for text in found] == want
+    waiting = dt.parallelize(build("llama"), dt.Mesh(pp=2), {}, stages="auto")
+    with pytest.raises(PlanningError, match="still to be chosen"):
+        dt.generator(waiting, slots=2, length=32)
 
 
 # -- asking ----------------------------------------------------------------------------------------
@@ -369,11 +392,15 @@ def test_launches(single: Generator) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_on_ray() -> None:
-    gen = dt.generator(placed("llama", "tp2"), slots=2, length=32, buckets=(24,), ahead=1)
-    asked: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
+@pytest.mark.sample("llama")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_ray(family: str) -> None:
+    """The same tokens as transformers', the same bits as in-process, drawn ones too."""
+    gen = dt.generator(placed(family, "tp2"), slots=2, length=96, buckets=(24,), ahead=1)
+    drawn: dict[str, Any] = dict(max_new_tokens=5, temperature=[0, 1.0, 0, 0.7], seed=3)
     with dt.launch(gen.model.mesh):
-        want = gen(PROMPTS, **asked)
+        want = gen(PROMPTS, **drawn)
     with dt.launch(gen.model.mesh, backend="ray"):
-        assert gen(PROMPTS, **asked) == want
-    assert list(want[0].tokens) == by_transformers(build("llama"), PROMPTS, 5)[0]
+        assert gen(PROMPTS, **drawn) == want
+        found = gen(PROMPTS, max_new_tokens=64)
+    assert [list(text.tokens) for text in found] == by_transformers(build(family), PROMPTS, 64)

@@ -99,6 +99,36 @@ def test_loss_and_gradients_are_plain_torchs(axes: dict[str, int]) -> None:
     assert_gradients_close(found, gradients_of(plain, given(), weighted))
 
 
+class Remembers(nn.Module):
+    """A buffer that both stages read, written from what the last computes, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.one(x) + self.mean + self.count) * (1 + self.count) - self.mean
+        self.count.add_(1.0)
+        self.mean.copy_(y.mean(0))
+        return y
+
+
+def test_a_buffer_that_several_stages_read_is_written_on_each() -> None:
+    plain, x = Remembers(), torch.randn(3, 4)
+    mesh = dt.Mesh(pp=2)
+    stages = {"pp": [["one*"], ["two*"]]}
+    model = dt.parallelize(copy.deepcopy(plain), mesh, {}, stages=stages)
+    run = dt.compile(lambda m, x: m(x), mesh)
+    kept = {i.label: i.stages for i in run.plan(model, x).inputs if i.kind == "buffer"}
+    assert kept == {"mean": (0, 1), "count": (0, 1)}
+    with dt.launch(mesh):
+        for _ in range(3):
+            torch.testing.assert_close(run(model, x).full_tensor(), plain(x).detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.ray
 def test_ray_gives_the_bits_of_one_process(ray_session: None) -> None:
     mesh = dt.Mesh(pp=3)

@@ -117,7 +117,7 @@ def test_shards_of_garbage_are_dropped() -> None:
         gc.collect()
         kept.redistribute(tp=dt.Row())
         gc.collect()
-        session.put([{}, {}])
+        session.put([{"one": 1}, {"one": 1}])
         table = session.cluster._worker._table  # type: ignore[attr-defined]
         assert [name for _, name in table if name.startswith("tensor ")] == [kept.name] * 2
 

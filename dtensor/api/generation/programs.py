@@ -14,6 +14,7 @@ Not here: who asks for which run (generator.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from dtensor.api.compiled import CompiledFunction, compile
 from dtensor.api.generation.caches import Decoding, Prefill, Slots
 from dtensor.api.generation.forwards import Forward
 from dtensor.api.parallel import ParallelModule, parallelize
+from dtensor.api.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.spec.mesh import Mesh
@@ -102,15 +104,16 @@ def caches_of(
 
     with torch.device("meta"):
         slots = build()
-    stages = _stages_of_caches(model, forward)
-    return parallelize(slots, model.mesh, {"*": over} if over else {}, stages=stages, init=build)
+    caches = parallelize(slots, model.mesh, {"*": over} if over else {}, init=build)
+    caches.stage_plan = _stages_of_caches(model.stage_plan, forward)
+    return caches
 
 
-def _stages_of_caches(model: ParallelModule, forward: Forward) -> dict[str, list[list[str]]] | None:
-    """Each layer's cache is where the weights of the module are that keeps it."""
-    plan = model.stage_plan
+def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:
+    """Each layer's cache is where the weights of the module are that keeps it; what the sampling
+    reads is on the last stage. A stage may have none."""
     if plan.axis is None:
-        return None
+        return plan
     if plan.waiting:
         raise PlanningError(
             "the stages of the model are still to be chosen, and caches follow them.\n"
@@ -118,13 +121,23 @@ def _stages_of_caches(model: ParallelModule, forward: Forward) -> dict[str, list
         )
     patterns: list[list[str]] = [[] for _ in range(plan.num_stages)]
     for number, layer in forward.layers.items():
-        inside = [s for n, s in plan.held.items() if n.startswith(f"{layer.module}.")]
-        if len(set(inside)) != 1 or len(inside[0]) != 1:
+        stages = _stages_around(layer.module, plan)
+        if len(stages) != 1:
             raise PlanningError(
-                f"the weights of {layer.module}, which keeps a cache, are on the stages "
-                f"{sorted({stage for found in inside for stage in found})}.\n"
-                f"fix: state one stage for them"
+                f"the cache of layer {number} is kept by "
+                f"{layer.module or 'the whole model'}, whose weights are on the stages {stages}.\n"
+                f"fix: state one stage for them, or call cache.update in a part of the model"
             )
-        patterns[inside[0][0]] += [f"k{number}", f"v{number}"]
+        patterns[stages[0]] += [f"k{number}", f"v{number}"]
     patterns[-1] += ["request", "knobs"]
-    return {plan.axis: patterns}
+    held = {name: (stage,) for stage, names in enumerate(patterns) for name in names}
+    return replace(plan, held=held, homes=held, patterns=tuple(map(tuple, patterns)), auto=False)
+
+
+def _stages_around(module: str, plan: StagePlan) -> list[int]:
+    """Of the weights inside, or around a module that has none."""
+    while True:
+        inside = [s for n, s in plan.held.items() if n.startswith(f"{module}." if module else "")]
+        if inside or not module:
+            return sorted({stage for found in inside for stage in found})
+        module = module.rpartition(".")[0]

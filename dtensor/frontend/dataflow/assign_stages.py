@@ -197,7 +197,27 @@ class _Stager:
         return tuple(sorted(needed)) or (0,)
 
     def _needed(self) -> dict[str, set[int]]:
-        """Op or input name to the stages that need it, for what floats."""
+        """Op or input name to the stages that need it, for what floats.
+
+        What is written to a buffer floats to each stage that reads it, which may read more there.
+        """
+        homes: dict[str, set[int]] = {}
+        while True:
+            needed = self._needed_with(homes)
+            found: dict[str, set[int]] = {}
+            for output, item in self._mutations():
+                if self.places[output.value].stage is None:
+                    found.setdefault(output.value, set()).update(needed.get(item.name, ()))
+            if found == homes:
+                return needed
+            homes = found
+
+    def _mutations(self) -> list[tuple[Output, Input]]:
+        inputs = {item.label: item for item in self.flow.inputs}
+        return [(o, inputs[str(o.of)]) for o in self.flow.outputs if o.kind == "mutation"]
+
+    def _needed_with(self, homes: Mapping[str, set[int]]) -> dict[str, set[int]]:
+        """``homes``: what is written to buffers, to the stages that need it."""
         needed: dict[str, set[int]] = {}
         for output in self.flow.outputs:
             place = self.places[output.value]
@@ -205,7 +225,8 @@ class _Stager:
                 stage = place.home
                 if stage is None or stage not in (place.allowed or (stage,)):
                     stage = min(place.allowed) if place.allowed else self.num_stages - 1
-                needed.setdefault(output.value, set()).add(stage)
+                written = homes.get(output.value) if output.kind == "mutation" else None
+                needed.setdefault(output.value, set()).update(written or {stage})
         for op in reversed(self.flow.ops):
             place = self.op_places[op.name]
             stages: set[int] = set()
@@ -223,13 +244,18 @@ class _Stager:
     def _split_tied(
         self, needed: Mapping[str, set[int]]
     ) -> tuple[list[Output], list[Op], set[str]]:
-        """Outputs with their stages; a tied gradient becomes one output per stage."""
+        """Outputs with their stages; a tied gradient becomes one output per stage, what is written
+        to a buffer one for each stage that reads it."""
         outputs: list[Output] = []
         extra: list[Op] = []
         dropped: set[str] = set()
+        read_by = {item.label: needed.get(item.name, set()) for _, item in self._mutations()}
         for output in self.flow.outputs:
             place = self.places[output.value]
             stage = place.stage
+            if output.kind == "mutation" and read_by[str(output.of)] - {stage}:
+                outputs += [replace(output, stage=at) for at in sorted(read_by[str(output.of)])]
+                continue
             if stage is None:
                 stages = needed[output.value]
                 stage = place.home if place.home in stages else min(stages)

@@ -248,7 +248,7 @@ class Outputs:
             groups.setdefault((item.output.kind, item.of), []).append(item)
         outputs: list[PlannedOutput] = []
         for (kind, of), items in groups.items():
-            if len(items) > 1:
+            if len(items) > 1 and kind == "gradient":  # each of a buffer is its new value
                 total = accumulated(items[0].spec) if self._trains() else items[0].spec
                 results = tuple(e.fresh(f"{item.name}_tied") for item in items)
                 e.steps.append(
