@@ -53,35 +53,30 @@ _PUT_BACK = {
 def in_place(plan: PlanRecord) -> PlanRecord:
     """The plan with a `StateWrite` for each output that is a mutation, on each stage."""
     inputs = {item.label: item for item in plan.inputs if item.kind in ("buffer", "argument")}
-    changed = {
-        inputs[str(o.of)].name: (inputs[str(o.of)], stage, value)
+    producers = {name: step for step in plan.steps for name, _ in results_of(step)}
+    found = [
+        _Storage(plan, inputs[str(o.of)], stage, value, producers).judged()
         for o in plan.outputs
         if o.kind == "mutation"
         for stage, value in o.values
-    }
-    producers = {name: step for step in plan.steps for name, _ in results_of(step)}
-    found = {
-        name: _Storage(plan, item, stage, value, producers).judged()
-        for name, (item, stage, value) in changed.items()
-    }
+    ]
+    changed = {write.name for write in found}
     made = _Made(producers)
     while True:  # a write that is demoted may make another one safe, never unsafe
-        written = [name for name, write in found.items() if write.how == "in place"]
-        unsafe = next(
-            (found[name] for name in written if not made.safe(found[name], written)), None
-        )
+        written = [write.name for write in found if write.how == "in place"]
+        unsafe = next((w for w in found if w.how == "in place" and not made.safe(w, written)), None)
         if unsafe is None:
             break
         why = "where it is written depends on a message, or on what is written before the commit"
-        found[unsafe.name] = _copied(plan, unsafe, why)
-    for name, write in found.items():
-        others = changed.keys() - {*written, name}
+        found[found.index(unsafe)] = _copied(plan, unsafe, why)
+    for number, write in enumerate(found):
+        others = changed - {*written, write.name}
         if write.how == "at the commit" and made.given(write) & others:
             write = _copied(plan, write, "it is given what else changes at the commit")
         if write.how == "copied":
-            write = replace(write, shares=bool(roots(write.value, producers) & changed.keys()))
-        found[name] = write
-    return replace(plan, state_writes=tuple(found.values()))
+            write = replace(write, shares=bool(roots(write.value, producers) & changed))
+        found[number] = write
+    return replace(plan, state_writes=tuple(found))
 
 
 def _copied(plan: PlanRecord, write: StateWrite, why: str) -> StateWrite:
