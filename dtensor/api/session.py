@@ -419,7 +419,11 @@ class Launch:
                 for wait in session.settling:
                     wait()
             if not self.cluster.immediate and self.cluster.failure is None:
-                self.cluster.check_undone()
+                try:
+                    self.cluster.check_undone()
+                except DaftError as error:
+                    told = next(iter(self.sessions.values())).told
+                    raise told(error) from error.__cause__
 
     def close(self, *, bring_home: bool = True) -> None:
         """What was changed comes home, unless it shall not or cannot; then the ranks end."""

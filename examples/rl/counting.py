@@ -2,6 +2,7 @@
 
     python examples/rl/counting.py                       # both meshes in this process
     python examples/rl/counting.py --backend ray         # four actors, and one that scores
+    python examples/rl/counting.py --picture rl.svg      # and a timeline
 
 The model (model.py) is written once. The trainer has it on two ranks, split by ZeRO-3; the
 generator on two others, split by heads; a `daft` actor scores what is generated in plain Python.
@@ -12,6 +13,7 @@ of PPO and without a reference model.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ from dtensor import daft
 NUMBERS, NEW = 12, 6
 PROMPTS, SAMPLES = 16, 8
 CLIP = 0.2
+DRAWN = 3
 
 TRAIN, PLAY = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
 HEADS = {
@@ -77,14 +80,14 @@ def prompts(seed: int) -> Iterator[list[int]]:
 def train(
     steps: int, staleness: int, backend: Literal["inprocess", "ray"], picture: Path | None = None
 ) -> list[float]:
-    """The mean reward of each batch; ``picture``: where a timeline of the last ten is drawn."""
+    """The mean reward of each batch; ``picture``: of the last `DRAWN` of them."""
     torch.manual_seed(0)
     net = GPT(vocab=NUMBERS, context=16, width=64, heads=4, layers=2)
     policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})
     actor = dt.replica(policy, PLAY, HEADS)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
     step = dt.train_step(policy, loss_fn, optimizer, inputs=dict(dp=dt.Row()))
-    found: list[float] = []
+    rewards: list[float] = []
     with dt.launch(TRAIN, PLAY, backend=backend):
         judge = daft.spawn(Judge)
         dt.sync(policy, actor)
@@ -98,17 +101,30 @@ def train(
             max_new_tokens=NEW,
             length=16,
         )
-        for number, batch in zip(range(steps), batches):
-            advantages = advantages_of(batch.rewards)
-            loss = step(batch.tokens, batch.generated, batch.logprobs, advantages)
-            dt.sync(policy, actor)
-            found.append(float(batch.rewards.mean()))
-            if number % 10 == 0:
-                print(
-                    f"step {number}: reward {found[-1]:.3f}, at most {batch.staleness} versions "
-                    f"old, log-probabilities {loss.metrics['apart']:.1e} apart"
-                )
-    return found
+
+        def some(number: int) -> None:
+            for batch in itertools.islice(batches, number):
+                advantages = advantages_of(batch.rewards)
+                loss = step(batch.tokens, batch.generated, batch.logprobs, advantages)
+                dt.sync(policy, actor)
+                rewards.append(float(batch.rewards.mean()))
+                if len(rewards) % 10 == 1:
+                    print(
+                        f"step {len(rewards) - 1}: reward {rewards[-1]:.3f}, at most "
+                        f"{batch.staleness} versions old, log-probabilities "
+                        f"{loss.metrics['apart']:.1e} apart"
+                    )
+
+        if picture is None:
+            some(steps)
+        else:
+            some(steps - DRAWN)
+            with dt.trace() as recording:
+                some(DRAWN)
+            timeline = recording.timeline()
+            picture.write_text(timeline._repr_svg_())
+            print(timeline)
+    return rewards
 
 
 if __name__ == "__main__":
@@ -116,6 +132,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--backend", choices=["inprocess", "ray"], default="inprocess")
+    parser.add_argument("--picture", type=Path, help="an SVG of what ran when, at the end")
     args = parser.parse_args()
-    rewards = train(args.steps, args.staleness, args.backend)
-    print(f"mean reward of the last ten batches: {sum(rewards[-10:]) / 10:.3f}")
+    found = train(args.steps, args.staleness, args.backend, args.picture)
+    print(f"mean reward of the last ten batches: {sum(found[-10:]) / len(found[-10:]):.3f}")
