@@ -217,6 +217,32 @@ def test_captures_are_as_many_as_buckets(single: Generator) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample("single-inprocess", "tp2pp2-inprocess", "tp2-ray")
+@pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("where", MESHES)
+def test_one_message_to_each_actor_and_token(
+    where: str, backend: Any, request: pytest.FixtureRequest
+) -> None:
+    """What is read, fed back and dropped rides along; with stages too, whose first run is like all
+    others."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    gen = dt.generator(placed("llama", where), slots=2, length=32, buckets=(8,))
+    with dt.launch(gen.model.mesh, backend=backend) as session:
+        text = gen.submit([5, 17, 3], max_new_tokens=20, temperature=0.5, seed=1)
+        gen.step()
+        before, num = session.cluster.calls, len(text.tokens)
+        while not text.done:
+            gen.step()
+        assert session.cluster.calls - before == (20 - num) * gen.model.mesh.size
+        before = session.cluster.calls
+        gen.submit([9])
+        gen.step()  # a prefill and a decode
+        assert session.cluster.calls - before == 2 * gen.model.mesh.size
+    assert (len(gen._prefill.plans), len(gen._decode.plans)) == (1, 1)
+
+
+@pytest.mark.slow
 def test_plans_and_the_summary() -> None:
     gen = dt.generator(placed("llama", "tp2pp2"), slots=3, length=32, buckets=(8, 16))
     decode = gen.plan("decode")
@@ -227,7 +253,7 @@ def test_plans_and_the_summary() -> None:
     told = gen.summary()
     assert told.kv_bytes == (3 * 1 * 32 * 16 * 4 * 2,) * 4
     assert told.collectives == {
-        ("all_reduce", "tp"): 4, ("transfer", "pp"): 1, ("all_gather", "tp"): 1,
+        ("all_reduce", "tp"): 4, ("transfer", "pp"): 2, ("all_gather", "tp"): 1,
     }  # fmt: skip
     assert "4 all_reduce over tp" in str(told)
     spread = dt.generator(placed("llama", "dp2"), slots=3, length=32)

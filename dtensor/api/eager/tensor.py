@@ -284,12 +284,16 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
-        return _put(grad, ctx.back, ctx.session)
+        return placed(grad, ctx.back, ctx.session)
 
 
-def _put(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
+def placed(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
+    """A tensor's shards on the ranks, as ``spec`` says; it may name a part of the mesh."""
     name, mesh = fresh_name(), spec.mesh
-    session.put([{name: shard_of(tensor, spec, mesh.coordinates(r))} for r in range(mesh.size)])
+    values: list[dict[str, object]] = [{} for _ in range(mesh.size)]
+    for rank in holders_of(spec):
+        values[rank][name] = shard_of(tensor, spec, mesh.coordinates(rank))
+    session.put(values)
     return DTensor(spec, session, name)
 
 
@@ -323,8 +327,8 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     fix = "future.get()" if future else "torch.tensor(...)"
     check_kind("what is distributed", tensor, torch.Tensor, "a tensor", fix)
     check_placements(mesh, placements)
-    placed = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
-    made = _put(tensor.detach(), placed, session_for(mesh))
+    wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
+    made = placed(tensor.detach(), wanted, session_for(mesh))
     made.requires_grad_(tensor.requires_grad)
     return made
 

@@ -32,13 +32,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dtensor.api.eager.tensor import DTensor, distribute
+from dtensor.api.eager.tensor import DTensor, placed
 from dtensor.api.generation.forwards import evaluating, forward_of
 from dtensor.api.generation.programs import (
     CACHES,
     axes_of_slots,
     caches_of,
     decode_program,
+    live_spec,
     prefill_program,
 )
 from dtensor.api.generation.requests import (
@@ -59,7 +60,6 @@ from dtensor.api.session import MeshSession, session_for
 from dtensor.errors import PlanningError, check_number, check_word
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 SMALLEST_BUCKET = 16
 
@@ -103,7 +103,7 @@ class Generator:
         self._asked = Counter()  # requests, for seeds that nobody states
         self._numbers = 0
         self._session: MeshSession | None = None
-        self._live: Tensor | None = None
+        self._live: DTensor | None = None
         self._seats: list[TextRequest | None] = [None] * slots
         self._waiting: deque[TextRequest] = deque()
         self._flying: deque[_Run] = deque()
@@ -123,7 +123,7 @@ class Generator:
         check_word("which", which, ("prefill", "decode"))
         with evaluating(self.model.module):
             self._settle()
-            live = self._live_spec()
+            live = live_spec(self.model, self.rows, self.rows_over)
             if which == "decode":
                 return self._decode.plan(self.model, self.caches, live)
             size = self.buckets[-1] if bucket is None else bucket
@@ -138,27 +138,11 @@ class Generator:
         decode = self.plan("decode")
         return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
 
-    def _live_spec(self) -> TensorSpec | Tensor:
-        if self._through_controller:
-            return torch.empty(self.rows, 2, dtype=torch.int64)
-        return make_spec((self.rows, 2), torch.int64, self.model.mesh, self.rows_over)
-
-    def _first_live(self) -> Tensor:
-        live = torch.zeros(self.rows, 2, dtype=torch.int64)
-        if self._through_controller:
-            return live
-        return distribute(live, self.model.mesh, **self.rows_over)
-
-    @property
-    def _through_controller(self) -> bool:
-        """Whether ``live`` comes from one stage alone, which no program takes as it is."""
-        axis = self.model.stage_plan.axis
-        return axis is not None and self.model.mesh.axis_size(axis) > 1
-
     def _settle(self) -> None:
         """Both programs have the caches as decode, which runs most, wants them."""
         if not self._settled:
-            plan = self._decode.plan(self.model, self.caches, self._live_spec())
+            live = live_spec(self.model, self.rows, self.rows_over)
+            plan = self._decode.plan(self.model, self.caches, live)
             found = chosen_by(plan).items()
             own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
             self.caches.settle(own, plan.stage_ranks, self.caches.stage_plan)
@@ -337,8 +321,7 @@ class Generator:
 
     def _went(self, of: tuple[tuple[int, TextRequest], ...], made: Mapping[str, DTensor]) -> None:
         assert self._session is not None
-        live = made["live"]
-        self._live = live.full_tensor() if self._through_controller else live
+        self._live = made["live"]
         # of no worth once the launch has ended: no warning that they were not gathered
         self._session.resident(self.caches).unsaved = False
         self._flying.append(_Run(of, made["token"], made["logprob"]))
@@ -368,7 +351,8 @@ class Generator:
         begun |= {id(r) for r in self._seats if r is not None}
         self._session = session
         self.caches.initial.holders.clear()  # zeros again: what was there ended with its launch
-        self._live = self._first_live()
+        spec = live_spec(self.model, self.rows, self.rows_over)
+        self._live = placed(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)
         if begun:
             raise RuntimeError(
                 f"the launch in which {len(begun)} requests were on their way has ended, and their "

@@ -26,8 +26,10 @@ from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
+from dtensor.sharding.plan.request import dealt
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Replicate, Row
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 CACHES = "kv_cache."
 """What the names of the caches begin with in the programs."""
@@ -77,6 +79,16 @@ def prefill_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFuncti
 
 def _next(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.dt.next_tokens(logits.detach(), at, request, knobs)
+
+
+def live_spec(model: ParallelModule, rows: int, over: Split) -> TensorSpec:
+    """Of ``live``: with stages it lies on the last one, where the programs make it."""
+    mesh, stages = model.mesh, model.stage_plan
+    spec = make_spec((rows, 2), torch.int64, mesh, over)
+    if stages.axis is None or mesh.axis_size(stages.axis) == 1:
+        return spec
+    ranks = stages.ranks or dealt(stages.num_stages, mesh.axis_size(stages.axis))
+    return replace(spec, on=((stages.axis, ranks[-1]),))
 
 
 # -- the caches ------------------------------------------------------------------------------------
