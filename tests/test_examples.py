@@ -1,4 +1,4 @@
-"""Each example of examples/parallelisms is short and trains as one device does."""
+"""Each example of examples/parallelisms is short and trains as one device does; that of RL runs."""
 
 from __future__ import annotations
 
@@ -62,3 +62,14 @@ def test_huggingface() -> None:
         optimizer.step()
         expected.append(loss.item())
     assert_losses_close(losses, expected, limit=2e-5)  # after steps of AdamW
+
+
+@pytest.mark.slow
+def test_rl_trains_and_draws_its_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE.parent / "rl"))
+    train = runpy.run_path(str(HERE.parent / "rl" / "counting.py"))["train"]
+    rewards = train(5, 1, "inprocess", tmp_path / "rl.svg")
+    assert len(rewards) == 5 and all(0 <= reward <= 1 for reward in rewards)
+    picture = (tmp_path / "rl.svg").read_text()
+    for words in ("rank 3", "prefill", "decode", "loss_fn", "sync of GPT"):
+        assert f">{words}<" in picture

@@ -85,7 +85,8 @@ def train(
     net = GPT(vocab=NUMBERS, context=16, width=64, heads=4, layers=2)
     policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})
     actor = dt.replica(policy, PLAY, HEADS)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1.5e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     step = dt.train_step(policy, loss_fn, optimizer, inputs=dict(dp=dt.Row()))
     rewards: list[float] = []
     with dt.launch(TRAIN, PLAY, backend=backend):
@@ -106,6 +107,7 @@ def train(
             for batch in itertools.islice(batches, number):
                 advantages = advantages_of(batch.rewards)
                 loss = step(batch.tokens, batch.generated, batch.logprobs, advantages)
+                scheduler.step()
                 dt.sync(policy, actor)
                 rewards.append(float(batch.rewards.mean()))
                 if len(rewards) % 10 == 1:
@@ -129,7 +131,7 @@ def train(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--backend", choices=["inprocess", "ray"], default="inprocess")
     parser.add_argument("--picture", type=Path, help="an SVG of what ran when, at the end")
