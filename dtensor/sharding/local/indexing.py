@@ -82,40 +82,34 @@ def write_shard_in_place(
 ) -> None:
     """Writes to the rank's part of x alone, and there to nothing but the rows of it.
 
-    How many indices are of such rows depends on data, so on a GPU it waits for them.
+    How many indices are of such rows depends on data, so on a GPU it waits for them. What adds is
+    computed beside it and copied: 16 bits are added up in another order where rows are left out.
     """
+    if kind in ("index_add", "index_put_add", "scatter_add"):
+        x.copy_(write_shard(kind, x, dim, index, source, pieces, size, alpha))
+        return
     check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
     here, local = local_positions(index, pieces)
-    if kind in ("scatter", "scatter_add"):  # an index for each element
+    if kind == "scatter":  # an index for each element
         found = here.nonzero(as_tuple=True)
         at: list[Tensor | None] = [*found]
         at[dim] = local[found]
         value = source[found] if isinstance(source, Tensor) and source.dim() else source
-        values = value if isinstance(value, Tensor) else x.new_tensor(value)
-        x.index_put_(at, values, kind == "scatter_add")
+        x.index_put_(at, value if isinstance(value, Tensor) else x.new_tensor(value))
         return
-    if kind in ("index_put", "index_put_add"):
+    if kind == "index_put":
         before, after = x.shape[:dim], x.shape[dim + 1 :]
         assert isinstance(source, Tensor)
         source = source.expand(*before, *index.shape, *after)
         source = source.reshape(*before, index.numel(), *after)
         here, local = here.reshape(-1), local.reshape(-1)
     rows = here.nonzero().flatten()
-    if isinstance(source, Tensor) and kind != "index_fill":
-        source = source.index_select(dim, rows)
-    local = local[rows]
-    match kind:
-        case "index_add" | "index_put_add":
-            assert isinstance(source, Tensor)
-            x.index_add_(dim, local, source, alpha=alpha)
-        case "index_copy" | "index_put":
-            assert isinstance(source, Tensor)
-            x.index_copy_(dim, local, source)
-        case "index_fill":
-            x.index_fill_(dim, local, source)
-        case _:
-            assert_never(kind)
+    if kind == "index_fill":
+        x.index_fill_(dim, local[rows], source)
+    else:
+        assert isinstance(source, Tensor)
+        x.index_copy_(dim, local[rows], source.index_select(dim, rows))
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
