@@ -60,28 +60,35 @@ class Slots(nn.Module):
 
 
 class Decoding:
-    """One new token in each slot. ``pos``: int64[rows, 1]."""
+    """One new token in each slot. ``pos``: int64[rows, 1]. Layers that ask the same get the same:
+    what all share is computed once."""
 
     def __init__(self, slots: Slots, pos: Tensor) -> None:
         self.slots = slots
         self.pos = pos
+        self._masks: dict[int | None, Tensor] = {}
+        self._places: dict[torch.Size, Tensor] = {}
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the token's [rows, heads, 1, dim]; gives [rows, heads, length, dim]."""
         kept: list[Tensor] = []
         for name, new in (("k", k), ("v", v)):
             buffer = self.slots.get_buffer(f"{name}{layer}")
-            at = self.pos[:, None, :, None].expand(new.shape)
+            if new.shape not in self._places:
+                self._places[new.shape] = self.pos[:, None, :, None].expand(new.shape)
+            at = self._places[new.shape]
             kept.append(buffer.scatter_(2, at, new.to(buffer.dtype)))
         return kept[0], kept[1]
 
     def mask(self, window: int | None = None) -> Tensor:
         """bool[rows, 1, 1, length], True where a query attends; of ``window`` positions at most."""
-        key = torch.arange(self.slots.length)
-        live = key <= self.pos
-        if window is not None and window < self.slots.length:
-            live = live & (key > self.pos - window)
-        return live[:, None, None, :]
+        if window not in self._masks:
+            key = torch.arange(self.slots.length)
+            live = key <= self.pos
+            if window is not None and window < self.slots.length:
+                live = live & (key > self.pos - window)
+            self._masks[window] = live[:, None, None, :]
+        return self._masks[window]
 
 
 class Prefill:

@@ -37,6 +37,9 @@ from dtensor.sharding.spec.spec import TensorSpec
 MAX_LINES = 6
 """Of one Call. What it is given lives until it ends, so a backward in one piece would hold all
 that its forward kept; a Call costs a few microseconds."""
+MAX_FORWARD_LINES = 200
+"""The same where there is no backward: a value dies inside the Call that makes it, and the fewer
+there are the fewer outlive one. A decode step has hundreds of lines of 3 us each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,12 @@ class Shared:
         writes = roles.optimizer is not None or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
         return writes or together
+
+    @cached_property
+    def max_lines(self) -> int:
+        """Of one Call."""
+        is_forward = all(step.phase == "forward" for step in self.plan.steps)
+        return MAX_FORWARD_LINES if is_forward else MAX_LINES
 
     @cached_property
     def producers(self) -> dict[str, Step]:
@@ -284,7 +293,7 @@ class RankBuilder:
         return self._open
 
     def short_segment(self) -> LocalCode:
-        if self._open is not None and len(self._open.code.lines) >= MAX_LINES:
+        if self._open is not None and len(self._open.code.lines) >= self.shared.max_lines:
             self.close()
         return self.segment()
 

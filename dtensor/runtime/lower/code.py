@@ -310,10 +310,10 @@ def _into_first(call: OpCall) -> bool:
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _torch: Any = torch
 
-_OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax bmm cat clone div.Tensor
-    embedding exp mean.dim mm mul.Tensor native_layer_norm neg permute pow.Tensor_Scalar relu
-    reshape rsqrt select.int sigmoid split_with_sizes squeeze.dim sub.Tensor sum.dim_IntList t tanh
-    transpose.int unsqueeze where.self"""
+_OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax arange bmm cat clamp
+    clone cos div.Tensor embedding exp le.Tensor mean.dim mm mul.Tensor native_layer_norm neg
+    permute pow.Tensor_Scalar relu reshape rsqrt select.int sigmoid sin split_with_sizes squeeze.dim
+    stack sub.Tensor sum.dim_IntList t tanh transpose.int unsqueeze where.self"""
 """Overloads for which there is a function of the op's name in ``torch``."""
 
 QUICK: Mapping[object, Callable[..., Any]] = {
@@ -323,6 +323,8 @@ QUICK: Mapping[object, Callable[..., Any]] = {
     },
     _aten.expand.default: torch.Tensor.expand,
     _aten.gelu.default: _C._nn.gelu,
+    _aten.index_copy_.default: torch.Tensor.index_copy_,
+    _aten.scatter_.src: torch.Tensor.scatter_,
     _aten.silu.default: _C._nn.silu,
     _aten.view.default: torch.Tensor.view,
 }
@@ -334,5 +336,5 @@ def quick(call: OpCall, device: torch.device) -> Callable[..., Any]:
         return call.target if device.type == "meta" else PLAIN[call.target]
     # a function of torch's refuses a number where an overload takes it for a tensor
     first = call.args[0] if call.args else None
-    taken = isinstance(first, Operand | tuple | list)
+    taken = isinstance(first, Operand | tuple | list) or call.target is _aten.arange.default
     return QUICK.get(call.target, call.target) if taken else call.target

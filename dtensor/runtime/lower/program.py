@@ -11,7 +11,7 @@ together are lines of that code. A value of microbatch i is called `name@i`. Wit
 at hand it is known what each segment must return (what later ones read), when a value can be freed
 (after its last use; a sent one once its send is complete) and what the program returns.
 
-Invariants: local code is a `Call` of at most MAX_LINES lines. A receive is posted an action before
+Invariants: local code is a `Call` of few lines (MAX_LINES). A receive is posted an action before
 the one that waits for it. A send is waited for before the first action whose step in the schedule
 comes after that of the action which receives it. The others are daft's: `daft.verify` proves that
 the program cannot hang.

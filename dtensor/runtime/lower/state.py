@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder
+from dtensor.runtime.lower.code import quick
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.record import StateWrite
 from dtensor.sharding.plan.steps import Compute, may_share, results_of, roots
@@ -171,7 +172,8 @@ class State:
         code = self.b.segment().code
         args = [code.literal(a, names) for a in call.args]
         args += [f"{k}={code.literal(v, names)}" for k, v in call.kwargs]
-        called = code.bind(_name_of(function), function)
+        quickly = quick(call, code.device) if function is call.target else function
+        called = code.bind(_name_of(function), quickly)
         code.line(f"{called}({', '.join(args)})", names, (), source)
 
     def _operands(self, step: Compute, base: int) -> list[str]:
@@ -216,5 +218,7 @@ def _name_of(function: Any) -> str:
 
 def apart(x: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
     """x, or a copy where it shares its storage with one of the others."""
-    storage = x.untyped_storage()._cdata
-    return x.clone() if any(s.untyped_storage()._cdata == storage for s in state) else x
+    for each in state:
+        if torch._C._is_alias_of(x, each):
+            return x.clone()
+    return x

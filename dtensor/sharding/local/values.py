@@ -111,7 +111,7 @@ def empty_convolution_backward(
 
 def contiguously(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """For kernels that read storage in order whatever the strides are, and are silently wrong."""
-    return op(*(a.contiguous() if isinstance(a, Tensor) else a for a in args), **kwargs)
+    return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in args], **kwargs)
 
 
 def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
@@ -141,11 +141,10 @@ def flash_attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The CPU's kernel, which is right for strides of 1 in the last dim only."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+    q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
+    return torch._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
-    return out, lse
 
 
 def flash_attention_backward(

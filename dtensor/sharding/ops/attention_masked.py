@@ -131,9 +131,9 @@ def _is_empty(q: Tensor, k: Tensor) -> bool:
 def _attention_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    like, lse_dtype = torch.empty_like(q), accumulation_dtype(q.dtype)
+    lse_dtype = accumulation_dtype(q.dtype)
     if _is_empty(q, k):
-        return like.zero_(), torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
+        return torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
     if q.device.type == "cpu":
         out, lse = flash_attention(q, k, v, False, _bias(mask, q), scale)
     elif efficient_on_cuda(q):
@@ -145,7 +145,8 @@ def _attention_masked(
         out, lse = torch.where(blind[..., None], 0, out), torch.where(blind, 0, lse)
     else:
         out, lse = written_out(q, k, v, mask, scale)
-    out = out if out.stride() == like.stride() else like.copy_(out)
+    # the kernels' results fill their memory: strides that a query shares are those of empty_like
+    out = out if out.stride() == q.stride() else laid_as(q, out)
     return out, lse.to(lse_dtype).contiguous()
 
 

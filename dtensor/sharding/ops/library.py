@@ -44,6 +44,8 @@ def note_plain(name: str, run: Callable[..., Any]) -> None:
 
 def laid_as(like: Tensor, made: Tensor) -> Tensor:
     """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
+    if made.is_contiguous() and made.stride() == like.stride():
+        return made  # those of an operand that fills its memory are kept
     wanted = torch.empty_like(like, dtype=made.dtype)
     return made if made.stride() == wanted.stride() else wanted.copy_(made)
 

@@ -66,7 +66,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = x + residual
-    return (total, *aten.native_layer_norm(total, [x.shape[-1]], weight, bias, eps))
+    return (total, *torch.native_layer_norm(total, [x.shape[-1]], weight, bias, eps))
 
 
 def _run_rms(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

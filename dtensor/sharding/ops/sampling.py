@@ -40,20 +40,18 @@ def uniform_of(seed: Tensor, at: Tensor) -> Tensor:
 def _next_tokens(
     logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    wide = logits.to(accumulation_dtype(logits.dtype))
+    scaled = logits.to(accumulation_dtype(logits.dtype))
+    token = scaled.max(1).indices
     temperature, top_p = knobs.unbind(1)
-    drawn = temperature > 0
-    scaled = wide / torch.where(drawn, temperature, 1)[:, None]
-    token = wide.argmax(1)
-    rows = drawn.nonzero()[:, 0].tolist()
+    rows = [row for row, t in enumerate(temperature.tolist()) if t > 0]
     if rows:
+        scaled = scaled / torch.where(temperature > 0, temperature, 1)[:, None]
         seed, top_k = request.unbind(1)
         number = uniform_of(seed, at)
         for row in rows:
             limits = int(top_k[row]), float(top_p[row])
             token[row] = _picked(scaled[row], number[row], *limits)
-    logprob = scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(1)
-    return token, logprob
+    return token, scaled.log_softmax(1).gather(1, token[:, None])[:, 0]
 
 
 def _picked(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
