@@ -1,4 +1,4 @@
-"""`dt.generator(..., prefill=other)`: prompts on one mesh, decoding on another, and what is sent."""
+"""`dt.generator(..., prefill=other)`: prompts on one mesh, decoding on another; what is sent."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ too, so that nothing of an earlier request is left. The token, its position, the
 what it is sampled with come from the controller, with the call.
 
 Nobody waits for a prefill while others decode: it is read when it has ended, or when there is
-nothing else to do, and only then sent. So a request's tokens do not depend on when that was, and
-the decoding mesh waits for no more than the transfer.
+nothing else to do. One runs at a time, and nothing is sent while one does, for that would wait
+behind it: so the mesh that decodes waits for no more than a transfer.
 
-Invariants: requests are seated in the order in which they came; who ends with the first token is
-never sent. Programs are made for a prompt's length and for which ranks give and take, not for rows,
-and ``MOST_LOADED`` of them are kept, those that ran last; nothing is captured for them.
+Invariants: a request's tokens do not depend on when its prefill was seen to have ended; requests
+are seated in the order in which they came, and who ends with the first token is never sent.
+Programs are made for a prompt's length and for which ranks give and take, not for rows, and
+``MOST_LOADED`` of them are kept, those that ran last; nothing is captured for them.
 Not here: how slots decode (generator.py).
 """
 
@@ -163,6 +164,8 @@ class Apart:
 
     def clear(self) -> None:
         """Nobody is under way."""
+        if self._here is not None and not self._here.closed:
+            self._here.resident(self.own).unsaved = False
         for at in self._under_way:
             if not at.request.done:
                 at.request.reason = "dropped"
@@ -185,11 +188,9 @@ class Apart:
         self._sent = {request: run for request, run in self._sent.items() if not request.done}
         with evaluating(self.other.module):
             self._settle()
-            while True:
-                while waiting and self._free:
-                    self._begin(waiting.popleft(), arguments)
-                if not self._under_way or not self._seat_next(seats, live):
-                    return
+            while self._seat(seats, live) and waiting and self._free:
+                self._begin(waiting[0], self._free[0], arguments)
+                waiting.popleft(), self._free.popleft()
 
     def check(self, request: TextRequest) -> None:
         """Raises where its transfer has failed; waits for that."""
@@ -197,8 +198,7 @@ class Apart:
         if run is not None:
             self._checked(run)
 
-    def _begin(self, request: TextRequest, arguments: Arguments) -> None:
-        row = self._free.popleft()
+    def _begin(self, request: TextRequest, row: int, arguments: Arguments) -> None:
         # a policy has no versions: its weights are those of the newest one, or newer
         versioned = self.other if self.other.source is not None else self.model
         given = arguments(request, row)
@@ -208,23 +208,25 @@ class Apart:
         request.versions.append(versioned.version)
         self._under_way.append(_Prefilled(request, row, made["token"], made["logprob"]))
 
-    def _seat_next(self, seats: list[TextRequest | None], live: Tensor) -> bool:
-        """Whether the first of those under way is no longer."""
-        at = self._under_way[0]
-        request = at.request
-        if not request.done and at.first is None:
-            if any(seats) and not _ended(at.token):
+    def _seat(self, seats: list[TextRequest | None], live: Tensor) -> bool:
+        """Whom there are slots for, if no prefill runs; whether none does."""
+        if not self._under_way:
+            return True
+        last = self._under_way[-1]
+        if last.first is None:
+            if any(seats) and not _ended(last.token):
                 return False
-            at.first = int(at.token.full_tensor())
-            request.took(at.first, float(at.logprob.full_tensor()))
-        if not request.done:
-            if None not in seats:
-                return False
-            slot = seats.index(None)
-            self._send(at, slot, live)
-            seats[slot] = request
-        self._under_way.popleft()
-        self._free.append(at.row)
+            last.first = int(last.token.full_tensor())
+            last.request.took(last.first, float(last.logprob.full_tensor()))
+        while self._under_way:
+            at = self._under_way[0]
+            if not at.request.done:
+                if None not in seats:
+                    break
+                slot = seats.index(None)
+                self._send(at, slot, live)
+                seats[slot] = at.request
+            self._free.append(self._under_way.popleft().row)
         return True
 
     def _settle(self) -> None:
