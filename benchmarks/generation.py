@@ -1,7 +1,7 @@
 """Decoding, as its user sees it: a call and the tokens it gives.
 
     OMP_NUM_THREADS=1 python -m benchmarks.generation [--rounds 12] [--write]
-    OMP_NUM_THREADS=1 python -m benchmarks.generation --only torch          # or ray, or counts
+    OMP_NUM_THREADS=1 python -m benchmarks.generation --only torch     # or ray, counts, apart
     OMP_NUM_THREADS=1 python -m benchmarks.generation --arrivals 1000       # exits 1 if unequal
 
 *torch*: a GPT of 8 layers, one rank, one slot, against a loop over the same module with a cache
@@ -13,6 +13,10 @@ falls on all alike; ratios are taken round by round. All sides' tokens are equal
 ``tp_plan="auto"`` on gloo, in two processes that this script starts.
 
 *counts*: messages for each actor and token, captures over 100 lengths of prompts.
+
+*apart*: prefill on one mesh, decoding on another: bytes that ranks send for a prompt, as they are
+sent, beside 2 layers x heads x t x head dim x bytes; and on Ray, how long a text waits for its next
+token while long prompts are taken in, beside a generator on one mesh.
 
 *arrivals*: random requests into 8 slots, each against itself alone in the same slots.
 """
@@ -245,6 +249,74 @@ def captures() -> Row:
     return (f"captures of prefill over 100 lengths, {buckets} buckets", programs)
 
 
+# -- two meshes ------------------------------------------------------------------------------------
+
+
+def sent_between(here: str, there: str, lengths: Sequence[int] = (1, 13, 100)) -> list[Row]:
+    """Of prompts of these lengths: what is handed to the transport, and what it is to be."""
+    from dtensor.daft.ir.instructions import Send
+    from dtensor.daft.run.transport import LocalTransport
+
+    policy, target = placed("llama", here), placed("llama", there)
+    pins: dict[str, Any] = {p.name: p.placements for p in target.placements if p.placements}
+    mesh = dt.Mesh(**target.mesh.shape, name="decode")
+    actor = dt.replica(policy, mesh, pins, stages=target.stages or None)  # type: ignore[arg-type]
+    gen = dt.generator(actor, slots=2, length=128, buckets=(128,), prefill=policy)
+    sent: list[int] = []
+    plain = LocalTransport._start
+
+    def counted(self: LocalTransport, rank: int, start: Any, values: Sequence[Tensor]) -> Any:
+        if isinstance(start, Send) and start.label == "transfer":
+            sent.extend(value.nbytes for value in values)
+        return plain(self, rank, start, values)
+
+    rows: list[Row] = []
+    config: Any = policy.module.config
+    layers, heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    patched = mock.patch.object(LocalTransport, "_start", counted)
+    with patched, dt.launch(policy.mesh, actor.mesh):
+        dt.sync(policy, actor)
+        for t in lengths:
+            sent.clear()
+            gen([[1] * t], max_new_tokens=2)
+            exact = 2 * layers * heads * t * dim * 4
+            assert sum(sent) == exact
+            rows.append((f"{here} to {there}", t, sum(sent), exact))
+    return rows
+
+
+def waits(num: int = 3, length: int = 1000) -> list[Row]:
+    """On Ray, the longest and the median time between a text's tokens, in ms, while ``num`` prompts
+    are taken in and until they end."""
+    torch.manual_seed(0)
+    module = Writer(vocab=256, width=128, heads=4, layers=4).eval()
+    module.places = nn.Embedding(2 * length, 128)
+    policy = dt.parallelize(module, dt.Mesh(), {})
+    actor = dt.replica(policy, dt.Mesh(name="decode"))
+    sizes: dict[str, Any] = dict(slots=num + 1, length=length + 300, buckets=(16, length))
+    sides = {
+        "one mesh": dt.generator(actor, **sizes),
+        "apart": dt.generator(actor, prefill=policy, **sizes),
+    }
+    gaps: dict[str, list[float]] = {name: [] for name in sides}
+    prompts = [[n % 250 for n in range(length)] for _ in range(num)]
+    with dt.launch(policy.mesh, actor.mesh, backend="ray"):
+        dt.sync(policy, actor)
+        for name, gen in [*sides.items(), *sides.items(), *sides.items()]:
+            gen([prompts[0], [1, 2]], max_new_tokens=3)
+            gen.submit([1, 2, 3], max_new_tokens=290)
+            for _ in range(10):
+                gen.step()
+            asked = [gen.submit(prompt, max_new_tokens=4) for prompt in prompts]
+            while not all(request.done for request in asked):
+                begun = time.perf_counter()
+                gen.step()
+                gaps[name].append((time.perf_counter() - begun) * 1e3)
+            while not gen.idle:
+                gen.step()
+    return [(n, f"{max(g):.0f}", f"{statistics.median(g):.1f}") for n, g in gaps.items()]
+
+
 def arrivals(num: int, where: str) -> Row:
     """How many requests got something else than alone."""
     rng = random.Random(0)
@@ -294,7 +366,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=12, help="timings of each side")
-    parser.add_argument("--only", choices=("torch", "ray", "counts"))
+    parser.add_argument("--only", choices=("torch", "ray", "counts", "apart"))
     parser.add_argument("--arrivals", type=int, metavar="N", help="only N random requests")
     parser.add_argument("--where", default="single", help="of --arrivals: single, tp2, dp2, ...")
     parser.add_argument("--write", action="store_true", help="put it into benchmarks/results")
@@ -315,6 +387,12 @@ def main() -> int:
         texts.append(f"Llama, 4 layers\n\n{table(head, [on_ray(d) for d in (64, 512)])}")
     if options.only in (None, "counts"):
         texts.append(table(("what", "number"), [captures(), messages(), arrivals(100, "single")]))
+    if options.only in (None, "apart"):
+        head = ("prefill to decode", "tokens of the prompt", "bytes sent", "2 layers heads t dim 4")
+        pairs = (("tp2", "tp2"), ("tp2", "single"), ("pp2", "tp2"))
+        texts.append(table(head, [row for pair in pairs for row in sent_between(*pair)]))
+        head = ("three prompts of 1000 meanwhile", "longest wait for a token, ms", "median, ms")
+        texts.append(table(head, waits()))
     text = "\n\n".join(texts)
     print(text)
     if options.write:

@@ -20,7 +20,7 @@ are the same cutting and joining for a controller that carries the blocks itself
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -65,13 +65,39 @@ Names = Mapping[str, tuple[str, str]]
 
 def sync_program(plan: SyncPlan, size: int, device: torch.device, names: Names) -> Program:
     """The program for a cluster of ``size`` ranks, from state to state."""
-    return _program(plan, size, device, names, state=True)
+    return values_program(plan, size, device, names, state=True)
 
 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
     """The program of one value for a cluster of ``size`` ranks: from input "x" to output "y"."""
     alone = of_transfers("transfer", {"": plan}, bucket_bytes=bucket_bytes(device))
-    return _program(alone, size, device, {"": ("x", "y")}, state=False)
+    return values_program(alone, size, device, {"": ("x", "y")}, state=False)
+
+
+def values_program(
+    plan: SyncPlan,
+    size: int,
+    device: torch.device,
+    names: Names,
+    *,
+    state: bool,
+    also: Collection[int] = (),
+) -> Program:
+    """The program of many values, from state to state or from inputs to outputs. ``also``: ranks
+    that agree besides those that send or are to have something, with what the caller adds."""
+    functions: dict[str, Function] = {}
+    active = {message.source_rank for message in plan.messages}.union(also)
+    active |= {t.target_ranks[i] for t in plan.transfers.values() for i in t.targets}
+    group = tuple(sorted(active)) if plan.messages or also else ()
+    ranks = tuple(
+        _Lines(plan, rank, device, names, functions, group, state).program() for rank in range(size)
+    )
+    return Program(
+        name=f"{plan.what} of {plan.name}" if state else plan.name,
+        ranks=ranks,
+        functions=tuple(functions.items()),
+        stage_of=(0,) * size,
+    )
 
 
 def bucket_bytes(device: torch.device) -> int:
@@ -155,25 +181,7 @@ def placed(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return values
 
 
-# -- the program -----------------------------------------------------------------------------------
-
-
-def _program(
-    plan: SyncPlan, size: int, device: torch.device, names: Names, *, state: bool
-) -> Program:
-    functions: dict[str, Function] = {}
-    active = {message.source_rank for message in plan.messages}
-    active |= {t.target_ranks[i] for t in plan.transfers.values() for i in t.targets}
-    group = tuple(sorted(active)) if plan.messages else ()
-    ranks = tuple(
-        _Lines(plan, rank, device, names, functions, group, state).program() for rank in range(size)
-    )
-    return Program(
-        name=f"sync of {plan.name}" if state else plan.name,
-        ranks=ranks,
-        functions=tuple(functions.items()),
-        stage_of=(0,) * size,
-    )
+# -- one rank's list -------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -294,6 +302,10 @@ class _Lines:
     def _agree(self) -> None:
         """The commit point: before what is to hold is placed."""
         what, words = self._what, (("vote",), ("votes",), (WORD,), (WORD,))
+        if len(self.group) == 1:
+            self.items += (Vote("vote", label=what), Commit("vote", label=what))
+            self.items.append(Free(("vote",), label=what))
+            return
         self.items += (
             Vote("vote", label=what),
             Collective("all_reduce", self.group, *words, "sum", f"{what} agreed", label=what),

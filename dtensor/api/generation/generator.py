@@ -33,14 +33,15 @@ import torch
 from torch import Tensor
 
 from dtensor.api.eager.tensor import DTensor, placed
+from dtensor.api.generation.apart import Apart, check_length, refuse_no_prefill
 from dtensor.api.generation.forwards import evaluating, forward_of
 from dtensor.api.generation.programs import (
-    CACHES,
     axes_of_slots,
     caches_of,
     decode_program,
     live_spec,
     prefill_program,
+    settle_caches,
 )
 from dtensor.api.generation.requests import (
     Eos,
@@ -54,12 +55,14 @@ from dtensor.api.generation.requests import (
     prompts_of,
 )
 from dtensor.api.generation.summary import Summary, summary_of
-from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by
+from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.randomness import Counter, initial_seed, key_of
 from dtensor.api.session import MeshSession, session_for
 from dtensor.errors import PlanningError, check_number, check_word
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.spec.mesh import Mesh
 
 SMALLEST_BUCKET = 16
 
@@ -85,6 +88,7 @@ class Generator:
         sampling: Sampling,
         eos: Eos | Literal["model"],
         ahead: int,
+        prefill: ParallelModule | None = None,
     ) -> None:
         forward = forward_of(model.module, length)
         self.model = model
@@ -99,6 +103,9 @@ class Generator:
         self.caches = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over)
         self._prefill = prefill_program(forward, model.mesh, self.rows_over)
+        self._apart = None
+        if prefill is not None:
+            self._apart = Apart(model, self.caches, forward, length, prefill)
         self._settled = False
         self._asked = Counter()  # requests, for seeds that nobody states
         self._numbers = 0
@@ -110,8 +117,9 @@ class Generator:
         self._events: list[Event] = []  # of what was submitted
 
     def __repr__(self) -> str:
+        apart = "" if self._apart is None else f", prompts on {self._apart.other.mesh}"
         return (
-            f"<generator of {type(self.model.module).__name__} on {self.model.mesh}: "
+            f"<generator of {type(self.model.module).__name__} on {self.model.mesh}{apart}: "
             f"{self.slots} slots of {self.length} positions>"
         )
 
@@ -129,9 +137,28 @@ class Generator:
             size = self.buckets[-1] if bucket is None else bucket
             if size not in self.buckets:
                 raise PlanningError(f"bucket={bucket!r}: the buckets are {list(self.buckets)}")
-            return self._prefill.plan(
-                self.model, self.caches, live, *_asking((0,), 0, size, 0, Sampling())
-            )
+            arguments = _asking((0,), 0, size, 0, Sampling())
+            if self._apart is not None:
+                return self._apart.plan(arguments)
+            return self._prefill.plan(self.model, self.caches, live, *arguments)
+
+    def transfer_plan(
+        self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
+    ) -> SyncPlan:
+        """What is sent of a prompt of ``t`` tokens from the mesh of ``prefill=`` to a slot: the
+        pieces of each layer's keys and values, bytes of each pair of ranks, messages, the price.
+        Nothing is launched.
+
+        Args:
+            ranks: outside a launch, those of the meshes, as in ``dt.launch(..., ranks=ranks)``;
+                by default those of prefill are the first.
+        """
+        if self._apart is None:
+            refuse_no_prefill()
+        check_length(t, slot, min(self.buckets[-1], self.length - 1), self.slots)
+        with evaluating(self.model.module):
+            self._settle()
+        return self._apart.transfer_plan(t, slot, ranks)
 
     def summary(self) -> Summary:
         """Bytes of the cache on each rank, and what a token costs in communication."""
@@ -139,13 +166,9 @@ class Generator:
         return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
 
     def _settle(self) -> None:
-        """Both programs have the caches as decode, which runs most, wants them."""
         if not self._settled:
             live = live_spec(self.model, self.rows, self.rows_over)
-            plan = self._decode.plan(self.model, self.caches, live)
-            found = chosen_by(plan).items()
-            own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
-            self.caches.settle(own, plan.stage_ranks, self.caches.stage_plan)
+            settle_caches(self.caches, self._decode.plan(self.model, self.caches, live))
             self._settled = True
 
     # -- all at once ------------------------------------------------------------------------------
@@ -218,7 +241,8 @@ class Generator:
     @property
     def idle(self) -> bool:
         """Whether no request waits, and none is on its way."""
-        return not (self._waiting or self._flying or any(self._seats))
+        apart = self._apart is not None and self._apart.requests
+        return not (self._waiting or self._flying or any(self._seats) or apart)
 
     def cancel(self, request: TextRequest) -> None:
         """The request gets no more tokens; its slot is free."""
@@ -307,17 +331,25 @@ class Generator:
 
     def _admit(self) -> bool:
         asked = False
+        if self._apart is not None:
+            assert self._live is not None
+            self._apart.admit(self._waiting, self._seats, self._live, self._arguments)
+            return bool(self._apart.requests)
         for row in range(self.slots):
             if self._waiting and self._seats[row] is None:
                 request = self._waiting.popleft()
                 self._seats[row] = request
-                bucket = next(size for size in self.buckets if size >= len(request.prompt))
-                arguments = _asking(request.prompt, row, bucket, request.seed, request.sampling)
+                arguments = self._arguments(request, row)
                 made = self._prefill(self.model, self.caches, self._live, *arguments)
                 self._went(((row, request),), made)
                 self._read(self.ahead)
                 asked = True
         return asked
+
+    def _arguments(self, request: TextRequest, row: int) -> tuple[Tensor, ...]:
+        """Of a prefill after ``live``."""
+        bucket = next(size for size in self.buckets if size >= len(request.prompt))
+        return _asking(request.prompt, row, bucket, request.seed, request.sampling)
 
     def _went(self, of: tuple[tuple[int, TextRequest], ...], made: Mapping[str, DTensor]) -> None:
         assert self._session is not None
@@ -335,6 +367,9 @@ class Generator:
             run = self._flying.popleft()
             if all(request.done for _, request in run.of):
                 continue
+            if self._apart is not None:
+                for _, request in run.of:
+                    self._apart.check(request)
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
             for row, request in run.of:
                 at = row if len(tokens) == self.rows else 0  # a prefill gives one
@@ -344,11 +379,16 @@ class Generator:
 
     def _enter(self) -> None:
         """The session that runs now; caches begin anew on another one."""
+        if self._apart is not None:
+            self._apart.check_launched()
         session = session_for(self.model.mesh)
         if session is self._session and not session.closed:
             return
         begun = {id(r) for run in self._flying for _, r in run.of if not r.done}
         begun |= {id(r) for r in self._seats if r is not None}
+        if self._apart is not None:
+            begun |= {id(r) for r in self._apart.requests}
+            self._apart.enter()
         self._session = session
         self.caches.initial.holders.clear()  # zeros again: what was there ended with its launch
         spec = live_spec(self.model, self.rows, self.rows_over)
@@ -365,6 +405,8 @@ class Generator:
         for request in known:
             if request is not None and not request.done:
                 request.reason = "dropped"
+        if self._apart is not None:
+            self._apart.clear()
         self._session = self._live = None
         self._flying.clear()
         self._waiting.clear()
@@ -382,6 +424,7 @@ def generator(
     top_p: float = 1.0,
     eos: Eos | Literal["model"] = "model",
     ahead: int = 0,
+    prefill: ParallelModule | None = None,
 ) -> Generator:
     """Texts from a parallelized model: of transformers as it is, or with ``forward(tokens, cache,
     pos)`` (docs/generation.md).
@@ -395,6 +438,8 @@ def generator(
         eos: the token or tokens that end a text; "model": those of a Hugging Face model's
             generation_config, none of another's.
         ahead: runs that may be under way when a result is read.
+        prefill: the same model on another mesh of the launch, where prompts are taken in: a replica
+            of it or of its policy, or the policy. What is live of its caches is sent to the slot.
 
     Raises PlanningError for a model whose cache is more than keys and values, by name.
     """
@@ -404,7 +449,8 @@ def generator(
     check_number("length", length, least=2, whole=True, fix=fix)
     check_number("ahead", ahead, least=0, whole=True, fix="ahead=2")
     how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return Generator(model, slots, length, _buckets(buckets, length), how, eos, ahead)
+    sizes = _buckets(buckets, length)
+    return Generator(model, slots, length, sizes, how, eos, ahead, prefill)
 
 
 def _buckets(buckets: object, length: int) -> tuple[int, ...]:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from dtensor.api.compiled import CompiledFunction, compile
 from dtensor.api.generation.caches import Decoding, Prefill, Slots
 from dtensor.api.generation.forwards import Forward
-from dtensor.api.parallel import ParallelModule, parallelize
+from dtensor.api.parallel import ParallelModule, chosen_by, parallelize
 from dtensor.api.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
+from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import dealt
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Replicate, Row
@@ -119,6 +120,13 @@ def caches_of(
     caches = parallelize(slots, model.mesh, {"*": over} if over else {}, init=build)
     caches.stage_plan = _stages_of_caches(model.stage_plan, forward)
     return caches
+
+
+def settle_caches(caches: ParallelModule, decode: Plan) -> None:
+    """All programs have the caches as decode, which runs most, wants them."""
+    found = chosen_by(decode).items()
+    own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
+    caches.settle(own, decode.stage_ranks, caches.stage_plan)
 
 
 def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:

@@ -80,12 +80,14 @@ class SyncMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """See the module docstring. ``transfers``: each value's, by label; it prints its pieces."""
+    """See the module docstring. ``transfers``: each value's, by label; it prints its pieces;
+    ``what``: it is, to who reads it."""
 
     name: str
     transfers: Mapping[str, TransferPlan]
     messages: tuple[SyncMessage, ...]
     topology: Topology
+    what: str = "sync"
 
     @property
     def bytes_sent(self) -> int:
@@ -112,7 +114,8 @@ class SyncPlan:
         return busiest_seconds(sent, self.topology, self._meshes())
 
     def __repr__(self) -> str:
-        return f"<sync of {self.name}: {len(self.transfers)} values, {self.bytes_sent:,} bytes>"
+        num, sent = len(self.transfers), self.bytes_sent
+        return f"<{self.what} of {self.name}: {num} values, {sent:,} bytes>"
 
     def __str__(self) -> str:
         meshes = " -> ".join(map(str, self._meshes()))
@@ -125,7 +128,7 @@ class SyncPlan:
         most = max(out.values(), default=0), max(into.values(), default=0)
         return "\n".join(
             [
-                f"sync of {self.name}: {_count(len(self.transfers), 'value')}, {meshes}",
+                f"{self.what} of {self.name}: {_count(len(self.transfers), 'value')}, {meshes}",
                 "",
                 *_aligned(list(self._value_rows()), "<<<<>"),
                 "",

@@ -1,0 +1,457 @@
+"""Prompts on one mesh, decoding on another: what lies between, for `generator(..., prefill=other)`.
+
+    apart = Apart(model, caches, forward, 256, other)      # two meshes of one launch
+    apart.admit(waiting, seats, live, arguments)           # prefills, sends, seats whom it can
+    print(apart.transfer_plan(13, slot=0))                 # who sends what to whom
+
+The other model has caches of ``ROWS`` rows on its mesh, and the same program of prefill. A request
+
+    waits -> is in a row there -> its first token has been read -> is in a slot here, and decodes
+
+Its keys and values go from the row to the slot as far as they are live: [1, heads, t, head dim] of
+each layer's keys and of its values, t being the prompt's length, each element once to each rank
+that keeps it. That is one verified program (runtime/cache_rows.py), which writes zeros behind them
+too, so that nothing of an earlier request is left. The token, its position, the request's seed and
+what it is sampled with come from the controller, with the call.
+
+Nobody waits for a prefill while others decode: it is read when it has ended, or when there is
+nothing else to do. One runs at a time, and nothing is sent while one does, for that would wait
+behind it: so the mesh that decodes waits for no more than a transfer.
+
+Invariants: a request's tokens do not depend on when its prefill was seen to have ended; requests
+are seated in the order in which they came, and who ends with the first token is never sent.
+Programs are made for a prompt's length and for which ranks give and take, not for rows, and
+``MOST_LOADED`` of them are kept, those that ran last; nothing is captured for them.
+Not here: how slots decode (generator.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dtensor.api.away import ONE_AT_A_TIME
+from dtensor.api.eager.run import changed, lend
+from dtensor.api.eager.tensor import DTensor
+from dtensor.api.generation.forwards import Forward, evaluating, forward_of
+from dtensor.api.generation.programs import (
+    axes_of_slots,
+    caches_of,
+    decode_program,
+    prefill_program,
+    settle_caches,
+)
+from dtensor.api.generation.requests import TextRequest
+from dtensor.api.kept import Keeping, kept
+from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.parallel import ParallelModule, check_parallel
+from dtensor.api.session import MeshSession, launched, session_for
+from dtensor.api.several_meshes import listed, ranks_of_meshes
+from dtensor.daft import DaftError, Future, Handle, Stored
+from dtensor.errors import PlanningError, check_number
+from dtensor.runtime.between_meshes import bucket_bytes
+from dtensor.runtime.cache_rows import FROM, TO, RowTables, row_program
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE, Shard
+from dtensor.sharding.spec.spec import TensorSpec
+
+ROWS = 2
+"""Of the caches on the mesh of prefill: one is filled while another waits for a slot."""
+MOST_LOADED = 64
+"""Programs of transfers."""
+
+Arguments = Callable[[TextRequest, int], tuple[Tensor, ...]]
+"""Of a prefill of a request into a row, after ``live``."""
+
+
+@dataclass(slots=True)
+class _Prefilled:
+    """A request in a row of the other mesh's caches. ``first``: its token, once it was read."""
+
+    request: TextRequest
+    row: int
+    token: DTensor
+    logprob: DTensor
+    first: int | None = None
+
+
+class Apart:
+    """See the module docstring. ``model`` and ``caches`` are those that decode."""
+
+    def __init__(
+        self,
+        model: ParallelModule,
+        caches: ParallelModule,
+        forward: Forward,
+        length: int,
+        other: ParallelModule,
+    ) -> None:
+        _check_other(model, other)
+        theirs = forward_of(other.module, length)
+        _check_same(forward, theirs, other)
+        self.model, self.caches, self.other, self.length = model, caches, other, length
+        over = axes_of_slots(other)
+        pieces = math.prod(other.mesh.axis_size(axis) for axis in over)
+        self.rows = -(-ROWS // pieces) * pieces
+        slots = caches.module.get_buffer("request").shape[0]
+        here = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
+        self._together = self.rows // pieces, slots // here  # rows that lie on the same ranks
+        self.own = caches_of(other, theirs, self.rows, length, over)
+        self._decode = decode_program(theirs, other.mesh, over)  # planned, and never run
+        self._prefill = prefill_program(theirs, other.mesh, over)
+        self._settled = False
+        self._nowhere = torch.zeros(self.rows, 2, dtype=torch.int64)  # what decodes next there
+        self._here: MeshSession | None = None
+        self._there: MeshSession | None = None
+        self._free: deque[int] = deque(range(self.rows))
+        self._under_way: deque[_Prefilled] = deque()
+        self._sent: dict[TextRequest, Future] = {}  # transfers that nobody has looked at
+        self._programs: OrderedDict[tuple[int, ...], Handle] = OrderedDict()
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def plan(self, arguments: tuple[Tensor, ...]) -> Plan:
+        """Of prefill, as its mesh has it."""
+        with evaluating(self.other.module):
+            self._settle()
+            return self._prefill.plan(self.other, self.own, self._nowhere, *arguments)
+
+    def transfer_plan(
+        self, length: int, slot: int, ranks: Mapping[Mesh, Sequence[int]] | None = None
+    ) -> SyncPlan:
+        """From the first row; the caches that decode are settled."""
+        with evaluating(self.other.module):
+            self._settle()
+        if launched() is None:
+            places = ranks_of_meshes((self.other.mesh, self.model.mesh), ranks)
+            numbers, cpu = (places[self.other.mesh], places[self.model.mesh]), torch.device("cpu")
+            return self._planned(length, 0, slot, (kept(self.own, None), kept(self.caches, None)),
+                                 numbers, cpu)  # fmt: skip
+        if ranks is not None:
+            raise PlanningError(
+                "ranks= says where the meshes would be, and a launch is running, which has them.\n"
+                "fix: leave ranks out"
+            )
+        here, there = self._sessions()
+        device = here.cluster.device
+        return self._planned(
+            length, 0, slot, self._kept(here, there), (here.ranks, there.ranks), device
+        )
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[TextRequest]:
+        """Those that have no slot yet, and are not done."""
+        return [at.request for at in self._under_way if not at.request.done]
+
+    def enter(self) -> None:
+        """A launch begins, or begins anew."""
+        here, there = self._sessions()
+        if here is not self._here or there is not self._there:
+            self._programs.clear()
+        self._here, self._there = here, there
+        self.own.initial.holders.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """Nobody is under way."""
+        if self._here is not None and not self._here.closed:
+            self._here.resident(self.own).unsaved = False
+        for at in self._under_way:
+            if not at.request.done:
+                at.request.reason = "dropped"
+        self._under_way.clear()
+        self._sent.clear()
+        self._free = deque(range(self.rows))
+
+    def admit(
+        self,
+        waiting: deque[TextRequest],
+        seats: list[TextRequest | None],
+        live: Tensor,
+        arguments: Arguments,
+    ) -> None:
+        """Prefills for who waits, as far as there are rows, and seats who can be.
+
+        ``live``: int64[rows, 2] on the mesh that decodes, or on the controller; its rows of those
+        who are seated are changed in place.
+        """
+        self._sent = {request: run for request, run in self._sent.items() if not request.done}
+        with evaluating(self.other.module):
+            self._settle()
+            while self._seat(seats, live) and waiting and self._free:
+                self._begin(waiting[0], self._free[0], arguments)
+                waiting.popleft(), self._free.popleft()
+
+    def check(self, request: TextRequest) -> None:
+        """Raises where its transfer has failed; waits for that."""
+        run = self._sent.pop(request, None)
+        if run is not None:
+            self._checked(run)
+
+    def _begin(self, request: TextRequest, row: int, arguments: Arguments) -> None:
+        # a policy has no versions: its weights are those of the newest one, or newer
+        versioned = self.other if self.other.source is not None else self.model
+        given = arguments(request, row)
+        made: Any = self._prefill(self.other, self.own, self._nowhere, *given)
+        assert self._here is not None
+        self._here.resident(self.own).unsaved = False
+        request.versions.append(versioned.version)
+        self._under_way.append(_Prefilled(request, row, made["token"], made["logprob"]))
+
+    def _seat(self, seats: list[TextRequest | None], live: Tensor) -> bool:
+        """Whom there are slots for, if no prefill runs; whether none does."""
+        if not self._under_way:
+            return True
+        last = self._under_way[-1]
+        if last.first is None:
+            if any(seats) and not _ended(last.token):
+                return False
+            last.first = int(last.token.full_tensor())
+            last.request.took(last.first, float(last.logprob.full_tensor()))
+        while self._under_way:
+            at = self._under_way[0]
+            if not at.request.done:
+                if None not in seats:
+                    break
+                slot = seats.index(None)
+                self._send(at, slot, live)
+                seats[slot] = at.request
+            self._free.append(self._under_way.popleft().row)
+        return True
+
+    def _settle(self) -> None:
+        """The caches lie as decode would have them there, so that the one program of prefill is
+        that of a generator on its mesh."""
+        if not self._settled:
+            settle_caches(self.own, self._decode.plan(self.other, self.own, self._nowhere))
+            self._settled = True
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def _send(self, at: _Prefilled, slot: int, live: Tensor) -> None:
+        here, there = self._here, self._there
+        assert here is not None and there is not None and at.first is not None
+        request, shards = at.request, live if isinstance(live, DTensor) else None
+        length = len(request.prompt)
+        how = request.sampling
+        now = torch.tensor([[at.first, length]])
+        fed: dict[str, object] = {
+            "request": torch.tensor([[request.seed, how.top_k]]),
+            "knobs": torch.tensor([[how.temperature, how.top_p]], dtype=torch.float32),
+            "now": now,
+        }
+        with ONE_AT_A_TIME:
+            resident = there.resident(self.caches)
+            resident.settle()
+            there.hold(self.caches, kept(self.caches, resident))
+            if shards is not None:
+                lend([shards], (0,))
+                fed["live"] = Stored(inner_name(there, shards.name))
+            handle = self._program(length, at.row, slot, on_ranks=shards is not None)
+            fed[FROM], fed[TO] = at.row % self._together[0], slot % self._together[1]
+            own = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
+            run = there.launch.cluster.run(handle, own, mode=there.mode)
+            labels = frozenset(label for label, _ in self.caches.module.named_buffers())
+            there.wrote([(self.caches, labels)])
+            resident.unsaved = False
+            if shards is None:
+                live[slot] = now[0]
+            else:
+                changed([shards], (0,), run)
+        if there.at_once:
+            self._checked(run)
+        else:
+            self._sent[request] = run
+
+    def _checked(self, run: Future) -> None:
+        assert self._there is not None
+        try:
+            run.check()
+        except DaftError as error:
+            raise self._there.told(error) from error.__cause__
+
+    def _program(self, length: int, row: int, slot: int, *, on_ranks: bool) -> Handle:
+        """``on_ranks``: what decodes next is there, too."""
+        here, there = self._here, self._there
+        assert here is not None and there is not None
+        key = length, row // self._together[0], slot // self._together[1]
+        if key in self._programs:
+            self._programs.move_to_end(key)
+            return self._programs[key]
+        numbers, cluster = (here.ranks, there.ranks), there.launch.cluster
+        keeping = self._kept(here, there)
+        plan = self._planned(length, row, slot, keeping, numbers, cluster.device)
+        source, target = here.resident(self.own), there.resident(self.caches)
+        names = {
+            label: (
+                inner_name(here, source.name(label)),
+                inner_name(there, target.name(label)),
+            )
+            for label in plan.transfers
+        }
+        tables = {
+            numbers[1][rank]: RowTables(
+                {
+                    inner_name(there, target.name(name)): name
+                    for name in ("request", "knobs")
+                    if rank in keeping[1][name][1]
+                },
+                {"live": "now"} if on_ranks else {},
+            )
+            for rank in _with_row(keeping[1]["request"][0], range(self.model.mesh.size), slot)
+        }
+        program = row_program(
+            plan, cluster.size, cluster.device, names, length=length, tables=tables
+        )
+        while len(self._programs) >= MOST_LOADED:
+            cluster.unload(self._programs.popitem(last=False)[1])
+        self._programs[key] = load_across(cluster, program)
+        return self._programs[key]
+
+    def _planned(
+        self,
+        length: int,
+        row: int,
+        slot: int,
+        keeping: tuple[Keeping, Keeping],
+        numbers: tuple[tuple[int, ...], tuple[int, ...]],
+        device: torch.device,
+    ) -> SyncPlan:
+        values: dict[str, tuple[Side, Side]] = {}
+        for label, (spec, _) in keeping[0].items():
+            if len(spec.shape) == 4:  # and not what goes with the call
+                sides = [
+                    Side(_region(own[label][0], length), _with_row(*own[label], at), ranks)
+                    for own, at, ranks in zip(keeping, (row, slot), numbers, strict=True)
+                ]
+                values[label] = sides[0], sides[1]
+        num = f"{length} position{'s' * (length != 1)}"
+        name = f"{num} of {type(self.model.module).__name__}'s caches"
+        plan = plan_sync(name, values, bucket_bytes=bucket_bytes(device))
+        return replace(plan, what="transfer")
+
+    def _kept(self, here: MeshSession, there: MeshSession) -> tuple[Keeping, Keeping]:
+        source = kept(self.own, here.residents.get(id(self.own)))
+        return source, kept(self.caches, there.residents.get(id(self.caches)))
+
+    def _sessions(self) -> tuple[MeshSession, MeshSession]:
+        self.check_launched()
+        return session_for(self.other.mesh), session_for(self.model.mesh)
+
+    def check_launched(self) -> None:
+        """PlanningError where the running launch does not have both meshes."""
+        running, meshes = launched(), (self.other.mesh, self.model.mesh)
+        places = {} if running is None else running.launch.places
+        if not places.keys() >= set(meshes):
+            raise PlanningError(
+                f"prompts are prefilled on {meshes[0]} and decoded on {meshes[1]}, which needs a "
+                f"launch that has the ranks of both; "
+                f"{f'the running one has {listed(places)}' if places else 'none is running'}.\n"
+                f"fix: with dt.launch({meshes[0]!r}, {meshes[1]!r}): ..."
+            )
+
+
+def _region(spec: TensorSpec, length: int) -> TensorSpec:
+    """Of a row of caches [rows, heads, positions, dim], its first positions: [1, heads, length,
+    dim]."""
+    for axis, placement in spec.sharding.items():
+        if isinstance(placement, Shard) and placement.dim == 2:
+            raise PlanningError(
+                f"caches are kept as {spec}: {axis} splits their positions, and what is sent of "
+                f"them are those that are live.\n"
+                f"fix: placements of the model by which {axis} splits heads, or nothing"
+            )
+    rowless = tuple(
+        REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in spec.placements
+    )
+    heads, dim = spec.shape[1], spec.shape[3]
+    return TensorSpec((1, heads, length, dim), spec.dtype, spec.mesh, rowless)
+
+
+def _with_row(spec: TensorSpec, ranks: Sequence[int], row: int) -> tuple[int, ...]:
+    """Of the ranks that keep caches, those that have this row of them."""
+    mesh = spec.mesh
+    return tuple(
+        rank
+        for rank in ranks
+        if any(low <= row < high for low, high in spec.intervals(0, mesh.coordinates(rank)))
+    )
+
+
+def _ended(x: DTensor) -> bool:
+    """Whether the run that makes it has, or has failed."""
+    returned = x.value().returned
+    return returned is None or returned.run.done()
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def check_length(length: object, slot: object, most: int, slots: int) -> None:
+    """Of what `Generator.transfer_plan` is asked."""
+    check_number("t", length, least=1, whole=True, fix="gen.transfer_plan(13)")
+    check_number("slot", slot, least=0, whole=True, fix="gen.transfer_plan(13, slot=0)")
+    assert isinstance(length, int) and isinstance(slot, int)
+    if length > most or slot >= slots:
+        raise PlanningError(
+            f"t={length}, slot={slot}: a prompt has at most {most} tokens here, and the slots are "
+            f"0 to {slots - 1}.\nfix: gen.transfer_plan({min(length, most)})"
+        )
+
+
+def refuse_no_prefill() -> NoReturn:
+    raise PlanningError(
+        "this generator prefills where it decodes, and nothing is sent between meshes.\n"
+        "fix: dt.generator(model, slots=..., length=..., prefill=other), with a replica of the "
+        "model on another mesh"
+    )
+
+
+def _check_other(model: ParallelModule, other: object) -> None:
+    if not isinstance(other, ParallelModule):
+        check_parallel("prefill=", other)
+        return
+    if other.mesh == model.mesh:
+        named = ", ".join(f"{axis}={size}" for axis, size in model.mesh.shape.items())
+        name = "prompts" if model.mesh.name != "prompts" else "prefill"
+        mesh = f'dt.Mesh({named}{", " * bool(named)}name="{name}")'
+        raise PlanningError(
+            f"prefill= is a model on {other.mesh}, where the generator's is too.\n"
+            f"fix: leave prefill out, or dt.replica(model, {mesh}, placements)"
+        )
+    ours, theirs = (m.source or m for m in (model, other))
+    fix = "dt.replica(model, mesh, placements), and dt.sync(model, replica) in the launch"
+    if ours.module is not theirs.module:
+        raise PlanningError(
+            f"prefill= is a {type(other.module).__name__} on {other.mesh}, and of another module "
+            f"than the generator's {type(model.module).__name__} on {model.mesh}.\nfix: {fix}"
+        )
+    if other.source is None and model.source is None:
+        raise PlanningError(
+            f"one {type(model.module).__name__} is parallelized on {model.mesh} and again on "
+            f"{other.mesh}, and its values are on one mesh at a time.\nfix: {fix}"
+        )
+
+
+def _check_same(forward: Forward, theirs: Forward, other: ParallelModule) -> None:
+    ours, found = (
+        {"vocabulary": f.vocabulary, **{f"layer {n}": shape for n, shape in f.layers.items()}}
+        for f in (forward, theirs)
+    )
+    for what in dict.fromkeys((*ours, *found)):
+        if ours.get(what) != found.get(what):
+            raise PlanningError(
+                f"the caches of the two models differ: {what} is {ours.get(what)} where tokens are "
+                f"decoded, and {found.get(what)} on {other.mesh}, where prompts are.\n"
+                f"fix: make the replica anew, after the module was changed"
+            )
