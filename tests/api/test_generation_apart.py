@@ -182,7 +182,8 @@ def test_nothing_depends_on_when_a_prefill_ends(
                         gen.cancel(dropped[-1])
             gen.step()
         assert gen._apart is not None
-        gen._apart.admit(gen._waiting, gen._seats, torch.zeros(0), gen._arguments)
+        assert gen._live is not None
+        gen._apart.admit(gen._waiting, gen._seats, gen._live, gen._arguments)
         assert sorted(gen._apart._free) == [0, 1] and not gen._apart._under_way
         for request, options in zip(requests, asked, strict=True):
             if request.reason != "dropped":
@@ -252,7 +253,8 @@ def test_versions_of_tokens() -> None:
     mixed = dt.generator(actor, slots=1, length=40, buckets=(8,), prefill=policy)
     with dt.launch(train, prompts, play):
         dt.sync(policy, reader)
-        dt.sync(policy, actor), dt.sync(policy, actor), dt.sync(policy, actor)
+        for _ in range(3):
+            dt.sync(policy, actor)
         request = gen.submit([5], max_new_tokens=4)
         gen.step()
         dt.sync(policy, actor)

@@ -177,20 +177,21 @@ class Apart:
         self,
         waiting: deque[TextRequest],
         seats: list[TextRequest | None],
-        live: Tensor,
+        live: DTensor,
         arguments: Arguments,
     ) -> None:
         """Prefills for who waits, as far as there are rows, and seats who can be.
 
-        ``live``: int64[rows, 2] on the mesh that decodes, or on the controller; its rows of those
-        who are seated are changed in place.
+        ``live``: int64[rows, 2] on the mesh that decodes; its rows of those who are seated are
+        changed in place.
         """
         self._sent = {request: run for request, run in self._sent.items() if not request.done}
         with evaluating(self.other.module):
             self._settle()
             while self._seat(seats, live) and waiting and self._free:
                 self._begin(waiting[0], self._free[0], arguments)
-                waiting.popleft(), self._free.popleft()
+                waiting.popleft()
+                self._free.popleft()
 
     def check(self, request: TextRequest) -> None:
         """Raises where its transfer has failed; waits for that."""
@@ -208,7 +209,7 @@ class Apart:
         request.versions.append(versioned.version)
         self._under_way.append(_Prefilled(request, row, made["token"], made["logprob"]))
 
-    def _seat(self, seats: list[TextRequest | None], live: Tensor) -> bool:
+    def _seat(self, seats: list[TextRequest | None], live: DTensor) -> bool:
         """Whom there are slots for, if no prefill runs; whether none does."""
         if not self._under_way:
             return True
@@ -238,36 +239,29 @@ class Apart:
 
     # -- transfers --------------------------------------------------------------------------------
 
-    def _send(self, at: _Prefilled, slot: int, live: Tensor) -> None:
+    def _send(self, at: _Prefilled, slot: int, live: DTensor) -> None:
         here, there = self._here, self._there
         assert here is not None and there is not None and at.first is not None
-        request, shards = at.request, live if isinstance(live, DTensor) else None
-        length = len(request.prompt)
-        how = request.sampling
-        now = torch.tensor([[at.first, length]])
+        request, length, how = at.request, len(at.request.prompt), at.request.sampling
         fed: dict[str, object] = {
+            "now": torch.tensor([[at.first, length]]),
             "request": torch.tensor([[request.seed, how.top_k]]),
             "knobs": torch.tensor([[how.temperature, how.top_p]], dtype=torch.float32),
-            "now": now,
         }
         with ONE_AT_A_TIME:
             resident = there.resident(self.caches)
             resident.settle()
             there.hold(self.caches, kept(self.caches, resident))
-            if shards is not None:
-                lend([shards], (0,))
-                fed["live"] = Stored(inner_name(there, shards.name))
-            handle = self._program(length, at.row, slot, on_ranks=shards is not None)
+            lend([live], (0,))
+            fed["live"] = Stored(inner_name(there, live.name))
+            handle = self._program(length, at.row, slot)
             fed[FROM], fed[TO] = at.row % self._together[0], slot % self._together[1]
             own = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
             run = there.launch.cluster.run(handle, own, mode=there.mode)
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
             there.wrote([(self.caches, labels)])
             resident.unsaved = False
-            if shards is None:
-                live[slot] = now[0]
-            else:
-                changed([shards], (0,), run)
+            changed([live], (0,), run)
         if there.at_once:
             self._checked(run)
         else:
@@ -280,8 +274,7 @@ class Apart:
         except DaftError as error:
             raise self._there.told(error) from error.__cause__
 
-    def _program(self, length: int, row: int, slot: int, *, on_ranks: bool) -> Handle:
-        """``on_ranks``: what decodes next is there, too."""
+    def _program(self, length: int, row: int, slot: int) -> Handle:
         here, there = self._here, self._there
         assert here is not None and there is not None
         key = length, row // self._together[0], slot // self._together[1]
@@ -299,17 +292,9 @@ class Apart:
             )
             for label in plan.transfers
         }
-        tables = {
-            numbers[1][rank]: RowTables(
-                {
-                    inner_name(there, target.name(name)): name
-                    for name in ("request", "knobs")
-                    if rank in keeping[1][name][1]
-                },
-                {"live": "now"} if on_ranks else {},
-            )
-            for rank in _with_row(keeping[1]["request"][0], range(self.model.mesh.size), slot)
-        }
+        state = {inner_name(there, target.name(name)): name for name in ("request", "knobs")}
+        sampling = _with_row(*keeping[1]["request"], slot)  # where `live` is, too
+        tables = {numbers[1][rank]: RowTables(state, {"live": "now"}) for rank in sampling}
         program = row_program(
             plan, cluster.size, cluster.device, names, length=length, tables=tables
         )
