@@ -17,6 +17,7 @@ written before all ranks have agreed that all have all; then the row is the othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +26,9 @@ import torch
 
 from dtensor.daft import Call, Free, Function, Instruction, Program, RankProgram
 from dtensor.runtime.between_meshes import Names, values_program
+from dtensor.sharding.redistribute.between_meshes import TransferPlan, box_of
 from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.spec.shards import shape_of
 
 FROM, TO = "from row", "to row"
 """The inputs that say which row, counted in the rank's own part of the caches: of the ranks that
@@ -78,6 +81,7 @@ def row_program(
             items.append(Call(called, read, (), tuple(written), label=_WHAT))
         if given or taken:
             items.append(Free((*given, *taken), label=_WHAT))
+        sizes = [(f"cut {n}", _nbytes(t, rank)) for n, t in plan.transfers.items()]
         fed = [*([FROM] if given else []), *([TO] if taken or written else []), *tabled.inputs]
         ranks.append(
             replace(
@@ -86,6 +90,7 @@ def row_program(
                 inputs=(*fed, *dict.fromkeys(written.values())),
                 outputs=(),
                 state=tuple(dict.fromkeys((*given.values(), *taken.values(), *tabled.state))),
+                nbytes=(*own.nbytes, *(item for item in sizes if item[0] in given)),
                 changed=tuple(tabled.inputs),
             )
         )
@@ -128,6 +133,14 @@ def _called(
 ) -> str:
     functions[name] = Function.of(fn, name)
     return name
+
+
+def _nbytes(plan: TransferPlan, rank: int) -> int:
+    """Of what the cluster's rank has of the source; 0 where it has nothing."""
+    if rank not in plan.source_ranks:
+        return 0
+    box = box_of(plan.source, plan.source_ranks.index(rank))
+    return math.prod(shape_of(box)) * plan.source.dtype.itemsize
 
 
 def _is_read(name: str, own: RankProgram) -> bool:

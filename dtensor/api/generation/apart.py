@@ -158,9 +158,9 @@ class Apart:
         here, there = self._sessions()
         if here is not self._here or there is not self._there:
             self._programs.clear()
+        self.clear()
         self._here, self._there = here, there
         self.own.initial.holders.clear()
-        self.clear()
 
     def clear(self) -> None:
         """Nobody is under way."""

@@ -81,7 +81,7 @@ class SyncMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
     """See the module docstring. ``transfers``: each value's, by label; it prints its pieces;
-    ``what``: it is, to who reads it."""
+    ``what``: the word for it, "sync" or "transfer"."""
 
     name: str
     transfers: Mapping[str, TransferPlan]
