@@ -7,10 +7,10 @@
     request = gen.submit(prompt); gen.step()           # continuous batching by the caller
 
 Two programs take the model as it is on the ranks, and a module of the generator's own that has the
-caches alone: *prefill* (one prompt, padded to a bucket, into one slot) and *decode* (one token of
-every slot). What the next decode needs (``live``: each slot's last token and its position) is a
-result of the one before. The controller reads tokens to see who has stopped, up to ``ahead`` runs
-late: what a slot has made after its stop is dropped, and the slot waits.
+caches alone: *prefill* (``prefill_batch`` prompts, padded to a bucket, into slots) and *decode*
+(one token of every slot). What the next decode needs (``live``: each slot's last token and its
+position) is a result of the one before. The controller reads tokens to see who has stopped, up to
+``ahead`` runs late: what a slot has made after its stop is dropped, and the slot waits.
 
 The caches lie as the model does: slots over every axis that splits no weight, heads as the planner
 splits them with the attention's projections, each layer's on the stage of its attention.
@@ -62,15 +62,19 @@ from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.
 from dtensor.sharding.plan.plan import Plan
 
 SMALLEST_BUCKET = 16
+WHOLE = 16
+"""Positions that fill a CPU's vectors, four of 16 numbers, where widths are multiples of 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One that was asked for: the requests that it makes a token of, with the row of each."""
+    """One that was asked for: the requests that it makes a token of, with the row of each.
+    ``whole``: it makes one of every row, else of these in their order."""
 
     of: tuple[tuple[int, TextRequest], ...]
     token: DTensor
     logprob: DTensor
+    whole: bool
 
 
 class Generator:
@@ -85,10 +89,12 @@ class Generator:
         sampling: Sampling,
         eos: Eos | Literal["model"],
         ahead: int,
+        prefill_batch: int = 1,
     ) -> None:
         forward = forward_of(model.module, length)
         self.model = model
         self.slots, self.length, self.buckets, self.ahead = slots, length, tuple(buckets), ahead
+        self.prefill_batch = prefill_batch
         self.sampling, self.eos = sampling, eos_of(eos, forward.eos)
         self.vocabulary = forward.vocabulary
         self.rows_over = axes_of_slots(model)
@@ -129,9 +135,8 @@ class Generator:
             size = self.buckets[-1] if bucket is None else bucket
             if size not in self.buckets:
                 raise PlanningError(f"bucket={bucket!r}: the buckets are {list(self.buckets)}")
-            return self._prefill.plan(
-                self.model, self.caches, live, *_asking((0,), 0, size, 0, Sampling())
-            )
+            asked = self._filled([_asking((0,), 0, self._width(size), 0, Sampling())])
+            return self._prefill.plan(self.model, self.caches, live, *asked)
 
     def summary(self) -> Summary:
         """Bytes of the cache on each rank, and what a token costs in communication."""
@@ -299,32 +304,54 @@ class Generator:
                 sitting = tuple((row, r) for row, r in enumerate(self._seats) if r is not None)
                 if sitting:
                     made = self._decode(self.model, self.caches, self._live)
-                    self._went(sitting, made)
+                    self._went(sitting, made, whole=True)
                 self._read(self.ahead if asked or sitting else 0)
         except BaseException:
             self._clear()
             raise
 
     def _admit(self) -> bool:
-        asked = False
+        """Those who came first sit, as many as there are free slots; those of one bucket enter
+        together."""
+        entering: dict[int, list[tuple[int, TextRequest]]] = {}
         for row in range(self.slots):
             if self._waiting and self._seats[row] is None:
-                request = self._waiting.popleft()
-                self._seats[row] = request
+                request = self._seats[row] = self._waiting.popleft()
                 bucket = next(size for size in self.buckets if size >= len(request.prompt))
-                arguments = _asking(request.prompt, row, bucket, request.seed, request.sampling)
-                made = self._prefill(self.model, self.caches, self._live, *arguments)
-                self._went(((row, request),), made)
+                entering.setdefault(bucket, []).append((row, request))
+        for bucket, group in entering.items():
+            for first in range(0, len(group), self.prefill_batch):
+                some = group[first : first + self.prefill_batch]
+                width = self._width(bucket)
+                asked = [_asking(r.prompt, row, width, r.seed, r.sampling) for row, r in some]
+                made = self._prefill(self.model, self.caches, self._live, *self._filled(asked))
+                self._went(tuple(some), made, whole=False)
                 self._read(self.ahead)
-                asked = True
-        return asked
+        return bool(entering)
 
-    def _went(self, of: tuple[tuple[int, TextRequest], ...], made: Mapping[str, DTensor]) -> None:
+    def _width(self, bucket: int) -> int:
+        """Of a prefill. Torch computes silu and others of the last elements of a tensor in another
+        way, where they do not fill its vectors: not so the last one's of several prompts."""
+        return bucket if self.prefill_batch == 1 else -(-bucket // WHOLE) * WHOLE
+
+    def _filled(self, asked: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The arguments of one prefill, always of one shape: the first fills up what is free, and
+        writes again what it writes."""
+        asked = asked + asked[:1] * (self.prefill_batch - len(asked))
+        return tuple(torch.cat(column) for column in zip(*asked, strict=True))
+
+    def _went(
+        self,
+        of: tuple[tuple[int, TextRequest], ...],
+        made: Mapping[str, DTensor],
+        *,
+        whole: bool,
+    ) -> None:
         assert self._session is not None
         self._live = made["live"]
         # of no worth once the launch has ended: no warning that they were not gathered
         self._session.resident(self.caches).unsaved = False
-        self._flying.append(_Run(of, made["token"], made["logprob"]))
+        self._flying.append(_Run(of, made["token"], made["logprob"], whole))
         for row, request in of:
             request.versions.append(self.model.version)
             if len(request.versions) == request.most:
@@ -336,8 +363,8 @@ class Generator:
             if all(request.done for _, request in run.of):
                 continue
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
-            for row, request in run.of:
-                at = row if len(tokens) == self.rows else 0  # a prefill gives one
+            for number, (row, request) in enumerate(run.of):
+                at = row if run.whole else number
                 request.took(tokens[at], logprobs[at])
                 if request.done and self._seats[row] is request:
                     self._seats[row] = None
@@ -382,6 +409,7 @@ def generator(
     top_p: float = 1.0,
     eos: Eos | Literal["model"] = "model",
     ahead: int = 0,
+    prefill_batch: int = 1,
 ) -> Generator:
     """Texts from a parallelized model: of transformers as it is, or with ``forward(tokens, cache,
     pos)`` (docs/generation.md).
@@ -395,6 +423,8 @@ def generator(
         eos: the token or tokens that end a text; "model": those of a Hugging Face model's
             generation_config, none of another's.
         ahead: runs that may be under way when a result is read.
+        prefill_batch: prompts of one bucket that enter together, in one run. It is always of so
+            many, for other shapes have other bits: many prompts get cheaper, one alone dearer.
 
     Raises PlanningError for a model whose cache is more than keys and values, by name.
     """
@@ -404,7 +434,14 @@ def generator(
     check_number("length", length, least=2, whole=True, fix=fix)
     check_number("ahead", ahead, least=0, whole=True, fix="ahead=2")
     how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    return Generator(model, slots, length, _buckets(buckets, length), how, eos, ahead)
+    check_number("prefill_batch", prefill_batch, least=1, whole=True, fix="prefill_batch=4")
+    if prefill_batch > slots:
+        raise PlanningError(
+            f"prefill_batch={prefill_batch} prompts never enter {slots} slots together.\n"
+            f"fix: prefill_batch={slots}"
+        )
+    sizes = _buckets(buckets, length)
+    return Generator(model, slots, length, sizes, how, eos, ahead, prefill_batch)
 
 
 def _buckets(buckets: object, length: int) -> tuple[int, ...]:
