@@ -40,6 +40,9 @@ from dtensor.errors import PlanningError, check_callable, check_number
 POLL_S = 0.0005
 """How often it is looked whether a score is there, where nothing else is to be done."""
 
+TOGETHER = 8
+"""Prompts of one prefill, of the generator that is made here: whole batches begin at once."""
+
 Reward = Callable[[list[int], list[int]], Any]
 
 
@@ -292,7 +295,8 @@ def _generator(
         length = 256
         while length < 2 * new:
             length *= 2
-    return generator(actor, slots=batch_size if slots is None else slots, length=length)
+    slots = batch_size if slots is None else slots
+    return generator(actor, slots=slots, length=length, prefill_batch=min(slots, TOGETHER))
 
 
 def _is_there(text: _Text) -> bool:

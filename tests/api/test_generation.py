@@ -175,11 +175,19 @@ def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("where", ["single", "tp2", "dp2"])
-def test_a_request_gets_what_it_gets_alone(where: str) -> None:
+def test_a_request_gets_what_it_gets_alone(where: str, together: int) -> None:
     """To the bit, whatever its company, slot and arrival, and however late stops are noticed."""
     rng = random.Random(0)
-    gen = dt.generator(placed("llama", where), slots=8, length=32, eos=[5, 33], buckets=(20,))
+    gen = dt.generator(
+        placed("llama", where),
+        slots=8,
+        length=32,
+        eos=[5, 33],
+        buckets=(7, 20),
+        prefill_batch=together,
+    )
     asked = random_requests(24, rng, VOCAB)
     with dt.launch(gen.model.mesh):
         found = [request.generated() for request in drive(gen, asked, rng)]
@@ -189,6 +197,39 @@ def test_a_request_gets_what_it_gets_alone(where: str) -> None:
             assert [r.generated() for r in drive(gen, asked, rng)] == found
     assert {text.reason for text in found} == {"stop", "length"}
     assert len({text.tokens for text in found}) > 20
+    assert (len(gen._prefill.plans), len(gen._decode.plans)) == (2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.sample("llama-pp2", "gpt2-tp2", "gemma2-dp2")
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_enter_together(family: str, where: str) -> None:
+    """Five prompts, four slots: three of a bucket in one run, one alone beside repeats of it, one
+    late; each prefill is one run."""
+    prompts = [*PROMPTS, [2, 3]]
+    want = by_transformers(build(family), prompts, 6)
+    gen = dt.generator(placed(family, where), slots=4, length=64, buckets=(8, 24), prefill_batch=3)
+    with dt.launch(gen.model.mesh) as session:
+        first = gen(prompts, max_new_tokens=6)
+        before = session.cluster.calls
+        assert gen(prompts, max_new_tokens=6) == first
+        assert session.cluster.calls - before == (3 + 2 * 5) * gen.model.mesh.size
+    assert [list(text.tokens) for text in first] == want
+    assert len(gen._prefill.plans) == 2
+
+
+@pytest.mark.slow
+def test_modules_of_ones_own_enter_together() -> None:
+    prompts = [[5, 17, 3], [9], list(range(20)), [1, 2]]
+    gen = dt.generator(
+        dt.parallelize(writer(), dt.Mesh(), {}), slots=3, length=40, buckets=(24,), prefill_batch=2
+    )
+    found = gen(prompts, max_new_tokens=12)
+    assert [list(text.tokens) for text in found] == [greedy(writer(), p, 12) for p in prompts]
+    asked = gen.plan("prefill")
+    (tokens,) = (i.spec for i in asked.inputs if i.label == "tokens")
+    assert str(tokens) == "i64[2,32]"
 
 
 @pytest.mark.slow
@@ -387,6 +428,8 @@ def test_what_is_asked_is_checked(single: Generator) -> None:
         (dict(slots=2, length=8, buckets=(16,)), "bucket of 16"),
         (dict(slots=2, length=8, buckets=[]), "buckets"),
         (dict(slots=2, length=8, ahead=-1), "ahead"),
+        (dict(slots=2, length=8, prefill_batch=0), "prefill_batch"),
+        (dict(slots=2, length=8, prefill_batch=3), "prefill_batch=2"),
     ):
         with pytest.raises(PlanningError, match=match):
             dt.generator(single.model, **options)  # type: ignore[arg-type]

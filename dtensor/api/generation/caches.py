@@ -5,8 +5,8 @@
     k, v = cache.update(0, k, v)                 # [8, heads, 1, dim] -> [8, heads, 256, dim]
     cache.mask()                                 # bool[8, 1, 1, 256]: up to the slot's position
 
-    cache = Prefill(slots, row, n)               # one prompt of n positions into the slot ``row``
-    k, v = cache.update(0, k, v)                 # [1, heads, n, dim], as they came
+    cache = Prefill(slots, row, n)               # prompts of n positions into slots, row: int64[b]
+    k, v = cache.update(0, k, v)                 # [b, heads, n, dim], as they came
     cache.mask()                                 # bool[1, 1, n, n]: causal
 
 Besides, a slot has its request's seed and top_k (``request``), temperature and top_p (``knobs``).
@@ -92,18 +92,24 @@ class Decoding:
 
 
 class Prefill:
-    """One prompt, padded to a bucket. ``pos``: int64[1, num]."""
+    """Prompts, padded to a bucket, one for each of ``row``. ``pos``: int64[b, num]. Padding may be
+    more than a slot has positions, of which a prompt leaves the last one free."""
 
     def __init__(self, slots: Slots, row: Tensor, num: int) -> None:
         self.slots = slots
         self.row = row
         self.pos = torch.arange(num)[None]
+        if num > slots.length:
+            self.pos = self.pos.clamp(max=slots.length - 1)
+        if row.shape[0] > 1:
+            self.pos = self.pos.expand(row.shape[0], num)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the prompt's [1, heads, num, dim] into its row, and gives them back."""
+        """Writes the prompts' [b, heads, num, dim] into their rows, and gives them back."""
         for name, new in (("k", k), ("v", v)):
             buffer = self.slots.get_buffer(f"{name}{layer}")
-            whole = F.pad(new, (0, 0, 0, self.slots.length - new.shape[2]))
+            kept = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]
+            whole = F.pad(kept, (0, 0, 0, self.slots.length - kept.shape[2]))
             buffer.index_copy_(0, self.row, whole.to(buffer.dtype))
         return k, v
 

@@ -3,7 +3,7 @@
     forward = forward_of(model.module, length=256)     # looks, with tensors that hold nothing
     forward.layers                                     # {0: LayerShape(keys=(2, 16), ...), ...}
     forward.vocabulary                                 # 32000
-    logits = forward(module, tokens, cache, last)      # [b v], of one position of each row
+    logits = forward(module, tokens, cache, last)      # [b v], of each row's own position
 
 A module of the user's takes them as they are:
 
@@ -62,7 +62,8 @@ class Forward(Protocol):
         ...
 
     def __call__(self, model: nn.Module, tokens: Tensor, cache: Any, last: Tensor) -> Tensor:
-        """Tokens int64[b t] -> logits[b v] at position ``last``, int64[1], of each row."""
+        """Tokens int64[b t] -> logits[b v], row i at position ``last[i]``: int64[b], or of any
+        shape where t is 1."""
         ...
 
 
@@ -87,7 +88,13 @@ def forward_of(module: nn.Module, length: int) -> Forward:
 
 
 def _at(logits: Tensor, last: Tensor) -> Tensor:
-    return (logits if logits.shape[1] == 1 else logits.index_select(1, last))[:, 0]
+    """[b t v] -> [b v], of row i the position last[i]."""
+    b, t, _ = logits.shape
+    if t == 1:
+        return logits[:, 0]
+    if b == 1:
+        return logits.index_select(1, last)[:, 0]
+    return logits.flatten(0, 1).index_select(0, torch.arange(b) * t + last)
 
 
 def _own(model: Callable[..., Any], tokens: Tensor, cache: Any) -> Any:
@@ -125,7 +132,8 @@ class HuggingFaceForward:
 
     def __call__(self, model: nn.Module, tokens: Tensor, cache: Cache, last: Tensor) -> Tensor:
         if self.one_row and tokens.shape[1] > 1:
-            return self.run(model, tokens, cache, logits_to_keep=last)[:, 0]
+            kept = self.run(model, tokens, cache, logits_to_keep=last)  # those of all, of each
+            return _at(kept, torch.arange(tokens.shape[0]))
         return _at(self.run(model, tokens, cache), last)
 
     def run(self, model: Callable[..., Any], tokens: Tensor, cache: Any, **more: Any) -> Tensor:

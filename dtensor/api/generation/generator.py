@@ -7,10 +7,10 @@
     request = gen.submit(prompt); gen.step()           # continuous batching by the caller
 
 Two programs take the model as it is on the ranks, and a module of the generator's own that has the
-caches alone: *prefill* (one prompt, padded to a bucket, into one slot) and *decode* (one token of
-every slot). What the next decode needs (``live``: each slot's last token and its position) is a
-result of the one before. The controller reads tokens to see who has stopped, up to ``ahead`` runs
-late: what a slot has made after its stop is dropped, and the slot waits.
+caches alone: *prefill* (``prefill_batch`` prompts, padded to a bucket, into slots) and *decode*
+(one token of every slot). What the next decode needs (``live``: each slot's last token and its
+position) is a result of the one before. The controller reads tokens to see who has stopped, up to
+``ahead`` runs late: what a slot has made after its stop is dropped, and the slot waits.
 
 The caches lie as the model does: slots over every axis that splits no weight, heads as the planner
 splits them with the attention's projections, each layer's on the stage of its attention.
@@ -65,15 +65,19 @@ from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
 
 SMALLEST_BUCKET = 16
+WHOLE = 16
+"""Positions that fill a CPU's vectors, four of 16 numbers, where widths are multiples of 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One that was asked for: the requests that it makes a token of, with the row of each."""
+    """One that was asked for: the requests that it makes a token of, with the row of each.
+    ``whole``: it makes one of every row, else of these in their order."""
 
     of: tuple[tuple[int, TextRequest], ...]
     token: DTensor
     logprob: DTensor
+    whole: bool
 
 
 class Generator:
@@ -89,10 +93,12 @@ class Generator:
         eos: Eos | Literal["model"],
         ahead: int,
         prefill: ParallelModule | None = None,
+        prefill_batch: int = 1,
     ) -> None:
         forward = forward_of(model.module, length)
         self.model = model
         self.slots, self.length, self.buckets, self.ahead = slots, length, tuple(buckets), ahead
+        self.prefill_batch = prefill_batch
         self.sampling, self.eos = sampling, eos_of(eos, forward.eos)
         self.vocabulary = forward.vocabulary
         self.rows_over = axes_of_slots(model)
@@ -137,10 +143,10 @@ class Generator:
             size = self.buckets[-1] if bucket is None else bucket
             if size not in self.buckets:
                 raise PlanningError(f"bucket={bucket!r}: the buckets are {list(self.buckets)}")
-            arguments = _asking((0,), 0, size, 0, Sampling())
+            asked = [_asking((0,), 0, self._width(size), 0, Sampling())]
             if self._apart is not None:
-                return self._apart.plan(arguments)
-            return self._prefill.plan(self.model, self.caches, live, *arguments)
+                return self._apart.plan(asked[0])
+            return self._prefill.plan(self.model, self.caches, live, *self._filled(asked))
 
     def transfer_plan(
         self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
@@ -323,40 +329,64 @@ class Generator:
                 sitting = tuple((row, r) for row, r in enumerate(self._seats) if r is not None)
                 if sitting:
                     made = self._decode(self.model, self.caches, self._live)
-                    self._went(sitting, made)
+                    self._went(sitting, made, whole=True)
                 self._read(self.ahead if asked or sitting else 0)
         except BaseException:
             self._clear()
             raise
 
     def _admit(self) -> bool:
-        asked = False
+        """Those who came first sit, as many as there are free slots; those of one bucket enter
+        together."""
         if self._apart is not None:
             assert self._live is not None
             self._apart.admit(self._waiting, self._seats, self._live, self._arguments)
             return bool(self._apart.requests)
+        entering: dict[int, list[tuple[int, TextRequest]]] = {}
         for row in range(self.slots):
             if self._waiting and self._seats[row] is None:
-                request = self._waiting.popleft()
-                self._seats[row] = request
-                arguments = self._arguments(request, row)
-                made = self._prefill(self.model, self.caches, self._live, *arguments)
-                self._went(((row, request),), made)
+                request = self._seats[row] = self._waiting.popleft()
+                entering.setdefault(self._bucket(request), []).append((row, request))
+        for group in entering.values():
+            for first in range(0, len(group), self.prefill_batch):
+                some = group[first : first + self.prefill_batch]
+                asked = [self._arguments(request, row) for row, request in some]
+                made = self._prefill(self.model, self.caches, self._live, *self._filled(asked))
+                self._went(tuple(some), made, whole=False)
                 self._read(self.ahead)
-                asked = True
-        return asked
+        return bool(entering)
+
+    def _bucket(self, request: TextRequest) -> int:
+        return next(size for size in self.buckets if size >= len(request.prompt))
 
     def _arguments(self, request: TextRequest, row: int) -> tuple[Tensor, ...]:
-        """Of a prefill after ``live``."""
-        bucket = next(size for size in self.buckets if size >= len(request.prompt))
-        return _asking(request.prompt, row, bucket, request.seed, request.sampling)
+        """Of a prefill of one prompt, after ``live``."""
+        width = self._width(self._bucket(request))
+        return _asking(request.prompt, row, width, request.seed, request.sampling)
 
-    def _went(self, of: tuple[tuple[int, TextRequest], ...], made: Mapping[str, DTensor]) -> None:
+    def _width(self, bucket: int) -> int:
+        """Of a prefill. Torch computes silu and others of the last elements of a tensor in another
+        way, where they do not fill its vectors: not so the last one's of several prompts."""
+        return bucket if self.prefill_batch == 1 else -(-bucket // WHOLE) * WHOLE
+
+    def _filled(self, asked: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The arguments of one prefill, always of one shape: the first fills up what is free, and
+        writes again what it writes."""
+        asked = asked + asked[:1] * (self.prefill_batch - len(asked))
+        return tuple(torch.cat(column) for column in zip(*asked, strict=True))
+
+    def _went(
+        self,
+        of: tuple[tuple[int, TextRequest], ...],
+        made: Mapping[str, DTensor],
+        *,
+        whole: bool,
+    ) -> None:
         assert self._session is not None
         self._live = made["live"]
         # of no worth once the launch has ended: no warning that they were not gathered
         self._session.resident(self.caches).unsaved = False
-        self._flying.append(_Run(of, made["token"], made["logprob"]))
+        self._flying.append(_Run(of, made["token"], made["logprob"], whole))
         for row, request in of:
             request.versions.append(self.model.version)
             if len(request.versions) == request.most:
@@ -371,8 +401,8 @@ class Generator:
                 for _, request in run.of:
                     self._apart.check(request)
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
-            for row, request in run.of:
-                at = row if len(tokens) == self.rows else 0  # a prefill gives one
+            for number, (row, request) in enumerate(run.of):
+                at = row if run.whole else number
                 request.took(tokens[at], logprobs[at])
                 if request.done and self._seats[row] is request:
                     self._seats[row] = None
@@ -425,6 +455,7 @@ def generator(
     eos: Eos | Literal["model"] = "model",
     ahead: int = 0,
     prefill: ParallelModule | None = None,
+    prefill_batch: int = 1,
 ) -> Generator:
     """Texts from a parallelized model: of transformers as it is, or with ``forward(tokens, cache,
     pos)`` (docs/generation.md).
@@ -440,6 +471,8 @@ def generator(
         ahead: runs that may be under way when a result is read.
         prefill: the same model on another mesh of the launch, where prompts are taken in: a replica
             of it or of its policy, or the policy. What is live of its caches is sent to the slot.
+        prefill_batch: prompts of one bucket that enter together, in one run. It is always of so
+            many, for other shapes have other bits: many prompts get cheaper, one alone dearer.
 
     Raises PlanningError for a model whose cache is more than keys and values, by name.
     """
@@ -449,8 +482,19 @@ def generator(
     check_number("length", length, least=2, whole=True, fix=fix)
     check_number("ahead", ahead, least=0, whole=True, fix="ahead=2")
     how = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    check_number("prefill_batch", prefill_batch, least=1, whole=True, fix="prefill_batch=4")
+    if prefill_batch > slots:
+        raise PlanningError(
+            f"prefill_batch={prefill_batch} prompts never enter {slots} slots together.\n"
+            f"fix: prefill_batch={slots}"
+        )
+    if prefill is not None and prefill_batch > 1:
+        raise PlanningError(
+            f"prefill_batch={prefill_batch} with prefill=: on a mesh of its own a prompt is taken "
+            f"in by itself.\nfix: leave prefill_batch out"
+        )
     sizes = _buckets(buckets, length)
-    return Generator(model, slots, length, sizes, how, eos, ahead, prefill)
+    return Generator(model, slots, length, sizes, how, eos, ahead, prefill, prefill_batch)
 
 
 def _buckets(buckets: object, length: int) -> tuple[int, ...]:

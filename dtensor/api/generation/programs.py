@@ -1,8 +1,8 @@
 """The two programs of a generator, and a module of its own that has the caches.
 
     decode(model, kv_cache, live)                                        live: int64[rows, 2]
-    prefill(model, kv_cache, live, tokens, where, request, knobs)        tokens: int64[1, bucket]
-        -> {"live": int64[rows, 2], "token": int64[rows or 1], "logprob": float[rows or 1]}
+    prefill(model, kv_cache, live, tokens, where, request, knobs)        tokens: int64[b, bucket]
+        -> {"live": int64[rows, 2], "token": int64[rows or b], "logprob": float[rows or b]}
 
 ``live`` is each slot's last token and its position: what the next run needs, and no more. The
 caches lie as the model does: slots over every axis that splits no weight, heads as the planner
@@ -54,8 +54,8 @@ def decode_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunctio
 
 
 def prefill_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunction:
-    """One prompt into one slot, and its first token. ``where``: int64[1, 2], the row and the length
-    of the prompt; ``request`` and ``knobs``: [1, 2], as in `Slots`."""
+    """Prompts into slots, and their first tokens. ``where``: int64[b, 2], the row and the length
+    of each; ``request`` and ``knobs``: [b, 2], as in `Slots`. Who is there twice is there once."""
 
     def prefill(
         model: nn.Module,
