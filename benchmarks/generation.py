@@ -12,7 +12,8 @@ falls on all alike; ratios are taken round by round. All sides' tokens are equal
 *ray*: a small Llama, tp=2 in two actors beside one actor, and beside transformers' own
 ``tp_plan="auto"`` on gloo, in two processes that this script starts.
 
-*counts*: messages for each actor and token, captures over 100 lengths of prompts.
+*counts*: messages for each actor and token, captures over 100 lengths of prompts, and how long 128
+prompts and one take to begin, by the number of those that enter together.
 
 *arrivals*: random requests into 8 slots, each against itself alone in the same slots.
 """
@@ -245,6 +246,26 @@ def captures() -> Row:
     return (f"captures of prefill over 100 lengths, {buckets} buckets", programs)
 
 
+def prompts(together: int) -> Row:
+    """Of a bucket of 16 on tp=2, into 128 slots, one token of each."""
+    rng = random.Random(0)
+    asked = [[rng.randrange(96) for _ in range(rng.randint(5, 16))] for _ in range(128)]
+    gen = dt.generator(
+        placed("llama", "tp2"), slots=128, length=32, buckets=(16,), prefill_batch=together
+    )
+    told: list[str] = []
+    with dt.launch(gen.model.mesh):
+        for num in (128, 1):
+            gen(asked[:num], max_new_tokens=1)
+            times: list[float] = []
+            for _ in range(5):
+                begun = time.perf_counter()
+                gen(asked[:num], max_new_tokens=1)
+                times.append(time.perf_counter() - begun)
+            told.append(f"{min(times) * 1e3:.1f}")
+    return (f"ms of 128 prompts, and of one, {together} in a prefill", ", ".join(told))
+
+
 def arrivals(num: int, where: str) -> Row:
     """How many requests got something else than alone."""
     rng = random.Random(0)
@@ -314,7 +335,8 @@ def main() -> int:
         head = ("width", "one actor, ms", "tp=2, ms", "transformers' tp_plan on gloo, ms")
         texts.append(f"Llama, 4 layers\n\n{table(head, [on_ray(d) for d in (64, 512)])}")
     if options.only in (None, "counts"):
-        texts.append(table(("what", "number"), [captures(), messages(), arrivals(100, "single")]))
+        rows = [captures(), messages(), prompts(1), prompts(8), arrivals(100, "single")]
+        texts.append(table(("what", "number"), rows))
     text = "\n\n".join(texts)
     print(text)
     if options.write:
