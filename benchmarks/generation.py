@@ -21,6 +21,7 @@ prompts and one take to begin, by the number of those that enter together.
 from __future__ import annotations
 
 import argparse
+import copy
 import platform
 import random
 import statistics
@@ -97,7 +98,9 @@ def beside_torch(width: int, length: int, rounds: int) -> Row:
     model = Writer(vocab=256, width=width, heads=width // 64 or 1, layers=LAYERS).eval()
     model.places = nn.Embedding(length, width)
     gen = dt.generator(dt.parallelize(model, dt.Mesh(), {}), slots=1, length=length, buckets=(1,))
-    sides = {name: Loop(model, length, sliced=name == "sliced") for name in ("torch", "sliced")}
+    # of its own weights: those of a parallelized model are fetched and compared when one looks
+    plain = copy.deepcopy(model)
+    sides = {name: Loop(plain, length, sliced=name == "sliced") for name in ("torch", "sliced")}
     steps: dict[str, Callable[[], object]] = {n: loop.step for n, loop in sides.items()}
     with dt.launch(dt.Mesh()):
         request = gen.submit([0], max_new_tokens=length - 1)
