@@ -12,7 +12,8 @@ falls on all alike; ratios are taken round by round. All sides' tokens are equal
 *ray*: a small Llama, tp=2 in two actors beside one actor, and beside transformers' own
 ``tp_plan="auto"`` on gloo, in two processes that this script starts.
 
-*counts*: messages for each actor and token, captures over 100 lengths of prompts.
+*counts*: messages for each actor and token, captures over 100 lengths of prompts, and how long 128
+prompts and one take to begin, by the number of those that enter together.
 
 *apart*: prefill on one mesh, decoding on another: bytes that ranks send for a prompt, as they are
 sent, beside 2 layers x heads x t x head dim x bytes; and on Ray, how long a text waits for its next
@@ -24,6 +25,7 @@ token while long prompts are taken in, beside a generator on one mesh.
 from __future__ import annotations
 
 import argparse
+import copy
 import platform
 import random
 import statistics
@@ -100,7 +102,9 @@ def beside_torch(width: int, length: int, rounds: int) -> Row:
     model = Writer(vocab=256, width=width, heads=width // 64 or 1, layers=LAYERS).eval()
     model.places = nn.Embedding(length, width)
     gen = dt.generator(dt.parallelize(model, dt.Mesh(), {}), slots=1, length=length, buckets=(1,))
-    sides = {name: Loop(model, length, sliced=name == "sliced") for name in ("torch", "sliced")}
+    # of its own weights: those of a parallelized model are fetched and compared when one looks
+    plain = copy.deepcopy(model)
+    sides = {name: Loop(plain, length, sliced=name == "sliced") for name in ("torch", "sliced")}
     steps: dict[str, Callable[[], object]] = {n: loop.step for n, loop in sides.items()}
     with dt.launch(dt.Mesh()):
         request = gen.submit([0], max_new_tokens=length - 1)
@@ -249,6 +253,26 @@ def captures() -> Row:
     return (f"captures of prefill over 100 lengths, {buckets} buckets", programs)
 
 
+def prompts(together: int) -> Row:
+    """Of a bucket of 16 on tp=2, into 128 slots, one token of each."""
+    rng = random.Random(0)
+    asked = [[rng.randrange(96) for _ in range(rng.randint(5, 16))] for _ in range(128)]
+    gen = dt.generator(
+        placed("llama", "tp2"), slots=128, length=32, buckets=(16,), prefill_batch=together
+    )
+    told: list[str] = []
+    with dt.launch(gen.model.mesh):
+        for num in (128, 1):
+            gen(asked[:num], max_new_tokens=1)
+            times: list[float] = []
+            for _ in range(5):
+                begun = time.perf_counter()
+                gen(asked[:num], max_new_tokens=1)
+                times.append(time.perf_counter() - begun)
+            told.append(f"{min(times) * 1e3:.1f}")
+    return (f"ms of 128 prompts, and of one, {together} in a prefill", ", ".join(told))
+
+
 # -- two meshes ------------------------------------------------------------------------------------
 
 
@@ -386,7 +410,8 @@ def main() -> int:
         head = ("width", "one actor, ms", "tp=2, ms", "transformers' tp_plan on gloo, ms")
         texts.append(f"Llama, 4 layers\n\n{table(head, [on_ray(d) for d in (64, 512)])}")
     if options.only in (None, "counts"):
-        texts.append(table(("what", "number"), [captures(), messages(), arrivals(100, "single")]))
+        rows = [captures(), messages(), prompts(1), prompts(8), arrivals(100, "single")]
+        texts.append(table(("what", "number"), rows))
     if options.only in (None, "apart"):
         head = ("prefill to decode", "tokens of the prompt", "bytes sent", "2 layers heads t dim 4")
         pairs = (("tp2", "tp2"), ("tp2", "single"), ("pp2", "tp2"))

@@ -65,6 +65,10 @@ from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
 
 SMALLEST_BUCKET = 16
+VECTOR = 4
+"""Slots of a rank come in so many: torch computes the last elements of silu and others in another
+way, where they do not fill a CPU's vectors, so that a text had other bits in the last slot than in
+the others. With 4 slots that is so for widths that are no multiple of 16 alone."""
 WHOLE = 16
 """Positions that fill a CPU's vectors, four of 16 numbers, where widths are multiples of 4."""
 
@@ -105,7 +109,8 @@ class Generator:
         pieces = 1
         for axis in self.rows_over:
             pieces *= model.mesh.axis_size(axis)
-        self.rows = -(-slots // pieces) * pieces  # of the caches: slots that nobody gets fill up
+        own = -(-slots // pieces)  # of a rank; slots that nobody gets fill up
+        self.rows = pieces * (own if own == 1 else -(-own // VECTOR) * VECTOR)
         self.caches = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over)
         self._prefill = prefill_program(forward, model.mesh, self.rows_over)

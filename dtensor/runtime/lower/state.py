@@ -213,12 +213,16 @@ def _name_of(function: Any) -> str:
     return str(function).replace(".", "_") if is_op else function.__name__
 
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_is_alias_of = _C._is_alias_of
+
+
 # -- what generated code calls ---------------------------------------------------------------------
 
 
 def apart(x: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
     """x, or a copy where it shares its storage with one of the others."""
-    for each in state:
-        if torch._C._is_alias_of(x, each):
+    for other in state:
+        if _is_alias_of(x, other):
             return x.clone()
     return x

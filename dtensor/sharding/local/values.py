@@ -132,6 +132,10 @@ def loss_backward_over(
     return backward(grad / count, *args)
 
 
+_torch: Any = torch
+_flash_attention = _torch._scaled_dot_product_flash_attention_for_cpu  # sooner than its overload
+
+
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -142,9 +146,7 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """The CPU's kernel, which is right for strides of 1 in the last dim only."""
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
-    return torch._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-    )
+    return _flash_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
 
 
 def flash_attention_backward(

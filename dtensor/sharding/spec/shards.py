@@ -53,6 +53,8 @@ def assemble(shards: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
 
 def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.Tensor:
     """The same from the shards by rank, of the ranks that hold the value (``spec.on``)."""
+    if set(spec.placements) <= {REPLICATE}:
+        return shards[max(shards)].clone(memory_format=torch.contiguous_format)
     mesh = spec.mesh
     pieces = dict(shards)
     current = spec
