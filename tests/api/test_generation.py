@@ -289,10 +289,10 @@ def test_plans_and_the_summary() -> None:
     decode = gen.plan("decode")
     assert gen.plan("prefill", bucket=8).name == "prefill" and decode.name == "decode"
     caches = {i.label: (str(i.spec), i.stages) for i in decode.inputs if "kv_cache" in i.label}
-    assert caches["kv_cache.k0"] == ("f32[3,2@tp,32,16]", (0,))
-    assert caches["kv_cache.v1"] == ("f32[3,2@tp,32,16]", (1,))
+    assert caches["kv_cache.k0"] == ("f32[4,2@tp,32,16]", (0,))
+    assert caches["kv_cache.v1"] == ("f32[4,2@tp,32,16]", (1,))
     told = gen.summary()
-    assert told.kv_bytes == (3 * 1 * 32 * 16 * 4 * 2,) * 4
+    assert told.kv_bytes == (4 * 1 * 32 * 16 * 4 * 2,) * 4
     assert told.collectives == {
         ("all_reduce", "tp"): 4, ("transfer", "pp"): 2, ("all_gather", "tp"): 1,
     }  # fmt: skip
