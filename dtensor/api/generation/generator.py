@@ -67,7 +67,7 @@ from dtensor.sharding.spec.mesh import Mesh
 SMALLEST_BUCKET = 16
 VECTOR = 2
 """Slots of a rank come in so many: torch computes the last elements of silu and others in another
-way, where they do not fill a CPU's vectors of 64, so that a text had other bits in the last slot than
+way, where they do not fill vectors of 64, so that a text had other bits in the last slot than
 in the others. With an even number that is so for widths that are no multiple of 32 alone."""
 WHOLE = 16
 """Positions that fill a CPU's vectors, four of 16 numbers, where widths are multiples of 4."""
