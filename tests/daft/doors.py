@@ -2,7 +2,8 @@
 
 Prints as JSON, by stage, the listening sockets of this process and of all that it has started, as
 (process, address, port); and what the launches have left behind. `strangers` are processes that
-call Ray without its token; what they were told is printed, too.
+call Ray without its token; what they were told is printed, too. With an address it joins the
+Ray there, and prints what the launch itself has listening, or why it was not let in.
 """
 
 from __future__ import annotations
@@ -74,6 +75,18 @@ def main() -> None:
     print(json.dumps(said))
 
 
+def join(address: str) -> None:
+    try:
+        with dt.launch(MESH, "ray", address=address) as session:
+            split = dt.distribute(torch.ones(4, 4), MESH, tp=dt.Row())
+            assert float(split.full_tensor().sum()) == 16
+            home: Any = session.cluster._home  # type: ignore[attr-defined]
+            hosts = {process.counter.pid: "host" for process in home.processes}
+            print(json.dumps(listening(hosts | {os.getpid(): "controller"})))
+    except ConnectionError as error:
+        print(error)
+
+
 def _settings() -> dict[str, object]:
     """What would decide over the address and the token of a Ray that starts next."""
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
@@ -116,4 +129,4 @@ def _who_may_enter(path: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    join(sys.argv[1]) if len(sys.argv) > 1 else main()

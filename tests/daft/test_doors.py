@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import stat
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -70,9 +72,62 @@ def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
     assert store in LOOPBACK
     hosts = [address for process, address, _ in ours if process.startswith("ray::Host")]
     assert sorted(address in LOOPBACK for address in hosts) == [False, False, True, True]
-    assert (
-        said["strangers in the user's Ray"] == refused
-    )  # Ray's default, as docs/security.md has it
+    assert said["strangers in the user's Ray"] == refused  # by Ray's default
+
+
+ON_CLUSTERS = {
+    "controller": {"Ray's", "the store", "the run channel"},
+    "host": {"Ray's", "gloo's"},
+}
+"""By process, what of a launch others can reach where Ray spans machines: each asks who comes."""
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False))
+cluster.add_node(num_cpus=2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_lets_in_who_has_its_token() -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        env=plain | known,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as cluster:
+        assert cluster.stdin is not None and cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+
+        def joins(token: Mapping[str, str]) -> str:
+            command = [sys.executable, "-m", "tests.daft.doors", address]
+            environment = plain | token
+            ran = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=200
+            )
+            assert ran.returncode == 0, ran.stderr
+            return ran.stdout
+
+        said = joins(known | {"RAY_AUTH_TOKEN": "0" * 64})
+        assert f"What listens at '{address}' is not a Ray that lets this process in" in said
+        assert "Fix: " in said and "RAY_AUTH_TOKEN_PATH" in said
+        found = Counter(
+            process
+            for process, where, _ in json.loads(joins(known).splitlines()[-1])
+            if where not in LOOPBACK
+        )
+        cluster.stdin.close()
+    if not address.startswith("127."):  # it has an address besides
+        assert found == {name: len(doors) for name, doors in ON_CLUSTERS.items()} | {"host": 4}
 
 
 def test_rays_sockets_lie_where_no_other_user_may_enter(
@@ -185,8 +240,8 @@ def test_nobody_joins_by_what_a_stranger_has_written(
 
 def _give_gloo_a_peer(store: SignedStore) -> None:
     def peer() -> None:
-        prefixed = PrefixStore("ranks", store)
-        join_gloo(prefixed, 1, (0, 1), "127.0.0.1", SECRET)
+        own = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
+        join_gloo(PrefixStore("ranks", own), 1, (0, 1), "127.0.0.1", SECRET)
 
     threading.Thread(target=peer, daemon=True).start()
 
@@ -198,8 +253,10 @@ def test_who_does_not_know_the_secret_gets_no_place_on_the_wire() -> None:
     store = SignedStore.open("127.0.0.1", SECRET)
 
     def joins(index: int) -> object:
+        # a client of its own: one that waits lets no other thread write
+        own = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
         secret = (SECRET, b"a stranger's")[index]
-        return join_gloo(PrefixStore("ranks", store), index, (0, 1), "127.0.0.1", secret)
+        return join_gloo(PrefixStore("ranks", own), index, (0, 1), "127.0.0.1", secret)
 
     for index, error in enumerate(_both(joins)):
         assert isinstance(error, ConnectionError)

@@ -147,13 +147,21 @@ def _join_ray(address: str, deadline_s: float) -> None:
     environment = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
     try:
         _await_answer(address, min(deadline_s, ANSWER_S))
-        with _environment(environment):
-            _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
         raise ConnectionError(
             f"No Ray answers at {address!r}: {error}.\n"
             f"  Fix: give the address that `ray start --head` prints, or leave out address= to "
             f"start Ray on this machine."
+        ) from error
+    try:
+        with _environment(environment):
+            _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:
+        raise ConnectionError(
+            f"What listens at {address!r} is not a Ray that lets this process in: {error}\n"
+            f"  Fix: give the address that `ray start --head` prints; if that Ray asks for a "
+            f"token, start Python with RAY_AUTH_MODE=token and with RAY_AUTH_TOKEN_PATH, the "
+            f"token's file."
         ) from error
 
 

@@ -14,7 +14,7 @@ Invariants: what was read was written by who knows the secret, under that key; k
 once in a launch, so that an old value is no other's. It listens on the address that it was given
 and on no other. It hides nothing, and keeps nobody from deleting keys or from filling it: then a
 launch fails, or waits until the controller's deadline ends it. There are no counters (`add`): they
-cannot be signed.
+cannot be signed. Of one thread: while one waits for a key, none can write.
 """
 
 from __future__ import annotations
