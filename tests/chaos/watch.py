@@ -12,7 +12,7 @@ out, so that one cycle compares with another.
 Ray's own is not counted: its pool of idle workers while a Ray outlives the cycle, and gRPC's pool
 of threads, which grow and shrink as they like; sockets that are closed at both ends, of which Ray
 leaves one or two for each session with an actor in it, whoever starts it (measured with Ray 2.60
-and bare actors); its logs in /tmp/ray. Linux only.
+and bare actors); its logs. Linux only.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from dtensor.daft.ray import starting
 from dtensor.daft.ray.gloo import gloo_group, join_gloo, prove
@@ -108,7 +107,7 @@ def test_a_cluster_lets_in_who_has_its_token() -> None:
         assert cluster.stdin is not None and cluster.stdout is not None
         address = cluster.stdout.readline().strip()
 
-        def joins(token: Mapping[str, str]) -> str:
+        def joins(token: dict[str, str]) -> str:
             command = [sys.executable, "-m", "tests.daft.doors", address]
             environment = plain | token
             ran = subprocess.run(
@@ -182,7 +181,7 @@ def test_what_a_stranger_writes_is_an_error_that_says_so() -> None:
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
     stranger.set("forged", "card")
     stranger.set("short", "")
-    stranger.set("moved", stranger.get("a"))  # what it may read, under another key
+    stranger.set("moved", stranger.get("a"))  # pyright: ignore[reportArgumentType] - what it may read, under another key
     other = SignedStore.join("127.0.0.1", store.port, b"another launch's", PATIENCE)
     other.set("other", "card")
     for key in ("forged", "short", "moved", "other"):
@@ -265,7 +264,7 @@ def test_who_does_not_know_the_secret_gets_no_place_on_the_wire() -> None:
 
 def test_a_stranger_who_is_first_at_gloos_port_reads_and_sends_nothing() -> None:
     """It takes the place of actor 1, by its number, and repeats whatever it is told."""
-    store = dist.HashStore()
+    store = HashStore()
 
     def act(index: int) -> object:
         group = gloo_group(PrefixStore("ranks", store), index, 2, "127.0.0.1", 20.0)

@@ -49,13 +49,12 @@ ATTEMPT_S = 41.0
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _constants: Any = ray_constants
-try:
+_tokens: Any = None
+_config: Any = None
+with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
     from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore
-except ImportError:  # Ray 2.50 and 2.51 know no tokens
-    _tokens = _config = None
-else:
-    _tokens: Any = AuthenticationTokenLoader.instance()  # pyright: ignore
-    _config: Any = Config
+
+    _tokens, _config = AuthenticationTokenLoader.instance(), Config  # pyright: ignore
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
