@@ -244,7 +244,7 @@ class ShardOptimizer:
     def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:
         """Other values than at the step before: of other parameters, or put since."""
         for (label, key), value in zip(names, values, strict=True):
-            if label in self.run_of and self.values[label].get(key) is not value:
+            if label in self.run_of and self.values.get(label, {}).get(key) is not value:
                 self._forget(self.groups)
                 break
         for (label, key), value in zip(names, values, strict=True):
