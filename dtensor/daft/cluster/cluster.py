@@ -270,6 +270,9 @@ class HostedCluster(Cluster):
         """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
         `read`, what it raises must come with another call."""
 
+    def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
+        """These calls were made, one of each host concerned, with the lock held."""
+
     @abstractmethod
     def _count(self, ranks: Sequence[int]) -> int:
         """How many actors a call to the host of these ranks stands for."""
