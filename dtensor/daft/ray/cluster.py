@@ -189,6 +189,9 @@ class RayCluster(HostedCluster):
         self._tags.update(new)
         return asked
 
+    def ended(self, asked: Asked) -> bool:
+        return asked.ref.came and not asked.ref.failed
+
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = Needed.of(program, self.device)
         if not needed.origins:
