@@ -266,6 +266,9 @@ class RayCluster(HostedCluster):
                 self._tell(spare, Ranks.learn, handle.id, program)
         return asked
 
+    def ended(self, asked: Asked) -> bool:
+        return asked.ref.came and not asked.ref.failed
+
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = Needed.of(program, self.device)
         if self._recovery is not None:
