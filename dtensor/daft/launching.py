@@ -128,6 +128,8 @@ def launch_cluster(
     ranks_per_actor: int | None = None,
     seed: int = 0,
     snapshot_every: int | None = None,
+    spares: int = 0,
+    max_restarts: int = 100,
 ) -> Cluster:
     """Start `size` ranks.
 
@@ -138,13 +140,21 @@ def launch_cluster(
     `seed` picks one of the legal orders in which the ranks of a host run.
     `snapshot_every`: copies of what runs write are kept, so that it can be undone that they did:
     in-process before each run, so that one is undone wherever a call of it raises.
-    ValueError for another backend, for seconds that are none, and for such a number below 1.
+    On Ray after each, where a lost rank's successor finds them: it is replaced, and runs since are
+    done again (`ray/recovery.py`). `spares`: processes that wait for that; with some, every run is
+    kept. `max_restarts`: how many processes may be replaced before the loss of one is an error.
+    ValueError for another backend, for seconds that are none, and for numbers out of range.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
         raise ValueError(
             f"snapshot_every={snapshot_every!r} is no number of runs.\n  Fix: snapshot_every=1"
         )
+    for name, number in (("spares", spares), ("max_restarts", max_restarts)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name}={number!r} is no number of processes.\n  Fix: {name}=1")
+    if spares and snapshot_every is None:
+        snapshot_every = 1
     match backend:
         case "inprocess":
             per_actor = 1 if ranks_per_actor is None else ranks_per_actor
@@ -167,6 +177,9 @@ def launch_cluster(
                 call_deadline_s=call_deadline_s,
                 ranks_per_actor=ranks_per_actor,
                 seed=seed,
+                snapshot_every=snapshot_every,
+                spares=spares,
+                max_restarts=max_restarts,
             )
         case _:
             assert_never(backend)

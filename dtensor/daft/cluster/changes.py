@@ -46,10 +46,16 @@ class Changes:
         self._runs = 0  # on all hosts
 
     def add(
-        self, hosts: Sequence[int], *, together: bool = True, commits: bool = False
+        self,
+        hosts: Sequence[int],
+        *,
+        together: bool = True,
+        commits: bool = False,
+        alone: bool = False,
     ) -> tuple[int, list[int], bool]:
         """One more change: its number; for each of its hosts, what is committed for sure once that
-        host has ended it; whether it is taken. ``commits``: it has a commit point."""
+        host has ended it; whether it is taken. ``commits``: it has a commit point; ``alone``: neither another host's end nor
+        an answer is waited for."""
         self.number += 1
         everyone = len(hosts) == len(self.ended)
         taken = True
@@ -66,7 +72,7 @@ class Changes:
         else:
             sure = [self.base[host] for host in hosts]
         self.log.extend(Change(self.number, group, taken) for group in groups)
-        if len(self.ended) == 1 and taken:  # nobody else's end is waited for
+        if alone and taken:
             sure = [self.number]
         return self.number, sure, taken
 

@@ -394,6 +394,11 @@ class HostedCluster(Cluster):
         drop: Names = NOTHING_DROPPED,
     ) -> Future:
         self._check()
+        if mode == "interpreted" and self.changes is not None and not self.immediate:
+            raise ValueError(
+                'mode="interpreted" is many calls for one run, which cannot be made again if a rank '
+                'is lost.\n  Fix: launch without spares= and snapshot_every=, or mode="compiled".'
+            )
         check_inputs(handle, inputs)
         fed = [{rank: inputs[rank] for rank in ranks} for _, ranks in handle.places]
         with self._lock:
@@ -492,7 +497,9 @@ class HostedCluster(Cluster):
             host, _, number = self._unheard.popleft()
             self.changes.heard(host, number)
         hosts = [host for host, _ in places]
-        number, sure, taken = self.changes.add(hosts, together=together, commits=commits)
+        number, sure, taken = self.changes.add(
+            hosts, together=together, commits=commits, alone=self.immediate
+        )
         return [
             (*part, Change(number, committed, taken))
             for part, committed in zip(parts, sure, strict=True)
@@ -639,6 +646,8 @@ class HostedCluster(Cluster):
             if asked or not isinstance(error, Exception):
                 self._interrupted()  # hosts that were called would wait for the others
             raise
+        last = parts[0][-1] if parts and parts[0] else None
+        self._called(run, last.number if isinstance(last, Change) else None, asked)
         return asked
 
     def _check(self) -> None:

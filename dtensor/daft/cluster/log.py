@@ -53,14 +53,6 @@ class Log:
         self.calls.append(call)
         self.nbytes += call.nbytes
 
-    def heard(self, answered: Mapping[int, int]) -> dict[int, int]:
-        """By host, the last change that it has ended if it has `answered` that call."""
-        found: dict[int, int] = {}
-        for call in self.calls:
-            if call.change is not None and call.number <= answered.get(call.host, -1):
-                found[call.host] = call.change
-        return found
-
     def drop(self, base: Sequence[int], came: Came) -> None:
         """Changes up to `base` of their host are not made again, and answers that are here stay."""
         self.calls = [

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
-from dtensor.daft.ray.recovery import STOPPED_S, Recovery
+from dtensor.daft.ray.recovery import STOPPED_S, Recovered, Recovery
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
@@ -46,13 +46,13 @@ from dtensor.daft.verification.pairing import Site, instruction_at
 
 @dataclass(slots=True)
 class HostCall:
-    """A call of a host's, to be made again. `plain`: what the payload does not bring of it."""
+    """A call of a host. `plain`: what is given in it of which hosts were sent the data before."""
 
     kind: Kind
     functions: tuple[Method, ...]
-    payload: Payload
+    given: tuple[Any, ...] | Payload
     run: int | None
-    plain: dict[tuple[int, int, str], tuple[int, bytes]]
+    plain: dict[tuple[int, int, str], tuple[int, bytes]] = field(default_factory=dict)
 
 
 class RayCluster(HostedCluster):
@@ -71,7 +71,7 @@ class RayCluster(HostedCluster):
         max_restarts: int = 100,
     ) -> None:
         hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
-        super().__init__(size, device, hosts, seed)
+        super().__init__(size, device, hosts, seed, snapshot_every)
         if device not in (torch.device("cpu"), torch.device("cuda")):
             raise ValueError(
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
@@ -84,7 +84,7 @@ class RayCluster(HostedCluster):
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
         self._under_way: list[deque[tuple[int, int]]] = []
-        self._home = Home(address, deadline_s)
+        self._home = Home(address, deadline_s, in_memory=snapshot_every is not None)
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
@@ -104,8 +104,8 @@ class RayCluster(HostedCluster):
             self.crew = Crew(self._home, self.channel, self.hosts, str(device), spares, options)
             join = self.meeting(0)
             self._joined([self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
-            if snapshot_every is not None:
-                self._recovery = Recovery(self, max_restarts)
+            if self.changes is not None:
+                self._recovery = Recovery(self, self.changes, max_restarts)
         except BaseException:
             self.close()
             raise
@@ -140,29 +140,26 @@ class RayCluster(HostedCluster):
             functions, given = (Ranks.run_program,), (run, handle, inputs, plain, *rest)
         else:
             functions, given = (Ranks.run, method), (run, *part)
-        call = HostCall(kind, functions, Payload.of(given), run, {})
-        asked = Asked(self.crew.host(host), None, self.runs, call=call)
-        self._send(host, asked)
+        if self._recovery is None:
+            asked = self._send(host, HostCall(kind, functions, given, run))
+        else:
+            payload = Payload.of(given)
+            asked = self._send(host, call := HostCall(kind, functions, payload, run))
+            call.given, asked.call = payload.kept(), call
+            call.plain = self._sent.known(part[0], plain) if plain else {}
         if run is not None and plain:
             self._sent.note(run, part[0], plain)
-        if self._recovery is None:
-            asked.call = None
-        else:
-            call.payload = call.payload.kept()
-            call.plain = self._sent.known(part[0], plain)
         return asked
 
-    def _send(self, host: int, asked: Asked) -> None:
-        """Send its call to a host."""
-        call = asked.call
-        process = asked.host = self.crew.host(host)
-        reply = self.channel.send(process.index, call.kind, call.functions, call.payload)
-        asked.ref, asked.since = reply, None
+    def _send(self, host: int, call: HostCall) -> Asked:
+        process = self.crew.host(host)
+        reply = self.channel.send(process.index, call.kind, call.functions, call.given)
         if call.run is not None:
             own = self._under_way[host]
             while own and self.channel.came_back(process.index, own[0][0]):
                 own.popleft()
             own.append((reply.number, call.run))
+        return Asked(process, reply, self.runs)
 
     def _count(self, ranks: Sequence[int]) -> int:
         return 1
@@ -239,6 +236,14 @@ class RayCluster(HostedCluster):
 
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
+
+    def ended(self, asked: Asked) -> bool:
+        return asked.ref.message is not None and not asked.ref.failed
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        """What was lost, and replaced, so far."""
+        return () if self._recovery is None else tuple(self._recovery.recovered)
 
     def _ship(self, handle: Handle) -> Sequence[Asked]:
         keys = check_routes(handle.program, self._host_of)
@@ -351,9 +356,10 @@ class RayCluster(HostedCluster):
         message: HostCall = call.message
         if message.plain:
             self._tell(self.crew.host(call.host), Ranks.remember, message.plain)
-        asked = call.asked or Asked(self.crew.host(call.host), None, self.runs, message)
-        self._send(call.host, asked)
+        asked = self._send(call.host, message)
         call.number = asked.ref.number
+        if call.asked is not None:
+            call.asked.host, call.asked.ref, call.asked.since = asked.host, asked.ref, None
 
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
@@ -369,9 +375,8 @@ class RayCluster(HostedCluster):
 
     def at_work(self, host: int, at: Progress) -> bool:
         place = self.crew.place(host)
-        known = (
-            None if place is None else self._at(place, at)
-        )  # between runs it may unpack what it is given, or load it
+        # between runs it may unpack what it is given, or load it
+        known = None if place is None else self._at(place, at)
         return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
 
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:

@@ -90,7 +90,8 @@ class Crew:
         return new
 
     def _spawn(self, ranks: tuple[int, ...]) -> HostProcess:
-        process = self._home.spawn(Ranks, ranks, self._device, options=self._options)
+        arguments = ranks, self._device, self._home.memory
+        process = self._home.spawn(Ranks, *arguments, options=self._options)
         line = self._channel.add()
         assert line == process.index, "a process has the number of its line"
         process.serve(self._channel.invitation(line))

@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.host import Host
+from dtensor.daft.ray.memory_folder import MemoryFolder
 from dtensor.daft.ray.messages import Invitation
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
@@ -215,9 +216,10 @@ class RayCalls:
 
 class Home:
     """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
-    files, its processes, and the store where those find each other."""
+    files, its processes, and the store where those find each other. `in_memory`: a folder of
+    memory, too, which is `memory`."""
 
-    def __init__(self, address: str | None, deadline_s: float) -> None:
+    def __init__(self, address: str | None, deadline_s: float, *, in_memory: bool = False) -> None:
         self.processes: list[HostProcess] = []
         self._closed = False
         self._store: TCPStore | None = None
@@ -227,6 +229,7 @@ class Home:
             self._folder = Path(ending.enter_context(folder))
             if start_ray(address, deadline_s):
                 ending.callback(_ray.shutdown)
+            self.memory = ending.enter_context(MemoryFolder()).path if in_memory else None
             self._ending = ending.pop_all()
 
     def spawn(

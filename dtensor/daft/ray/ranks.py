@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
 
@@ -91,9 +93,26 @@ def _is_plain(value: Any) -> bool:
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
+def _store(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
+    """What a dead process of these ranks has left, or a new one."""
+    try:
+        return SnapshotFile.open(folder, ranks)
+    except FileNotFoundError:
+        return SnapshotFile.create(folder, ranks)
+
+
 class Ranks:
-    def __init__(self, counter: ProgramCounter, ranks: tuple[int, ...], device: str) -> None:
+    """`memory`: the folder where copies of the ranks' values are kept, that outlive this."""
+
+    def __init__(
+        self,
+        counter: ProgramCounter,
+        ranks: tuple[int, ...],
+        device: str,
+        memory: Path | None = None,
+    ) -> None:
         self._counter = counter
+        self._memory = memory
         self._ranks = ranks
         self._device = torch.device(device)
         self._joined: Joined | None = None
@@ -103,8 +122,12 @@ class Ranks:
 
     def connect(self, join: Join, index: int) -> None:
         self._joined = Joined.by(join, index, self._ranks, self._device)
-        transport, counter = self._joined.transport, self._counter.view
-        self._worker = Worker(self._ranks, self._device, transport, counter)
+        self._worker = self._made(self._joined)
+
+    def _made(self, joined: Joined) -> Worker:
+        store = None if self._memory is None else _store(self._memory, self._ranks)
+        counter = self._counter.view
+        return Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
 
     # -- after a host was lost ------------------------------------------------------------------
     def leave(self) -> None:
@@ -127,13 +150,10 @@ class Ranks:
         has this host's; blocks until all have come. The last change that has ended here, or in the
         process whose place this one takes."""
         self._plain.clear()
-        joined = Joined.by(join, index, ranks, self._device)
-        worker = self._worker
-        if worker is None:
-            self._ranks, counter = ranks, self._counter.view
-            worker = Worker(ranks, self._device, joined.transport, counter)
+        self._ranks = ranks
+        joined = self._joined = Joined.by(join, index, ranks, self._device)
+        worker = self._worker = self._worker or self._made(joined)
         worker.transport = joined.transport
-        self._joined, self._worker = joined, worker
         for handle, sites in lists.items():
             worker.load(handle, sites, self._programs[handle])
         return worker.ended()

@@ -98,9 +98,6 @@ class Recovering(Protocol):
     @property
     def lock(self) -> Any: ...
 
-    @property
-    def changes(self) -> Changes: ...
-
     def ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked: ...
 
     def ask_all(self, method: Callable[..., Any], *given: object) -> list[Asked]: ...
@@ -123,11 +120,12 @@ class Recovering(Protocol):
 
 
 class Recovery:
-    def __init__(self, launch: Recovering, max_restarts: int) -> None:
+    def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
         self.epoch = 0
         self.recovered: list[Recovered] = []
         self.log = Log()
         self._launch = launch
+        self._changes = changes
         self._max_restarts = max_restarts
         self._restarts = 0
         self._look_at = 0  # how many calls make it worth while to look for those that are sure
@@ -149,7 +147,7 @@ class Recovery:
                     asked=each if each.call.kind == ASKED else None,
                     message=each.call,
                     number=each.ref.number,
-                    nbytes=each.call.payload.nbytes,
+                    nbytes=each.call.given.nbytes,
                 )
             )
         if len(self.log.calls) >= self._look_at:
@@ -163,20 +161,7 @@ class Recovery:
 
     def settle(self) -> None:
         """Drop from the log what is sure."""
-        answered: dict[int, int] = {}
-        open_ = set[int]()  # hosts of which an answer is missing: what comes behind may yet fail
-        for call in self.log.calls:
-            if call.asked is not None and call.host not in open_:
-                if self._came(call):
-                    answered[call.host] = call.number
-                else:
-                    open_.add(call.host)
-        for host, change in self.log.heard(answered).items():
-            self._launch.changes.heard(host, change)
-        self._drop()
-
-    def _drop(self) -> None:
-        self.log.drop(self._launch.changes.base, self._came)
+        self.log.drop(self._changes.base, self._came)
         self._look_at = 2 * len(self.log.calls) + 1
         while self._later and (not self.log.calls or self._later[0][0] <= self.log.calls[0].serial):
             self._later.pop(0)[1]()
@@ -204,8 +189,8 @@ class Recovery:
                 raise
             return
         for host, change in enumerate(self.log.ended(ended, self._came)):
-            launch.changes.heard(host, change)
-        self._drop()
+            self._changes.heard(host, change)
+        self.settle()
 
     # -- when one is lost -----------------------------------------------------------------------
     def recover(self, error: DaftError, epoch: int) -> bool:
@@ -240,7 +225,8 @@ class Recovery:
         return True
 
     def _start_epoch(self, error: ActorLost, lost: _Lost) -> set[int]:
-        """The runs that are done again. Raises `error` if it cannot be mended, and another `ActorLost` if another one is lost."""
+        """The runs that are done again. Raises `error` if it cannot be mended, and another
+        `ActorLost` if another one is lost meanwhile."""
         launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
         gone = self._gone()
         self._restarts += len(gone)
@@ -270,7 +256,7 @@ class Recovery:
             for host in range(len(crew.all))
         ]
         ended = self._wait(asked)
-        cut = launch.changes.cut(self.log.ended(ended, self._came))
+        cut = self._changes.cut(self.log.ended(ended, self._came))
         again = self.log.again(cut, self._came)
         runs = {call.run for call in again if call.run is not None}
         self._check(error, ended, runs if gone else set())
@@ -278,7 +264,7 @@ class Recovery:
         if there != list(cut.values()):
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
-        launch.changes.ended = there
+        self._changes.ended = there
         launch.start_over()
         for call in again:
             launch.send_again(call)
@@ -293,8 +279,9 @@ class Recovery:
         return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
 
     def _check(self, error: ActorLost, ended: Sequence[int], runs: set[int]) -> None:
-        """Raises the error if what is sure is not there any more, or if it comes again and again."""
-        if any(last < base for last, base in zip(ended, self._launch.changes.base, strict=True)):
+        """Raises the error if what is sure is not there any more, or if it comes again and
+        again."""
+        if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
             error.add_note("it was not replaced: what it had is gone with it")
             raise error
         first, times = min(runs, default=-1), 1
