@@ -58,12 +58,14 @@ MOST_AT_ONCE = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """What was lost once, and what became of it. `failures`: of each lost host, what it was doing;
-    `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done again."""
+    `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done again;
+    `begun`: when it was seen, by the monotonic clock."""
 
     failures: tuple[Failure, ...]
     ranks: tuple[int, ...]
     by: tuple[str, ...]
     runs: int
+    begun: float
     seconds: float
 
     def __str__(self) -> str:
@@ -218,6 +220,7 @@ class Recovery:
                 ranks=tuple(lost.ranks),
                 by=tuple(lost.by),
                 runs=len(again),
+                begun=begin,
                 seconds=time.monotonic() - begin,
             )
             self.recovered.append(found)
