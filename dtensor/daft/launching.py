@@ -167,6 +167,7 @@ def launch_cluster(
                 call_deadline_s=call_deadline_s,
                 ranks_per_actor=ranks_per_actor,
                 seed=seed,
+                snapshot_every=snapshot_every,
             )
         case _:
             assert_never(backend)

@@ -50,9 +50,10 @@ class RayCluster(HostedCluster):
         call_deadline_s: float = 3600.0,
         ranks_per_actor: int | None = None,
         seed: int = 0,
+        snapshot_every: int | None = None,
     ) -> None:
         hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
-        super().__init__(size, device, hosts, seed)
+        super().__init__(size, device, hosts, seed, snapshot_every)
         if device not in (torch.device("cpu"), torch.device("cuda")):
             raise ValueError(
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
@@ -66,6 +67,7 @@ class RayCluster(HostedCluster):
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
+                self.number_changes(snapshot_every)
             self._channel = self._home.connect(len(self.hosts))
             self._under_way = [deque() for _ in self.hosts]
             self.watch = HostWatch(
@@ -96,7 +98,8 @@ class RayCluster(HostedCluster):
             tags={},
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
-        self._joined([self._ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
+        folder = None if self.changes is None else self._home.snapshots
+        self._joined([self._ask(h, Ranks.connect, join, h, folder) for h in range(len(self.hosts))])
 
     def _joined(self, asked: Sequence[Asked]) -> None:
         if asked:

@@ -219,6 +219,7 @@ class Home:
         self.processes: list[HostProcess] = []
         self._store: TCPStore | None = None
         self._channel: RunChannel | None = None
+        self._snapshots: Path | None = None
         with ExitStack() as ending:
             folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
             self._folder = Path(ending.enter_context(folder))
@@ -257,6 +258,14 @@ class Home:
         if self._store is None:
             self._store = TCPStore(own_address(), 0, None, True, wait_for_workers=False)
         return self._store
+
+    @property
+    def snapshots(self) -> Path:
+        """The launch's own folder in memory, 0700, for what outlives a process."""
+        if self._snapshots is None:
+            made = TemporaryDirectory(prefix="dtensor-", dir="/dev/shm", ignore_cleanup_errors=True)
+            self._snapshots = Path(self._ending.enter_context(made))
+        return self._snapshots
 
     def announce(self, key: str) -> None:
         """To those that wait at the store, if anybody does."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
 
@@ -89,10 +91,12 @@ class Ranks:
         self._worker: Worker | None = None
         self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
 
-    def connect(self, join: Join, index: int) -> None:
+    def connect(self, join: Join, index: int, snapshots: Path | None = None) -> None:
+        """``snapshots``: the folder in which files keep what this host's table was."""
         self._joined = Joined.by(join, index, self._ranks, self._device)
         transport, counter = self._joined.transport, self._counter.view
-        self._worker = Worker(self._ranks, self._device, transport, counter)
+        file = None if snapshots is None else SnapshotFile.create(snapshots, self._ranks)
+        self._worker = Worker(self._ranks, self._device, transport, counter, snapshots=file)
 
     def open(self, tags: Mapping[Key, int]) -> None:
         self._connected[0].open(tags)
