@@ -98,11 +98,9 @@ class Changes:
         return cut(self.log, self.ended if ended is None else ended, self.base)
 
     def rolled_back(self, to: Mapping[int, int]) -> None:
-        """All hosts are as they were right after these changes; the log is empty, for what was
-        behind them is submitted again, with numbers of its own."""
-        self.base = [to[host] for host in range(len(self.ended))]
-        self.ended = list(self.base)
-        self.log.clear()
+        """The hosts are as they were right after these changes; what is behind them in the log is
+        made again, in its order and with its numbers."""
+        self.ended = [to[host] for host in range(len(self.ended))]
 
 
 def cut(log: Iterable[Change], ended: Sequence[int], base: Sequence[int]) -> dict[int, int]:

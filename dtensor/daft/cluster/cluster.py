@@ -283,10 +283,14 @@ class HostedCluster(Cluster):
         self._lock = threading.RLock()
         self.changes: Changes | None = None
         self._unheard: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
-        if snapshot_every is not None:
+        self.number_changes(snapshot_every)
+
+    def number_changes(self, every: int | None) -> None:
+        """From the first on; once the hosts are known."""
+        if every is not None:
             from dtensor.daft.cluster.changes import Changes
 
-            self.changes = Changes(len(hosts), snapshot_every)
+            self.changes = Changes(len(self.hosts), every)
 
     # -- what a backend does --------------------------------------------------------------------
     @abstractmethod

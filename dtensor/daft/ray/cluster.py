@@ -84,10 +84,11 @@ class RayCluster(HostedCluster):
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
         self._under_way: list[deque[tuple[int, int]]] = []
-        self._home = Home(address, deadline_s, in_memory=snapshot_every is not None)
+        self._home = Home(address, deadline_s)
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
+                self.number_changes(snapshot_every)
             self.channel = self._home.connect()
             self._under_way = [deque() for _ in self.hosts]
             self.watch = HostWatch(
@@ -101,7 +102,15 @@ class RayCluster(HostedCluster):
             )
             self._host_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
             options = {"num_gpus": 1} if device.type == "cuda" else {}
-            self.crew = Crew(self._home, self.channel, self.hosts, str(device), spares, options)
+            self.crew = Crew(
+                self._home,
+                self.channel,
+                self.hosts,
+                str(device),
+                spares=spares,
+                memory=None if self.changes is None else self._home.snapshots,
+                options=options,
+            )
             join = self.meeting(0)
             self._joined([self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
             if self.changes is not None:

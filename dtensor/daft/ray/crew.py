@@ -17,6 +17,7 @@ meet again, and what they do again (`cluster.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
@@ -28,7 +29,7 @@ NEW = "a new process"
 
 
 class Crew:
-    """`hosts`: the ranks of each. `options` are Ray's."""
+    """`hosts`: the ranks of each; `memory`: as of `Ranks`. `options` are Ray's."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class Crew:
         channel: RunChannel,
         hosts: Hosts,
         device: str,
+        *,
         spares: int,
+        memory: Path | None,
         options: Mapping[str, object] = NO_OPTIONS,
     ) -> None:
         self.spares: list[HostProcess] = []
@@ -44,6 +47,7 @@ class Crew:
         self._home = home
         self._channel = channel
         self._device = device
+        self._memory = memory
         self._options = options
         self._wanted = spares
         self._place: dict[int, int] = {}  # by number of a process, which host it is
@@ -90,7 +94,7 @@ class Crew:
         return new
 
     def _spawn(self, ranks: tuple[int, ...]) -> HostProcess:
-        arguments = ranks, self._device, self._home.memory
+        arguments = ranks, self._device, self._memory
         process = self._home.spawn(Ranks, *arguments, options=self._options)
         line = self._channel.add()
         assert line == process.index, "a process has the number of its line"

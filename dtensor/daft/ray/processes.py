@@ -216,20 +216,19 @@ class RayCalls:
 
 class Home:
     """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
-    files, its processes, and the store where those find each other. `in_memory`: a folder of
-    memory, too, which is `memory`."""
+    files, its processes, and the store where those find each other."""
 
-    def __init__(self, address: str | None, deadline_s: float, *, in_memory: bool = False) -> None:
+    def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
         self._closed = False
         self._store: TCPStore | None = None
         self._channel: RunChannel | None = None
+        self._snapshots: Path | None = None
         with ExitStack() as ending:
             folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
             self._folder = Path(ending.enter_context(folder))
             if start_ray(address, deadline_s):
                 ending.callback(_ray.shutdown)
-            self.memory = ending.enter_context(MemoryFolder()).path if in_memory else None
             self._ending = ending.pop_all()
 
     def spawn(
@@ -265,6 +264,13 @@ class Home:
         if self._store is None:
             self._store = TCPStore(own_address(), 0, None, True, wait_for_workers=False)
         return self._store
+
+    @property
+    def snapshots(self) -> Path:
+        """The launch's own folder in memory, 0700, for what outlives a process."""
+        if self._snapshots is None:
+            self._snapshots = self._ending.enter_context(MemoryFolder()).path
+        return self._snapshots
 
     def announce(self, key: str) -> None:
         """To those that wait at the store, if anybody does."""

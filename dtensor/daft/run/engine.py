@@ -76,8 +76,9 @@ CPU = torch.device("cpu")
 
 class Engine:
     """`device`: of the ranks here, and of what they send in place of values that were not made.
-    `number`: of the program, among those that its hosts load over this transport. `undoes`: whoever
-    owns the table can make it again what it was. `late`: it has to, after the run that has ended."""
+    `number`: of the program, among those that its hosts load over this transport. `undoes`: who
+    owns the table can make it again what it was; `late`: it has to, after the run that has ended.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
 """What a host's table was after its last changes, so that it can be that again.
 
-    snapshots = Snapshots(table, Copies())             # or a SnapshotFile, which outlives the process
-    snapshots.begin(7, ((0, "w"),))                    # change 7 may write rank 0's w, f32[4]
+    snapshots = Snapshots(table, Copies())       # or a SnapshotFile, which outlives the process
+    snapshots.begin(7, ((0, "w"),))              # change 7 may write rank 0's w, f32[4]
     table[0, "w"] += 1
-    snapshots.end(7, written=((0, "w"),), committed=6) # nobody will ask for a state before 6
-    snapshots.roll_back(6)                             # w is what it was, bit for bit, and in place
+    snapshots.end(7, written=((0, "w"),), committed=6)    # nobody will ask for a state before 6
+    snapshots.roll_back(6)                       # w is what it was, bit for bit, and in place
 
 A change is a put, a delete or a run; changes have numbers that rise, of which a host has some. A
 *record* is a copy of some values with the number of the change after which they were so; what was
@@ -35,11 +35,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from dtensor.daft.run.undone import Spoiled, Undone
+
+_torch: Any = torch  # whose types do not know all that it has
 
 Key: TypeAlias = tuple[int, str]
 """A rank and a name of its table."""
@@ -203,8 +205,8 @@ class Snapshots:
         """Change `number` has ended here, having written `written` together, each of `alone` by
         itself, and `replayed`, which belong to no state.
 
-        ``committed``: now that it has, no state before that one is asked for any more. ``take``: the
-        state after it may be asked for; else it is as if the next change were a part of it.
+        ``committed``: now that it has, no state before that one is asked for any more. ``take``:
+        the state after it may be asked for; else it is as if the next change were a part of it.
         """
         alone = tuple(alone)
         now = (*written, *alone)
@@ -351,7 +353,7 @@ def copy_all(to: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
     """Many small values at the cost of one."""
     if there := list(to):
         with torch.no_grad():
-            torch._foreach_copy_(there, list(values))
+            _torch._foreach_copy_(there, list(values))
 
 
 def _takes(now: torch.Tensor, saved: torch.Tensor) -> bool:

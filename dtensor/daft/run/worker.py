@@ -16,8 +16,8 @@ number of the run among those that were not undone, whether the controller knows
 not; for it may be two runs ahead. Numbers of runs come with them: a host need not have all.
 
 With `snapshots`, puts, deletes and runs are changes with a number each, and the table can be again
-what it was after one of the last (`roll_back`); a run all of whose ranks are here is undone wherever
-a call of it fails.
+what it was after one of the last (`roll_back`); a run all of whose ranks are here is undone
+wherever a call of it fails.
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
 the CPU; nothing outside aliases the table. Where whoever asks for a run waits for its end, its
@@ -74,8 +74,8 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a host is told of a change of its table: its number; `committed`: once it has ended here,
-    nobody asks for a state before that one; whether the state after it is to be kept (`taken`)."""
+    """What a host is told of a change of its table: its number; `committed`: once it has ended
+    here, nobody asks for a state before that one; `taken`: the state after it is to be kept."""
 
     number: int
     committed: int = 0
@@ -87,8 +87,8 @@ UNNUMBERED = Change(0)
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """What a program's runs write in the table: state, of which some by replayable writes alone, and
-    of inputs that are changed those that stand there. `calls`: all that a call writes, by name."""
+    """What a program's runs write in the table: state, of which some by replayable writes alone,
+    and of inputs that are changed those that stand there. `calls`: what calls write, by name."""
 
     calls: frozenset[str]
     state: Keys
@@ -211,10 +211,10 @@ class Worker:
         return 0 if self._snapshots is None else self._snapshots.ended
 
     def roll_back(self, to: int) -> int:
-        """The table, and what is known of runs that were undone, bit for bit as right after the last
-        change here whose number is at most ``to`` and that was taken; its number. What replayable
-        writes wrote stays as it is, unless another change wrote it since. A run under way is
-        forgotten; what of it is still in connections is not this one's to know.
+        """The table, and what is known of runs that were undone, bit for bit as right after the
+        last change here whose number is at most ``to`` and that was taken; its number. What
+        replayable writes wrote stays as it is, unless another change wrote it since. A run under
+        way is forgotten; what of it is still in connections is not this one's to know.
 
         ValueError if that state is not kept any more, or there are no snapshots.
         """
@@ -410,7 +410,7 @@ class Worker:
         self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
     ) -> Undone:
         run = self._run
-        state, replayed = self._writing
+        _, replayed = self._writing
         kept = (*self._kept(handle, keep), *self._keys(self._dropped))
         if self.engines[handle].late and self._snapshots is not None:
             self._snapshots.roll_back(self._snapshots.ended)
