@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dtensor.daft.ray.messages import TOLD
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import RunChannel
@@ -89,6 +90,7 @@ class Crew:
         while len(self.spares) < self._wanted:
             spare = self._spawn(())
             spare.counts = False
+            self._channel.send(spare.index, TOLD, (Ranks.warm,), ())
             self.spares.append(spare)
             new.append(spare)
         return new

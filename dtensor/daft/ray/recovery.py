@@ -267,7 +267,7 @@ class Recovery:
         if there != list(cut.values()):
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
-        self._changes.ended = there
+        self._changes.rolled_back(cut)
         launch.start_over()
         for call in again:
             launch.send_again(call)
