@@ -80,9 +80,7 @@ CASES = {
         dict(stages={"pp": [["embed*", "blocks.[0-1].*"], ["blocks.[2-3].*", "head*"]]}),
         dict(schedule=dt.OneFOneB(microbatches=2)),
     ),
-    "dp2 zero3": Case(
-        dt.Mesh(dp=2), {}, dict(zero={"dp": 3}), dict(inputs=dict(dp=dt.Row()))
-    ),
+    "dp2 zero3": Case(dt.Mesh(dp=2), {}, dict(zero={"dp": 3}), dict(inputs=dict(dp=dt.Row()))),
 }
 
 
@@ -189,6 +187,8 @@ def disturbed(
             disturbance.start()
             try:
                 for number in range(1, steps):
+                    if number % STEPS_PER_FAULT == 1 and number > 1:
+                        _wait_for_spares(cluster)
                     losses.append(float(step(*batch(number))))
                     ends.append(time.monotonic())
                 state = dt.gather_state_dict(model, optimizer)
@@ -197,6 +197,11 @@ def disturbed(
                 disturbance.join()
             outcomes = [_outcome(fault, at, cluster, ends) for fault, at in disturbance.done]
     return losses, state, outcomes
+
+
+def _wait_for_spares(cluster: RayCluster) -> None:
+    while not cluster.crew.ready:
+        time.sleep(0.05)
 
 
 def _outcome(fault: Fault, at: float, cluster: RayCluster, ends: Sequence[float]) -> Outcome:
@@ -211,8 +216,12 @@ def _outcome(fault: Fault, at: float, cluster: RayCluster, ends: Sequence[float]
 def same(a: Any, b: Any) -> bool:
     """Bit for bit."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(
-            a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+        return (
+            isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and torch.equal(
+                a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+            )
         )
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)

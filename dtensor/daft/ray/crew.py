@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtensor.daft.ray.messages import TOLD
+from dtensor.daft.ray.messages import ASKED
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
-from dtensor.daft.ray.run_channel import RunChannel
+from dtensor.daft.ray.run_channel import Reply, RunChannel
 from dtensor.daft.verification.pairing import Hosts
 
 SPARE = "a spare"
+STARTING = "a spare that started"
 NEW = "a new process"
 
 
@@ -51,6 +52,7 @@ class Crew:
         self._memory = memory
         self._options = options
         self._wanted = spares
+        self._warm: dict[int, Reply] = {}  # of the spares, what tells that they have started
         self._place: dict[int, int] = {}  # by number of a process, which host it is
         self._hosts = [self._spawn(ranks) for ranks in hosts]
         for host, process in enumerate(self._hosts):
@@ -76,13 +78,23 @@ class Crew:
         old.counts = False
         del self._place[old.index]
         self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
-        new, by = (
-            (self.spares.pop(0), SPARE) if self.spares else (self._spawn(self.hosts[host]), NEW)
-        )
+        ready = [spare for spare in self.spares if self._warm[spare.index].came]
+        if self.spares:
+            new = (ready or self.spares)[0]
+            self.spares.remove(new)
+            by = SPARE if ready else STARTING
+        else:
+            new, by = self._spawn(self.hosts[host]), NEW
         new.counts = True
         self._hosts[host] = new
         self._place[new.index] = host
         return new, by
+
+    @property
+    def ready(self) -> bool:
+        """Whether all spares have started."""
+        replies = [self._warm[spare.index] for spare in self.spares]
+        return len(replies) == self._wanted and self._channel.came(replies)
 
     def hire(self) -> list[HostProcess]:
         """Start as many spares as are missing; those that are new."""
@@ -90,7 +102,7 @@ class Crew:
         while len(self.spares) < self._wanted:
             spare = self._spawn(())
             spare.counts = False
-            self._channel.send(spare.index, TOLD, (Ranks.warm,), ())
+            self._warm[spare.index] = self._channel.send(spare.index, ASKED, (Ranks.warm,), ())
             self.spares.append(spare)
             new.append(spare)
         return new
