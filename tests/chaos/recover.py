@@ -1,4 +1,4 @@
-"""Ranks that are killed and stopped in the middle of training, and replaced: what it must not change.
+"""Ranks that are killed and stopped while they train, and replaced, which must not change a bit.
 
     python -m tests.chaos --recover 200 --seed 0       # 200 faults, and the table of their times
 
@@ -257,8 +257,8 @@ def recover(count: int, seed: int, *, per_launch: int = 5, spares: int = 1, only
 
 
 def table(rows: Mapping[str, Sequence[Outcome]]) -> str:
-    head = f"{'case':10} {'fault':8} {'replaced by':14} {'count':>5} {'seen s':>13} {'next step s':>13}"
-    lines = [f"{head}    (median, worst)"]
+    head = f"{'case':10} {'fault':8} {'replaced by':20} {'count':>5}"
+    lines = [f"{head} {'seen s':>13} {'next step s':>13}    (median, worst)"]
     for name, outcomes in rows.items():
         kinds: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
         for each in outcomes:
@@ -266,7 +266,7 @@ def table(rows: Mapping[str, Sequence[Outcome]]) -> str:
         for (kind, by), own in sorted(kinds.items()):
             seen, delay = [e.seen_s for e in own], [e.delay_s for e in own]
             lines.append(
-                f"{name:10} {kind:8} {by:14} {len(own):5} "
+                f"{name:10} {kind:8} {by:20} {len(own):5} "
                 f"{statistics.median(seen):6.2f} {max(seen):6.2f} "
                 f"{statistics.median(delay):6.2f} {max(delay):6.2f}"
             )

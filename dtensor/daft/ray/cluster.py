@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +52,9 @@ class HostCall:
     functions: tuple[Method, ...]
     given: tuple[Any, ...] | Payload
     run: int | None
-    plain: dict[tuple[int, int, str], tuple[int, bytes]] = field(default_factory=dict)
+    plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
+        default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
+    )
 
 
 class RayCluster(HostedCluster):
@@ -246,9 +248,6 @@ class RayCluster(HostedCluster):
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
 
-    def ended(self, asked: Asked) -> bool:
-        return asked.ref.message is not None and not asked.ref.failed
-
     @property
     def recoveries(self) -> Sequence[Recovered]:
         """What was lost, and replaced, so far."""
@@ -281,7 +280,7 @@ class RayCluster(HostedCluster):
         return asked
 
     def ended(self, asked: Asked) -> bool:
-        return asked.ref.came and not asked.ref.failed
+        return asked.ref.message is not None and not asked.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = Needed.of(program, self.device)
