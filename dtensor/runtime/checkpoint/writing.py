@@ -138,7 +138,7 @@ class Writing:
             check_number("step", step, least=0, whole=True, fix="the number of steps taken")
         said = encoded(extra, "extra")
         claim = claim_folder(Path(os.path.abspath(os.fspath(path))), os.fspath(path))
-        before = made_in(claim.target.parent)
+        before = made_in(claim.target.parent, skip_damaged=True)
         head = Head(
             name=claim.target.name,
             sequence=1 + max((head.sequence for head in before), default=0),
@@ -155,9 +155,9 @@ class Writing:
         Removed are checkpoints that dtensor made in this folder and that still have the name under
         which it made them: one that was renamed or copied stays. On an error the folder is removed.
         """
-        if keep is not None:
-            check_number("keep", keep, least=1, whole=True, fix="keep=3")
         try:
+            if keep is not None:
+                check_number("keep", keep, least=1, whole=True, fix="keep=3")
             self._publish(list(parts))
         except OSError as error:
             self.abort()
@@ -166,8 +166,16 @@ class Writing:
             self.abort()
             raise
         if keep is not None:
-            for head in made_in(self._claim.target.parent)[:-keep]:
-                remove_folder(self._claim.target.parent / head.name)
+            parent = self._claim.target.parent
+            for head in made_in(parent, skip_damaged=True)[:-keep]:
+                try:
+                    remove_folder(parent / head.name)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self._claim.target} is saved, but {parent / head.name}, older than the "
+                        f"{keep} to keep, cannot be removed: {error.strerror}.\nfix: remove it "
+                        "by hand"
+                    ) from error
 
     def abort(self) -> None:
         """Remove what was written; the checkpoints before are as they were."""
