@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,8 +67,7 @@ class Checkpoint:
     extra: Any = None
     small: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
-    bytes_read: int = 0
-    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _reads: list[int] = field(default_factory=list, repr=False)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Checkpoint:
@@ -141,10 +139,14 @@ class Checkpoint:
             )
         return result
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read from files since it was opened, by any thread."""
+        return sum(self._reads)
+
     def count(self, nbytes: int) -> None:
-        """Add to ``bytes_read``, from any thread."""
-        with self._counting:
-            self.bytes_read += nbytes
+        """Add to ``bytes_read``."""
+        self._reads.append(nbytes)
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:

@@ -204,12 +204,10 @@ class Writing:
         records |= merged(own.tensors)
         files |= own.files
         if self._head.layout == "dcp":
-            values = _nested(self._small)
+            leaves: dict[str, Any] = {} if tree is None else {"extra": tree}
             if self._head.step is not None:
-                values["step"] = self._head.step
-            if tree is not None:
-                values["extra"] = tree
-            more, items = _write_values(folder, values)
+                leaves["step"] = self._head.step
+            more, items = _write_values(folder, _nested(self._small), leaves)
             files |= more
             write_synced(folder / ".metadata", metadata_bytes(records, items))
         for file, nbytes in files.items():
@@ -235,20 +233,20 @@ def _check_written(there: Mapping[str, TensorRecord], records: Mapping[str, Tens
 
 
 def _write_values(
-    folder: Path, values: Mapping[str, Any]
+    folder: Path, nested: dict[str, Any], leaves: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, ValueItem]]:
-    """Values for torch's tools, flattened by their rule, each as torch.save writes it. dtensor
-    reads the manifest's."""
+    """Values for torch's tools, each as torch.save writes it: nested ones by name as torch
+    flattens them, the leaves whole. dtensor reads the manifest's."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     file = "__values_0.distcp"
-    flat, paths = flatten_state_dict(dict(values))
+    flat, paths = flatten_state_dict(nested)
     items: dict[str, ValueItem] = {}
     content = io.BytesIO()
-    for name, value in flat.items():
+    for name, value in {**flat, **leaves}.items():
         start = content.tell()
         torch.save(value, content)
-        items[name] = ValueItem(paths[name], file, start, content.tell() - start)
+        items[name] = ValueItem(paths.get(name, (name,)), file, start, content.tell() - start)
     if not items:
         return {}, {}
     write_synced(folder / file, content.getvalue())
