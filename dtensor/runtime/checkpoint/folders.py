@@ -70,7 +70,10 @@ def claim_folder(target: Path, said: str) -> Claim:
     """
     _check_name(target, said)
     try:
+        missing = [up for up in target.parents if not up.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            sync(folder.parent)
         if os.path.lexists(target):
             raise PlanningError(
                 f"{target} exists already, and a checkpoint never replaces what is there.\n"

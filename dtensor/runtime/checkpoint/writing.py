@@ -80,18 +80,14 @@ class Writing:
 
         ``extra`` is the user's: numbers, text, bytes, containers, tensors. ``small`` are values of
         the state that are no tensors, by path, such as an optimizer's
-        ("optimizer", "param_groups"). Both are copied here. PlanningError if the path exists or
-        cannot be made, or if a value cannot be written, which is named.
+        ("optimizer", "param_groups"). Both are copied here. torch's tools see what is under a path
+        of one key whole, and else flattened, as they flatten a state dict.
+
+        PlanningError if the path exists or cannot be made, or if a value cannot be written, which
+        is named.
         """
-        trees: list[tuple[tuple[str, ...], Any]] = []
-        for where, value in (small or {}).items():
-            tree, tensors = encoded(value, ".".join(where))
-            if tensors:
-                raise PlanningError(
-                    f"{'.'.join(where)} holds a tensor: tensors are pieces, not values"
-                )
-            trees.append((where, tree))
-        return Writing._claimed(path, step, extra, trees, "dcp")
+        values = [(where, _small_tree(where, value)) for where, value in (small or {}).items()]
+        return Writing._claimed(path, step, extra, values, "dcp")
 
     @staticmethod
     def begin_hf(
@@ -149,6 +145,10 @@ class Writing:
         previous = str(claim.target.parent / same[-1]) if same else None
         return Writing(str(claim.folder), previous, claim, head, said, small)
 
+    def add(self, path: tuple[str, ...], value: Any) -> None:
+        """One more of the ``small`` values of `begin`."""
+        self._small.append((path, _small_tree(path, value)))
+
     def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
         """Publish what all ranks have written; then remove the oldest beyond ``keep``.
 
@@ -204,10 +204,13 @@ class Writing:
         records |= merged(own.tensors)
         files |= own.files
         if self._head.layout == "dcp":
-            leaves: dict[str, Any] = {} if tree is None else {"extra": tree}
+            leaves = {path[0]: decoded(own, {}) for path, own in self._small if len(path) == 1}
+            if tree is not None:
+                leaves["extra"] = tree
             if self._head.step is not None:
                 leaves["step"] = self._head.step
-            more, items = _write_values(folder, _nested(self._small), leaves)
+            nested = _nested((path, own) for path, own in self._small if len(path) > 1)
+            more, items = _write_values(folder, nested, leaves)
             files |= more
             write_synced(folder / ".metadata", metadata_bytes(records, items))
         for file, nbytes in files.items():
@@ -251,6 +254,13 @@ def _write_values(
         return {}, {}
     write_synced(folder / file, content.getvalue())
     return {file: len(content.getvalue())}, items
+
+
+def _small_tree(path: tuple[str, ...], value: Any) -> Any:
+    tree, tensors = encoded(value, ".".join(path))
+    if tensors:
+        raise PlanningError(f"{'.'.join(path)} holds a tensor: tensors are pieces, not values")
+    return tree
 
 
 def _nested(small: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pickle
 import random
 import warnings
 import zipfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.checkpoint import (
     Checkpoint,
     CheckpointError,
+    PartRecord,
     TensorPiece,
     Writing,
     latest,
@@ -244,6 +246,33 @@ def test_pieces_must_fill_their_tensors(tmp_path: Path):
         assert os.listdir(tmp_path) == []
     with pytest.raises(ValueError, match="no block of"):
         TensorPiece(path=("w",), shape=(4,), offsets=(2,), tensor=torch.ones(3))
+
+
+def test_one_place_under_two_names_and_values_added_later(tmp_path: Path):
+    """A tied weight: its bytes are written once, torch's tools see both names."""
+    full = torch.randn(4, 4)
+
+    def save_tied(name: str) -> PartRecord:
+        writing = Writing.begin(tmp_path / name)
+        part = write_part(writing.folder, 0, [block(("model", "a"), full)], writing.previous)
+        again = replace(part.tensors[0], path=("model", "b"))
+        writing.add(("counts",), {"a.b": 1, "a": {"b": 2}})
+        with pytest.raises(PlanningError, match="counts holds a tensor"):
+            writing.add(("counts",), [torch.ones(1)])
+        writing.finish([replace(part, tensors=(*part.tensors, again))])
+        return part
+
+    assert save_tied("1").bytes_written < full.nbytes + 2_000
+    assert save_tied("2").bytes_written == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(tmp_path / "2", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    saved = Checkpoint.open(tmp_path / "2")
+    for name in ("a", "b"):
+        assert saved.read(f"model.{name}").equal(full) and whole["model"][name].equal(full)
+    assert saved.small == {("counts",): {"a.b": 1, "a": {"b": 2}}}
+    assert whole["counts"] == saved.small["counts",]
 
 
 def test_the_manifest_is_json_of_four_lines(tmp_path: Path):
