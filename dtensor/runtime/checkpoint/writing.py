@@ -1,0 +1,288 @@
+"""Writing a checkpoint: the controller begins and finishes it, each rank writes its part.
+
+    writing = Writing.begin("ckpt/100", step=100, extra={"epoch": 3})   # controller
+    part = write_part(writing.folder, 0, pieces, writing.previous)      # each rank, in any thread
+    writing.finish([part, ...], keep=3)                                 # controller; ckpt/100
+
+Invariants: a checkpoint is published when every file in it is synced, its manifest last, by one
+rename; what `keep` removes is removed after that.
+
+Not here: who writes which pieces, and that pieces do not change meanwhile.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtensor.errors import PlanningError, check_kind, check_number
+from dtensor.runtime.checkpoint.dcp_metadata import ValueItem, metadata_bytes
+from dtensor.runtime.checkpoint.extra import decoded, encoded
+from dtensor.runtime.checkpoint.folders import (
+    Claim,
+    checked_path,
+    claim_folder,
+    disk_error,
+    free_path,
+    remove_folder,
+    write_synced,
+)
+from dtensor.runtime.checkpoint.manifest import (
+    MANIFEST,
+    Head,
+    made_in,
+    manifest_text,
+    read_head,
+)
+from dtensor.runtime.checkpoint.parts import CONTROLLER, part_name, write_part
+from dtensor.runtime.checkpoint.records import (
+    CheckpointError,
+    PartRecord,
+    TensorPiece,
+    TensorRecord,
+    merged,
+)
+from dtensor.runtime.checkpoint.safetensors import (
+    SHARD_BYTES,
+    make_files,
+    planned_files,
+    read_directory,
+    write_config,
+)
+
+
+@dataclass(slots=True)
+class Writing:
+    """A checkpoint being written. Its ``folder`` and ``previous`` are what ranks are told."""
+
+    folder: str
+    """Where parts are written: beside the target."""
+    previous: str | None
+    """The newest checkpoint in the same folder, whose unchanged files are linked."""
+    _claim: Claim
+    _head: Head
+    _extra: tuple[Any, dict[str, torch.Tensor]]
+    _small: list[tuple[tuple[str, ...], Any]]
+
+    @staticmethod
+    def begin(
+        path: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        extra: Any = None,
+        small: Mapping[tuple[str, ...], Any] | None = None,
+    ) -> Writing:
+        """Make `.tmp-<name>-<nonce>` beside ``path``; no file of the target yet.
+
+        ``extra`` is the user's: numbers, text, bytes, containers, tensors. ``small`` are values of
+        the state that are no tensors, by path, such as an optimizer's
+        ("optimizer", "param_groups"). Both are copied here. torch's tools see what is under a path
+        of one key whole, and else flattened, as they flatten a state dict.
+
+        PlanningError if the path exists or cannot be made, or if a value cannot be written, which
+        is named.
+        """
+        values = [(where, _small_tree(where, value)) for where, value in (small or {}).items()]
+        return Writing._claimed(path, step, extra, values, "dcp")
+
+    @staticmethod
+    def begin_hf(
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        *,
+        tied: Mapping[str, str] | None = None,
+        model: nn.Module | None = None,
+        step: int | None = None,
+        extra: Any = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> Writing:
+        """The same for Hugging Face's files, which are made here, with room for all ``tensors``
+        (by name, dtype and global shape). Ranks write with `write_hf_part`.
+
+        ``tied``: for each name that is not among them, the one whose tensor it is. ``model``: whose
+        ``config``, if it has one, is written beside them.
+        """
+        names = dict(tied or {})
+        files = planned_files(tensors, names, shard_bytes)
+        writing = Writing._claimed(path, step, extra, [], "hf")
+        try:
+            make_files(writing._claim.folder, files)
+            if model is not None:
+                write_config(writing._claim.folder, model)
+        except OSError as error:
+            writing.abort()
+            raise disk_error(writing._claim.target, error) from error
+        except BaseException:
+            writing.abort()
+            raise
+        return writing
+
+    @staticmethod
+    def _claimed(
+        path: str | os.PathLike[str],
+        step: int | None,
+        extra: Any,
+        small: list[tuple[tuple[str, ...], Any]],
+        layout: str,
+    ) -> Writing:
+        check_kind("the path", path, str | os.PathLike, "a path", 'dt.save("ckpt/100", model)')
+        if step is not None:
+            check_number("step", step, least=0, whole=True, fix="the number of steps taken")
+        said = encoded(extra, "extra")
+        target = checked_path(path)
+        _check_beside(target)
+        claim = claim_folder(target)
+        before = made_in(claim.target.parent, skip_damaged=True)
+        head = Head(
+            name=claim.target.name,
+            sequence=1 + max((head.sequence for head in before), default=0),
+            step=None if step is None else int(step),
+            layout=layout,
+        )
+        same = [other.name for other in before if other.layout == layout == "dcp"]
+        previous = str(claim.target.parent / same[-1]) if same else None
+        return Writing(str(claim.folder), previous, claim, head, said, small)
+
+    def add(self, path: tuple[str, ...], value: Any) -> None:
+        """One more of the ``small`` values of `begin`."""
+        self._small.append((path, _small_tree(path, value)))
+
+    def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
+        """Publish what all ranks have written; then remove the oldest beyond ``keep``.
+
+        Removed are checkpoints that dtensor made in this folder and that still have the name under
+        which it made them: one that was renamed or copied stays. On an error the folder is removed.
+        """
+        try:
+            if keep is not None:
+                check_number("keep", keep, least=1, whole=True, fix="keep=3")
+            self._publish(list(parts))
+        except OSError as error:
+            self.abort()
+            raise disk_error(self._claim.target, error) from error
+        except BaseException:
+            self.abort()
+            raise
+        if keep is not None:
+            parent = self._claim.target.parent
+            for head in made_in(parent, skip_damaged=True)[:-keep]:
+                try:
+                    remove_folder(parent / head.name)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self._claim.target} is saved, but {parent / head.name}, older than the "
+                        f"{keep} to keep, cannot be removed: {error.strerror}.\nfix: remove it "
+                        "by hand"
+                    ) from error
+
+    def abort(self) -> None:
+        """Remove what was written; the checkpoints before are as they were."""
+        self._claim.give_up()
+
+    def _publish(self, parts: list[PartRecord]) -> None:
+        folder = self._claim.folder
+        tree, tensors = self._extra
+        pieces = [
+            TensorPiece(
+                path=("extra_tensors", name),
+                shape=tuple(tensor.shape),
+                offsets=(0,) * tensor.dim(),
+                tensor=tensor,
+            )
+            for name, tensor in tensors.items()
+        ]
+        records = merged(record for part in parts for record in part.tensors)
+        files = {file: nbytes for part in parts for file, nbytes in part.files.items()}
+        own = write_part(self.folder, CONTROLLER, pieces, None)
+        if self._head.layout == "hf":
+            there = read_directory(folder)
+            _check_written(there.tensors, records)
+            files |= there.files
+            records = {}
+        records |= merged(own.tensors)
+        files |= own.files
+        if self._head.layout == "dcp":
+            leaves = {path[0]: decoded(own, {}) for path, own in self._small if len(path) == 1}
+            if tree is not None:
+                leaves["extra"] = tree
+            if self._head.step is not None:
+                leaves["step"] = self._head.step
+            nested = _nested((path, own) for path, own in self._small if len(path) > 1)
+            more, items = _write_values(folder, nested, leaves)
+            files |= more
+            write_synced(folder / ".metadata", metadata_bytes(records, items))
+        for file, nbytes in files.items():
+            if (folder / file).stat().st_size != nbytes:
+                raise CheckpointError(f"{folder / file} is not the {nbytes} bytes written to it")
+        for part in (*parts, own):
+            (folder / part_name(part.rank)).unlink()
+        body = {
+            "files": dict(sorted(files.items())),
+            "tensors": [record.to_json() for record in records.values()],
+            "small": self._small,
+            "extra": tree,
+        }
+        write_synced(folder / MANIFEST, manifest_text(self._head, body))
+        self._claim.publish()
+
+
+def _check_written(there: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]) -> None:
+    """That ranks have written just the tensors for which room was made."""
+    missing = {n for n, record in there.items() if 0 not in record.shape} - set(records)
+    if missing or set(records) - set(there):
+        raise ValueError(f"not written: {sorted(missing)}; no room: {set(records) - set(there)}")
+
+
+def _write_values(
+    folder: Path, nested: dict[str, Any], leaves: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, ValueItem]]:
+    """Values for torch's tools, each as torch.save writes it: nested ones by name as torch
+    flattens them, the leaves whole. dtensor reads the manifest's."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    file = "__values_0.distcp"
+    flat, paths = flatten_state_dict(nested)
+    items: dict[str, ValueItem] = {}
+    content = io.BytesIO()
+    for name, value in {**flat, **leaves}.items():
+        start = content.tell()
+        torch.save(value, content)
+        items[name] = ValueItem(paths.get(name, (name,)), file, start, content.tell() - start)
+    if not items:
+        return {}, {}
+    write_synced(folder / file, content.getvalue())
+    return {file: len(content.getvalue())}, items
+
+
+def _check_beside(target: Path) -> None:
+    for up in target.parents:
+        if os.access(up / MANIFEST, os.R_OK) and read_head(up) is not None:
+            raise PlanningError(
+                f"{target} would be inside the checkpoint {up}, and go when that goes.\n"
+                f"fix: save beside it, such as to {free_path(up)}"
+            )
+
+
+def _small_tree(path: tuple[str, ...], value: Any) -> Any:
+    tree, tensors = encoded(value, ".".join(path))
+    if tensors:
+        raise PlanningError(f"{'.'.join(path)} holds a tensor: tensors are pieces, not values")
+    return tree
+
+
+def _nested(small: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    """The values by path, as a state dict has them."""
+    root: dict[str, Any] = {}
+    for path, tree in small:
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = decoded(tree, {})
+    return root
