@@ -1,0 +1,193 @@
+"""A folder that is there whole or not at all, whatever is killed when.
+
+    claim = claim_folder(Path("ckpt/100"))     # ckpt/.tmp-100-1f0c9a3e, locked by this process
+    ...                                        # files, each synced (`write_synced`)
+    claim.publish()                            # synced, renamed to ckpt/100, ckpt synced
+
+Invariants: ``ckpt/100`` is only ever made by one rename of a folder whose files are all synced.
+What a dead writer left lies under `.tmp-*` and is known by its lock, that nobody holds: the system
+frees it with the process, so no process number can be mistaken for another's. A folder that is
+removed is first renamed to such a name.
+
+Where a file system has no locks, leftovers stay: they are never taken from one who may be living.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.checkpoint.records import CheckpointError
+
+TMP = ".tmp-"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
+
+
+@dataclass(slots=True)
+class Claim:
+    """A folder being written: ``folder`` becomes ``target``. ``lock`` is its open descriptor."""
+
+    folder: Path
+    target: Path
+    lock: int
+
+    def publish(self) -> None:
+        """Make it the target, for good. CheckpointError if that is there by now."""
+        sync(self.folder)
+        try:
+            _rename_new(self.folder, self.target)
+        except FileExistsError:
+            raise CheckpointError(
+                f"{self.target} was made by another while this checkpoint was written; what was "
+                f"written here is removed.\nfix: give each save a path of its own"
+            ) from None
+        sync(self.target.parent)
+        os.close(self.lock)
+
+    def give_up(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+
+def claim_folder(target: Path, said: str) -> Claim:
+    """An empty folder beside ``target``; removes what dead writers left beside it.
+
+    PlanningError if the target exists, or cannot be made: a bad name, a parent that is a file, no
+    right to write.
+    """
+    _check_name(target, said)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(target):
+            raise PlanningError(
+                f"{target} exists already, and a checkpoint never replaces what is there.\n"
+                f"fix: save to another path, such as {_free(target)}, or remove it first"
+            )
+        remove_leftovers(target.parent)
+        while True:
+            folder = target.parent / f"{TMP}{target.name}-{secrets.token_hex(4)}"
+            folder.mkdir()
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            if _locked(lock) is not False and folder.exists():
+                return Claim(folder, target, lock)
+            os.close(lock)  # another save's tidying came between: once more
+    except (FileExistsError, NotADirectoryError):
+        raise PlanningError(
+            f"{target} cannot be a folder: something above it is a file.\n"
+            "fix: save to a path all of whose parents are folders"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
+            raise PlanningError(
+                f"{target} cannot be made: {error.strerror}.\n"
+                f"fix: save to a folder that this user may write to, under a name of at most 200 "
+                "bytes"
+            ) from None
+        raise disk_error(target, error) from error
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the `.tmp-*` folders of writers that are no more."""
+    for folder in sorted(parent.glob(f"{TMP}*")):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone meanwhile, or no folder: then it is none of ours
+        try:
+            if _locked(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint: it is never seen in part."""
+    gone = folder.parent / f"{TMP}{folder.name}-{secrets.token_hex(4)}"
+    folder.rename(gone)
+    sync(folder.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """A file that is there whole or not at all, and stays."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def sync(folder: Path) -> None:
+    """The folder's own list of names, on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that could not be written."""
+    fix = "look at the disk"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(path if path.exists() else path.parent).free
+        fix = f"make room ({free / 1e6:,.0f} MB are free there), or save with keep="
+    return CheckpointError(
+        f"{path} could not be written: {error.strerror or error}. Nothing of this checkpoint is "
+        f"kept; the ones before it are whole.\nfix: {fix}"
+    )
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Whether the lock is ours now; None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _rename_new(folder: Path, target: Path) -> None:
+    # rename() replaces an empty folder in silence; nobody makes one there on purpose, so the look
+    # before is enough: what it may lose is an empty folder.
+    if os.path.lexists(target):
+        raise FileExistsError(target)
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise FileExistsError(target) from None
+        raise
+
+
+def _check_name(target: Path, text: str) -> None:
+    why = ""
+    if "://" in text or text.startswith(("s3:", "gs:", "hdfs:")):
+        why = "is an address, not a folder of this machine"
+    elif "\\" in text:
+        why = "has backslashes, which here are letters of a name"
+    elif "\0" in text or any(ord(c) < 32 for c in text):
+        why = "has control characters"
+    elif target.name in ("", "..") or target.name.startswith(TMP):
+        why = f"is no name for a checkpoint ({TMP}* are those being written)"
+    if why:
+        raise PlanningError(f'{text!r} {why}.\nfix: a path such as "ckpt/100"')
+
+
+def _free(target: Path) -> Path:
+    n = 2
+    while os.path.lexists(target.with_name(f"{target.name}-{n}")):
+        n += 1
+    return target.with_name(f"{target.name}-{n}")

@@ -1,0 +1,240 @@
+"""Reading a checkpoint: what it holds, and any block of any tensor, by the bytes that it lies in.
+
+    saved = Checkpoint.open("ckpt/100")
+    saved.tensors["model.w"].shape, saved.step, saved.extra        # (8, 4), 100, {...}
+    saved.read("model.w", (4, 0), (4, 2))                          # [4, 2]; rows 4:8, columns 0:2
+
+Three kinds of directories are read alike: ours, by `manifest.json`; another's of
+torch.distributed.checkpoint; Hugging Face's, by the headers of its safetensors files.
+
+Invariants: no file is unpickled but a stranger's `.metadata` and values, by what admits names of
+theirs alone. Of ours, each block (`records.BLOCK_BYTES`) that a read touches is checked, and no
+other is read: of a block of columns, whole rows where a row is no more than that. ``bytes_read``
+counts what came from files. No more than 8 MiB is held beside the result.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.errors import PlanningError, check_kind
+from dtensor.runtime.checkpoint.extra import decoded
+from dtensor.runtime.checkpoint.manifest import MANIFEST, damaged, made_in, read_manifest
+from dtensor.runtime.checkpoint.records import (
+    BLOCK_BYTES,
+    CheckpointError,
+    StoredPiece,
+    TensorRecord,
+)
+
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Checkpoint:
+    """An opened checkpoint.
+
+    ``layout`` is "dtensor", "dcp" or "hf". ``tensors`` by name, sorted. ``small`` are the values of
+    the state that are no tensors, by path. ``step`` and ``extra`` are as they were saved, None of a
+    stranger's. ``files`` are the sizes in bytes, where they are known.
+    """
+
+    path: str
+    layout: str
+    tensors: Mapping[str, TensorRecord]
+    files: Mapping[str, int]
+    step: int | None = None
+    extra: Any = None
+    small: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
+    bytes_read: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Checkpoint:
+        """PlanningError if there is no checkpoint; CheckpointError if it is damaged."""
+        check_kind("the path", path, str | os.PathLike, "a path", 'dt.load("ckpt/100", model)')
+        folder = Path(path)
+        if (folder / MANIFEST).is_file():
+            return _open_own(folder)
+        raise PlanningError(_no_checkpoint(folder))
+
+    def read(
+        self,
+        name: str,
+        offsets: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The block of the tensor at these offsets: a new tensor on the CPU of shape ``sizes``, of
+        the tensor's dtype; the whole of it if they are left out.
+
+        KeyError for a name that is not in `tensors`, ValueError for a block that is not in it;
+        CheckpointError if a file is missing, short or changed: it names both.
+        """
+        record = self.tensors[name]
+        start = tuple(offsets) if offsets is not None else (0,) * len(record.shape)
+        size = tuple(sizes) if sizes is not None else record.shape
+        if not len(start) == len(size) == len(record.shape) or any(
+            at < 0 or n < 0 or at + n > whole for at, n, whole in zip(start, size, record.shape)
+        ):
+            raise ValueError(f"no block of {name} {record.shape}: sizes {size} at {start}")
+        result = torch.empty(size, dtype=record.dtype)
+        filled = 0
+        for piece in record.pieces:
+            lo = [max(a, b) for a, b in zip(start, piece.offsets)]
+            hi = [min(a + n, b + m) for a, n, b, m in zip(start, size, piece.offsets, piece.sizes)]
+            if any(a >= b for a, b in zip(lo, hi)):
+                continue
+            target = result[tuple(slice(a - s, b - s) for a, b, s in zip(lo, hi, start))]
+            within = tuple((a - at, b - at) for a, b, at in zip(lo, hi, piece.offsets))
+            with _PieceFile(self, record, piece) as file:
+                file.fill(target, within, 0, 0)
+            filled += target.numel()
+        if filled != result.numel():
+            raise CheckpointError(
+                f"{self.path} holds {filled:,} of the {result.numel():,} elements of {name} at "
+                f"{start}, sizes {size}: its pieces do not fill it"
+            )
+        return result
+
+    def count(self, nbytes: int) -> None:
+        """Add to ``bytes_read``, from any thread."""
+        with self._counting:
+            self.bytes_read += nbytes
+
+
+def latest(folder: str | os.PathLike[str]) -> str | None:
+    """The path of the checkpoint made last in a folder by dtensor; None if there is none."""
+    try:
+        made = made_in(Path(folder))
+    except FileNotFoundError:
+        return None
+    return os.path.join(os.fspath(folder), made[-1].name) if made else None
+
+
+class _PieceFile:
+    """The file of one piece, open, and its bytes, checked."""
+
+    def __init__(self, checkpoint: Checkpoint, record: TensorRecord, piece: StoredPiece) -> None:
+        self.checkpoint, self.record, self.piece = checkpoint, record, piece
+        self.path = Path(checkpoint.path) / piece.file
+        self.row_bytes = [
+            math.prod(piece.sizes[dim + 1 :]) * record.dtype.itemsize
+            for dim in range(len(piece.sizes))
+        ]
+
+    def __enter__(self) -> _PieceFile:
+        try:
+            self.descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise self._wrong(f"it cannot be opened ({error.strerror})") from error
+        nbytes = os.fstat(self.descriptor).st_size
+        expected = self.checkpoint.files.get(self.piece.file, nbytes)
+        if nbytes != expected:
+            os.close(self.descriptor)
+            raise self._wrong(f"it has {nbytes:,} bytes, and {expected:,} were written")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def fill(self, target: Tensor, within: Sequence[tuple[int, int]], dim: int, at: int) -> None:
+        """``target`` becomes the part ``within`` of the piece, per dim from ``dim`` on; what is at
+        those dims begins at byte ``at`` of the piece."""
+        if dim == len(within):
+            target.copy_(self._values(at, at + self.record.dtype.itemsize).reshape(()))
+            return
+        lo, hi = within[dim]
+        row = self.row_bytes[dim]
+        if row > BLOCK_BYTES:
+            for i in range(lo, hi):
+                self.fill(target[i - lo], within, dim + 1, at + i * row)
+            return
+        inner = tuple(slice(a, b) for a, b in within[dim + 1 :])
+        rows = max(1, _CHUNK_BYTES // row)
+        for first in range(lo, hi, rows):
+            last = min(first + rows, hi)
+            values = self._values(at + first * row, at + last * row)
+            values = values.view(last - first, *self.piece.sizes[dim + 1 :])
+            target[first - lo : last - lo].copy_(values[(slice(None), *inner)])
+
+    def _values(self, begin: int, end: int) -> Tensor:
+        """The bytes from ``begin`` to ``end`` of the piece, as numbers."""
+        checks = self.piece.checks
+        first, stop = begin, end
+        if checks is not None:
+            first -= begin % BLOCK_BYTES
+            stop = min(self.piece.nbytes, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
+        data = bytearray(stop - first)
+        got = 0
+        while got < len(data):
+            n = os.preadv(
+                self.descriptor, [memoryview(data)[got:]], self.piece.data_at + first + got
+            )
+            if not n:
+                raise self._wrong("it ends before the tensor does")
+            got += n
+        self.checkpoint.count(len(data))
+        if checks is not None:
+            view = memoryview(data)
+            for at in range(first, stop, BLOCK_BYTES):
+                n = at // BLOCK_BYTES
+                crc = zlib.crc32(
+                    view[at - first : at - first + BLOCK_BYTES], checks[n - 1] if n else 0
+                )
+                if crc != checks[n]:
+                    raise self._wrong(
+                        f"the {BLOCK_BYTES} bytes from {self.piece.data_at + at:,} on have another "
+                        "checksum"
+                    )
+        values = torch.frombuffer(data, dtype=torch.uint8)[begin - first : end - first]
+        return values.view(self.record.dtype)
+
+    def _wrong(self, why: str) -> CheckpointError:
+        block = f"{self.piece.sizes} at {self.piece.offsets}"
+        return damaged(self.path, f"{why}; it holds {block} of {self.record.name}")
+
+
+def _open_own(folder: Path) -> Checkpoint:
+    head, body = read_manifest(folder)
+    try:
+        records = {record.name: record for record in map(TensorRecord.from_json, body["tensors"])}
+        opened = Checkpoint(
+            path=str(folder),
+            layout="dtensor",
+            tensors=records,
+            files={str(file): int(nbytes) for file, nbytes in body["files"].items()},
+            step=head.step,
+        )
+        kept = {n: r for n, r in records.items() if r.path[0] == "extra_tensors"}
+        opened.extra = decoded(
+            body["extra"], {record.path[1]: opened.read(name) for name, record in kept.items()}
+        )
+        opened.small = {tuple(path): decoded(value, {}) for path, value in body["small"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(folder / MANIFEST, f"it is not what dtensor writes ({error!r})") from error
+    opened.tensors = {n: r for n, r in records.items() if n not in kept}
+    return opened
+
+
+def _no_checkpoint(folder: Path) -> str:
+    if not folder.exists():
+        return f"{folder} does not exist.\nfix: the path that was given to dt.save"
+    if not folder.is_dir():
+        return f"{folder} is a file; a checkpoint is a folder.\nfix: the path given to dt.save"
+    newest = latest(folder)
+    if newest is not None:
+        return f"{folder} holds checkpoints and is none itself.\nfix: dt.load({newest!r}, ...)"
+    return (
+        f"{folder} is no checkpoint: there is neither manifest.json, nor .metadata, nor a "
+        "safetensors file in it.\nfix: the path that was given to dt.save"
+    )
