@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from dtensor.api.away import AwayState, Entries
-from dtensor.api.initial import init_program
+from dtensor.api.initial import Source, init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
 from dtensor.api.resident import OptimizerHome, Resident
@@ -38,7 +38,6 @@ from dtensor.daft.launching import Offer
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
-from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from dtensor.runtime.simulate.trace import Noted
@@ -60,6 +59,22 @@ class Returned:
 
 Backend = Literal["inprocess", "ray"]
 LocalKind = Literal["generated", "inductor"]
+
+
+class UnderWay(Protocol):
+    """A save (checkpoint.py), for whose end the launch waits."""
+
+    def settle(self) -> None:
+        """Wait; raises what failed, unless somebody has read it."""
+        ...
+
+    def over(self) -> bool:
+        """Whether nobody need wait for it, or be told of it."""
+        ...
+
+    def told(self) -> str:
+        """Wait; what failed, if nobody has read it, or ""."""
+        ...
 
 
 class MeshSession:
@@ -224,7 +239,8 @@ class MeshSession:
             found.saved = "the controller has what was put there", model.steps.present()
         if found.loads != model.loads:  # other values were loaded for what is on meta
             found.loads = model.loads
-            found.forget([label for label in model.initial.loaded if label in found.specs])
+            brought = model.initial.loaded.keys() | model.initial.on_disk
+            found.forget([label for label in found.specs if label in brought])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
 
@@ -270,7 +286,7 @@ class MeshSession:
         resident = self.resident(model)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
+        made: list[dict[str, tuple[Source, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
         for name, (spec, ranks) in wanted.items():
             known = resident.specs.get(name)
@@ -281,18 +297,18 @@ class MeshSession:
             missing = set(ranks) - set(resident.ranks.get(name, ()) if known else ())
             if not missing:
                 continue
-            recipe = model.initial.recipe(name)
+            source = model.initial.source(name)
             whole = None
-            if recipe is None:
+            if source is None:
                 whole = model.initial.value(name, tensors[name].detach())
                 _check_as_planned(name, whole, spec)
             for rank in sorted(missing):
                 here = self.mesh.coordinates(rank)
                 if whole is not None:
                     values[rank][resident.name(name)] = shard_of(whole, spec, here)
-                elif recipe is not None:
+                elif source is not None:
                     pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
-                    made[rank][name] = (recipe, pieces)
+                    made[rank][name] = (source, pieces)
             had = set(resident.ranks.get(name, ())) if known else set[int]()
             resident.ranks[name] = tuple(sorted(had | set(ranks)))
             put[name] = spec
@@ -391,6 +407,7 @@ class Launch:
         self.mode: Mode = mode
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
+        self.saves: list[UnderWay] = []
         self.closed = False
         self.failure_was_read = False
         self.said_lost = False
@@ -424,11 +441,15 @@ class Launch:
                 except DaftError as error:
                     told = next(iter(self.sessions.values())).told
                     raise told(error) from error.__cause__
+        for saved in self.saves:
+            saved.settle()
 
     def close(self, *, bring_home: bool = True) -> None:
         """What was changed comes home, unless it shall not or cannot; then the ranks end."""
         if self.closed:
             return
+        for saved in self.saves:
+            saved.told()
         try:
             for resident in self.residents:
                 resident.end(bring_home)
@@ -491,6 +512,12 @@ def session_for(mesh: Mesh) -> MeshSession:
         launch = Launch(launch_cluster(mesh.size), "compiled")
         _implicit[mesh] = launch.add(mesh)
     return _implicit[mesh]
+
+
+def session_at_hand(mesh: Mesh) -> MeshSession | None:
+    """As `session_for`, where there is one: that of the running launch, or the implicit one."""
+    found = _launched[-1].sessions.get(mesh) if _launched else None
+    return found or _implicit.get(mesh)
 
 
 def launched() -> MeshSession | None:
@@ -597,6 +624,8 @@ def launch(
         running.settle()
         actors.end()
     except BaseException as error:
+        for lost in filter(None, [saved.told() for saved in running.saves]):
+            error.add_note(lost)
         try:
             _leave(running, actors, bring_home)
         except (DaftError, PlanningError) as lost:  # which reading the weights says, too

@@ -3,7 +3,7 @@
     held = {("model", "w"): Held("model 0: w", spec, ranks=(0, 1))}
     handle = cluster.load(save_program(held, 2))
     cluster.run(handle, [{STEP: 7, SAVING: "ckpt/.tmp-100-1f0c"}] * 2)    # copies; threads write
-    handle = cluster.load(load_program("ckpt/100", held, 2, device))
+    handle = cluster.load(load_program("ckpt/100", {"model.w": Held(...)}, 2, device))
     cluster.run(handle, [{}] * 2)                    # state "model 0: w" is as the files have it
 
 A save copies on each rank the blocks that it is to write, and hands them to a thread of the rank's
@@ -167,14 +167,15 @@ def save_program(values: Mapping[Names, Held], size: int) -> Program:
 
 
 def load_program(
-    folder: str, values: Mapping[Names, Held], size: int, device: torch.device
+    folder: str, values: Mapping[str, Held], size: int, device: torch.device
 ) -> Program:
-    """Each rank reads its own blocks; all of all ranks take the place of what was there, or none."""
-    wanted: list[dict[str, tuple[Names, Where, torch.dtype]]] = [{} for _ in range(size)]
-    for path, value in values.items():
+    """By name in the files: each rank reads its own blocks; all of all ranks take the place of what
+    was there, or none."""
+    wanted: list[dict[str, tuple[str, Where, torch.dtype]]] = [{} for _ in range(size)]
+    for stored, value in values.items():
         for rank in value.ranks:
             where = held(value.spec, value.spec.mesh.coordinates(rank))
-            wanted[rank][value.name] = path, where, value.spec.dtype
+            wanted[rank][value.name] = stored, where, value.spec.dtype
     group = tuple(rank for rank, own in enumerate(wanted) if own)
     functions: list[tuple[str, Function]] = [("place", Function.of(placed, "place"))]
     ranks: list[RankProgram] = []
@@ -182,7 +183,7 @@ def load_program(
         if not own:
             ranks.append(RankProgram(instructions=()))
             continue
-        fn = partial(read_shards, folder, rank, tuple(own.values()), device)
+        fn = partial(read_shards, folder, tuple(own.values()), device)
         functions.append((f"read on {rank}", Function.of(fn, f"read on {rank}")))
         names = tuple(own)
         new = tuple(f"new {name}" for name in names)
@@ -200,6 +201,19 @@ def load_program(
     return Program(
         name="load", ranks=tuple(ranks), functions=tuple(functions), stage_of=(0,) * size
     )
+
+
+def ask_program(size: int) -> Program:
+    """Each rank says how far it is with the folder that it is fed (`state_of`)."""
+    functions = tuple(
+        (f"ask {rank}", Function.of(partial(told_state, rank), f"ask {rank}"))
+        for rank in range(size)
+    )
+    calls = [Call(name, (SAVING,), ("state",), label="ask of a save") for name, _ in functions]
+    ranks = tuple(
+        RankProgram(instructions=(call,), inputs=(SAVING,), outputs=("state",)) for call in calls
+    )
+    return Program(name="ask of a save", ranks=ranks, functions=functions, stage_of=(0,) * size)
 
 
 # -- what ranks call -------------------------------------------------------------------------------
@@ -236,30 +250,28 @@ def copy_and_write(
     return (number,)
 
 
+def told_state(rank: int, saving: Mapping[str, str]) -> tuple[str]:
+    return (state_of(saving["folder"], rank),)
+
+
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, contiguous, that nobody else has."""
-    return tensor.detach().to(
-        "cpu", copy=True, memory_format=torch.contiguous_format
-    )
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def read_shards(
     folder: str,
-    rank: int,
-    wanted: Sequence[tuple[Names, Where, torch.dtype]],
+    wanted: Sequence[tuple[str, Where, torch.dtype]],
     device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
     """Each value's shard, read from the files; in this dtype, if they have another."""
-    checkpoint = opened(folder, rank)
+    checkpoint = opened(folder)
     return tuple(
-        read_shard(checkpoint, ".".join(path), where, dtype).to(device)
-        for path, where, dtype in wanted
+        read_shard(checkpoint, name, where, dtype).to(device) for name, where, dtype in wanted
     )
 
 
-def read_shard(
-    checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dtype
-) -> torch.Tensor:
+def read_shard(checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dtype) -> torch.Tensor:
     """A tensor's shard: per dim the intervals of global indices in ``where``, one after another."""
     blocks = list(blocks_of(where))
     if len(blocks) == 1:
@@ -273,13 +285,13 @@ def read_shard(
     return shard
 
 
-def opened(folder: str, rank: int) -> Checkpoint:
+def opened(folder: str) -> Checkpoint:
     """A checkpoint as ranks open it: each process reads what is in it once."""
     try:
         changed = os.stat(folder).st_mtime_ns
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"rank {rank} is on {socket.gethostname()}, which does not see {folder}.\n"
+            f"this rank is on {socket.gethostname()}, which does not see {folder}.\n"
             f"fix: load from a folder that all machines of the launch share"
         ) from error
     return _opened(folder, changed)
@@ -294,6 +306,7 @@ def _opened(folder: str, changed: int) -> Checkpoint:
 
 FAILED = "error-{}.json"
 """The file in which a rank says why it has no part."""
+WRITING, WRITTEN = "writing", "written"
 
 _writers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="dtensor-save")
 _jobs: dict[tuple[str, int], Future[None]] = {}
@@ -309,14 +322,22 @@ def hand_over(folder: str, rank: int, pieces: Sequence[TensorPiece], previous: s
 
 
 def state_of(folder: str, rank: int) -> str:
-    """ "writing", "written", or why there will be no part of this rank."""
+    """`WRITING`, `WRITTEN`, or why there will be no part of this rank."""
     job = _jobs.get((folder, rank))
     if job is None:
         return "the process that was to write it is gone"
     if not job.done():
-        return "writing"
+        return WRITING
     error = job.exception()
-    return "written" if error is None else _told(error)
+    return WRITTEN if error is None else _told(error)
+
+
+def error_of(folder: str, rank: int) -> str:
+    """Why a rank has no part, as far as it could write that; or ""."""
+    try:
+        return json.loads(Path(folder, FAILED.format(rank)).read_bytes())
+    except FileNotFoundError:
+        return ""
 
 
 def _write(folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None) -> None:

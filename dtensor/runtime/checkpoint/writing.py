@@ -115,6 +115,11 @@ class Writing:
         previous = str(claim.target.parent / linkable[-1]) if linkable else None
         return Writing(str(claim.folder), previous, claim, head, said, values)
 
+    def add(self, path: tuple[str, ...], value: Any) -> None:
+        """One more of the ``small`` values of `begin`."""
+        encoded(value, ".".join(path))
+        self._small[path] = value
+
     def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
         """Publish what all ranks have written; then remove the oldest beyond ``keep``.
 
