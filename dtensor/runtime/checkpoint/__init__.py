@@ -12,9 +12,11 @@ The files are torch.distributed.checkpoint's, with a `.metadata` for torch's too
 - extra.py: values that users add, as JSON. torch_save.py: a tensor's bytes in torch.save's files.
 - folders.py: folders that are there whole or not at all. manifest.py, dcp_metadata.py: what says
   what is in one.
-- writing.py, reading.py.
+- safetensors.py: Hugging Face's directories. strangers.py: those of torch that others wrote.
+- parts.py: what a rank writes. writing.py: what the controller does. reading.py.
 """
 
+from dtensor.runtime.checkpoint.parts import read_part, write_hf_part, write_part
 from dtensor.runtime.checkpoint.reading import Checkpoint, latest
 from dtensor.runtime.checkpoint.records import (
     CheckpointError,
@@ -23,7 +25,7 @@ from dtensor.runtime.checkpoint.records import (
     TensorPiece,
     TensorRecord,
 )
-from dtensor.runtime.checkpoint.writing import Writing, read_part, write_part
+from dtensor.runtime.checkpoint.writing import Writing
 
 __all__ = [
     "Checkpoint",
@@ -35,5 +37,6 @@ __all__ = [
     "Writing",
     "latest",
     "read_part",
+    "write_hf_part",
     "write_part",
 ]

@@ -10,20 +10,31 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from dtensor.runtime.checkpoint.records import TensorRecord
 
 
+@dataclass(frozen=True, slots=True)
+class ValueItem:
+    """What torch.save wrote of a value: its path in the state dict, with the positions in lists,
+    its file, first byte and length."""
+
+    path: tuple[str | int, ...]
+    file: str
+    start: int
+    length: int
+
+
 def metadata_bytes(
     tensors: Mapping[str, TensorRecord],
-    values: Mapping[tuple[str, ...], tuple[str, int, int]],
+    values: Mapping[str, ValueItem],
 ) -> bytes:
     """The content of `.metadata`, by torch's own classes.
 
-    ``values``: by path, the file, first byte and length of what torch.save wrote of a value that is
-    no tensor.
+    ``values``: by name, those that are no tensors.
     """
     # Half a second, and needed by those who save alone.
     from torch.distributed.checkpoint import filesystem
@@ -40,7 +51,7 @@ def metadata_bytes(
 
     entries: dict[str, STORAGE_TYPES] = {}
     storage: dict[MetadataIndex, filesystem._StorageInfo] = {}
-    paths: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
     for name, record in tensors.items():
         paths[name] = record.path
         entries[name] = TensorStorageMetadata(
@@ -55,11 +66,10 @@ def metadata_bytes(
             assert piece.item is not None
             where = MetadataIndex(name, torch.Size(piece.offsets))
             storage[where] = filesystem._StorageInfo(piece.file, *piece.item)
-    for path, where in values.items():
-        name = ".".join(path)
-        paths[name] = path
+    for name, item in values.items():
+        paths[name] = item.path
         entries[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = filesystem._StorageInfo(*where)
+        storage[MetadataIndex(name)] = filesystem._StorageInfo(item.file, item.start, item.length)
     return pickle.dumps(
         Metadata(
             state_dict_metadata=entries,

@@ -29,13 +29,21 @@ from torch import Tensor
 
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.checkpoint.extra import decoded
-from dtensor.runtime.checkpoint.manifest import MANIFEST, damaged, made_in, read_manifest
+from dtensor.runtime.checkpoint.manifest import (
+    MANIFEST,
+    damaged,
+    made_in,
+    read_head,
+    read_manifest,
+)
 from dtensor.runtime.checkpoint.records import (
     BLOCK_BYTES,
     CheckpointError,
     StoredPiece,
     TensorRecord,
 )
+from dtensor.runtime.checkpoint.safetensors import is_directory, read_directory
+from dtensor.runtime.checkpoint.strangers import METADATA, load_whole, locate, read_metadata
 
 _CHUNK_BYTES = 8 << 20
 
@@ -44,9 +52,11 @@ _CHUNK_BYTES = 8 << 20
 class Checkpoint:
     """An opened checkpoint.
 
-    ``layout`` is "dtensor", "dcp" or "hf". ``tensors`` by name, sorted. ``small`` are the values of
-    the state that are no tensors, by path. ``step`` and ``extra`` are as they were saved, None of a
-    stranger's. ``files`` are the sizes in bytes, where they are known.
+    ``layout`` is "dtensor", "dcp" (a stranger's) or "hf". ``tensors`` by name, sorted: "model.w",
+    "optimizer.state.w.exp_avg"; of Hugging Face's "w". ``tied``, of Hugging Face's: other names of
+    tensors, each with the name that is in ``tensors``. ``small`` are the values of the state that
+    are no tensors, by path; of a stranger's, each is read when it is asked for. ``step`` and
+    ``extra`` are as they were saved, None of a stranger's. ``files`` are the sizes in bytes.
     """
 
     path: str
@@ -56,6 +66,7 @@ class Checkpoint:
     step: int | None = None
     extra: Any = None
     small: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -64,8 +75,22 @@ class Checkpoint:
         """PlanningError if there is no checkpoint; CheckpointError if it is damaged."""
         check_kind("the path", path, str | os.PathLike, "a path", 'dt.load("ckpt/100", model)')
         folder = Path(path)
-        if (folder / MANIFEST).is_file():
+        if read_head(folder) is not None:
             return _open_own(folder)
+        if (folder / METADATA).is_file():
+            tensors, values = read_metadata(folder)
+            return Checkpoint(
+                path=str(folder), layout="dcp", tensors=tensors, files={}, small=values
+            )
+        if is_directory(folder):
+            there = read_directory(folder)
+            return Checkpoint(
+                path=str(folder),
+                layout="hf",
+                tensors=there.tensors,
+                files=there.files,
+                tied=there.tied,
+            )
         raise PlanningError(_no_checkpoint(folder))
 
     def read(
@@ -96,8 +121,17 @@ class Checkpoint:
                 continue
             target = result[tuple(slice(a - s, b - s) for a, b, s in zip(lo, hi, start))]
             within = tuple((a - at, b - at) for a, b, at in zip(lo, hi, piece.offsets))
-            with _PieceFile(self, record, piece) as file:
-                file.fill(target, within, 0, 0)
+            data_at = piece.data_at
+            if data_at is None:
+                data_at, nbytes = locate(Path(self.path), record, piece)
+                self.count(nbytes)
+            if data_at < 0:
+                values, nbytes = load_whole(Path(self.path), record, piece)
+                self.count(nbytes)
+                target.copy_(values[tuple(slice(a, b) for a, b in within)])
+            else:
+                with _PieceFile(self, record, piece, data_at) as file:
+                    file.fill(target, within, 0, 0)
             filled += target.numel()
         if filled != result.numel():
             raise CheckpointError(
@@ -124,8 +158,11 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 class _PieceFile:
     """The file of one piece, open, and its bytes, checked."""
 
-    def __init__(self, checkpoint: Checkpoint, record: TensorRecord, piece: StoredPiece) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, record: TensorRecord, piece: StoredPiece, data_at: int
+    ) -> None:
         self.checkpoint, self.record, self.piece = checkpoint, record, piece
+        self.data_at = data_at
         self.path = Path(checkpoint.path) / piece.file
         self.row_bytes = [
             math.prod(piece.sizes[dim + 1 :]) * record.dtype.itemsize
@@ -177,9 +214,7 @@ class _PieceFile:
         data = bytearray(stop - first)
         got = 0
         while got < len(data):
-            n = os.preadv(
-                self.descriptor, [memoryview(data)[got:]], self.piece.data_at + first + got
-            )
+            n = os.preadv(self.descriptor, [memoryview(data)[got:]], self.data_at + first + got)
             if not n:
                 raise self._wrong("it ends before the tensor does")
             got += n
@@ -193,7 +228,7 @@ class _PieceFile:
                 )
                 if crc != checks[n]:
                     raise self._wrong(
-                        f"the {BLOCK_BYTES} bytes from {self.piece.data_at + at:,} on have another "
+                        f"the {BLOCK_BYTES} bytes from {self.data_at + at:,} on have another "
                         "checksum"
                     )
         values = torch.frombuffer(data, dtype=torch.uint8)[begin - first : end - first]
@@ -223,6 +258,12 @@ def _open_own(folder: Path) -> Checkpoint:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(folder / MANIFEST, f"it is not what dtensor writes ({error!r})") from error
     opened.tensors = {n: r for n, r in records.items() if n not in kept}
+    if head.layout == "hf":
+        there = read_directory(folder)
+        opened.layout, opened.tensors, opened.tied = "hf", there.tensors, there.tied
+        wrong = [file for file, nbytes in there.files.items() if opened.files.get(file) != nbytes]
+        if wrong:
+            raise damaged(folder / wrong[0], "it is not the file that was written")
     return opened
 
 
@@ -231,6 +272,13 @@ def _no_checkpoint(folder: Path) -> str:
         return f"{folder} does not exist.\nfix: the path that was given to dt.save"
     if not folder.is_dir():
         return f"{folder} is a file; a checkpoint is a folder.\nfix: the path given to dt.save"
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        return (
+            f"{folder} holds {pickles[0]}, a pickle, which may run anything when it is read: it is "
+            "not.\nfix: where you trust it, AutoModel.from_pretrained(...).save_pretrained(...), "
+            "which writes safetensors; or torch.load(..., weights_only=True) and load_state_dict"
+        )
     newest = latest(folder)
     if newest is not None:
         return f"{folder} holds checkpoints and is none itself.\nfix: dt.load({newest!r}, ...)"

@@ -46,10 +46,10 @@ class CheckpointError(RuntimeError):
 class TensorPiece:
     """A block of a global tensor that a rank is to write.
 
-    ``path`` is where the tensor stands in the state dict that torch's tools make of the checkpoint:
-    ``("optimizer", "state", "0.weight", "exp_avg")``; its name is the path joined by dots. ``shape``
-    is the global one, ``offsets`` where the block begins, ``tensor`` the block itself, on any
-    device, of any strides. It is read while it is written: it must not change until then.
+    ``path`` is where the tensor stands in the state dict that torch's tools make of it, such as
+    ``("optimizer", "state", "0.weight", "exp_avg")``; its name is the path joined by dots.
+    ``shape`` is the global one, ``offsets`` where the block begins, ``tensor`` the block itself, on
+    any device, of any strides: it must not change until it is written.
     """
 
     path: tuple[str, ...]
@@ -80,14 +80,15 @@ class TensorPiece:
     def data(self) -> memoryview:
         """Its bytes in row-major order, in this process's memory; copied only if they must be."""
         flat = self.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+        return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
     """Where a block of a tensor lies.
 
-    ``file`` is relative to the checkpoint's folder; its data are ``nbytes`` bytes from ``data_at``.
+    ``file`` is relative to the checkpoint's folder; its data are ``nbytes`` bytes from ``data_at``
+    on; None where that is in the item alone, which was written by another.
     ``item`` is the first byte and the length of what torch.save wrote around them. ``checks`` are
     the running checksums of its blocks; None where the format has none.
     """
@@ -95,38 +96,41 @@ class StoredPiece:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    data_at: int
+    data_at: int | None
     nbytes: int
     item: tuple[int, int] | None = None
     checks: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        assert self.item is not None and self.checks is not None
-        packed = struct.pack(f"<{len(self.checks)}I", *self.checks)
-        return {
+        said = {
             "offsets": self.offsets,
             "sizes": self.sizes,
             "file": self.file,
             "data": [self.data_at, self.nbytes],
             "item": self.item,
-            "crc32": base64.b64encode(packed).decode(),
         }
+        if self.checks is None:
+            return said
+        packed = struct.pack(f"<{len(self.checks)}I", *self.checks)
+        return {**said, "crc32": base64.b64encode(packed).decode()}
 
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> StoredPiece:
-        packed = base64.b64decode(said["crc32"], validate=True)
-        data_at, nbytes = map(int, said["data"])
-        start, length = map(int, said["item"])
-        checks = struct.unpack(f"<{len(packed) // 4}I", packed)
-        if len(checks) != -(-nbytes // BLOCK_BYTES):
-            raise ValueError(f"{len(checks)} checksums for {nbytes} bytes")
+        data_at, nbytes = said["data"]
+        item = said["item"]
+        checks = None
+        if "crc32" in said:
+            packed = base64.b64decode(said["crc32"], validate=True)
+            checks = struct.unpack(f"<{len(packed) // 4}I", packed)
+            if len(checks) != -(-nbytes // BLOCK_BYTES):
+                raise ValueError(f"{len(checks)} checksums for {nbytes} bytes")
         return StoredPiece(
             offsets=tuple(map(int, said["offsets"])),
             sizes=tuple(map(int, said["sizes"])),
             file=plain_name(said["file"]),
-            data_at=data_at,
-            nbytes=nbytes,
-            item=(start, length),
+            data_at=None if data_at is None else int(data_at),
+            nbytes=int(nbytes),
+            item=None if item is None else (int(item[0]), int(item[1])),
             checks=checks,
         )
 

@@ -3,9 +3,9 @@
     frame = Frame.of(torch.float32, (4, 8))
     frame.head + data + frame.tail(crc32(data))     # what torch.save writes of that tensor, 128 B
 
-torch.save writes a zip whose entry `data/0` holds the bytes as they are, uncompressed, at a multiple
-of 64 bytes. `torch.serialization.skip_data` makes it write all but those bytes; so we write them
-ourselves, in pieces, from where they lie, and know their place: a range of rows is a range of bytes.
+torch.save writes a zip whose entry `data/0` holds the bytes as they are, uncompressed.
+`torch.serialization.skip_data` makes it write all but those bytes; so we write them ourselves, from
+where they lie, and know their place: a range of rows is a range of bytes.
 
 Invariants: torch.load(weights_only=True) and Python's zipfile read what is written here (the zip's
 own checksum is put in). torch's file holds a tensor of the piece's shape, contiguous.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from typing import IO, cast
 
 import torch
 
@@ -37,7 +38,7 @@ class Frame:
         hole = _Hole()
         with torch.serialization.skip_data():
             # Memory that is never touched: the system gives none.
-            torch.save(torch.empty(sizes, dtype=dtype), hole)
+            torch.save(torch.empty(sizes, dtype=dtype), cast(IO[bytes], hole))
         return Frame(bytes(hole.before), bytes(hole.after))
 
     def tail(self, crc: int) -> bytes:

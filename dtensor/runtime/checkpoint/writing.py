@@ -1,18 +1,11 @@
 """Writing a checkpoint: the controller begins and finishes it, each rank writes its part.
 
-    writing = Writing.begin("ckpt/100", step=100, extra={"epoch": 3})   # controller; ckpt/.tmp-100-..
+    writing = Writing.begin("ckpt/100", step=100, extra={"epoch": 3})   # controller
     part = write_part(writing.folder, 0, pieces, writing.previous)      # each rank, in any thread
     writing.finish([part, ...], keep=3)                                 # controller; ckpt/100
 
-A part is files of some 64 MB, `__<rank>_<n>.distcp`, of whole items as torch.save writes them, and
-last `part-<rank>.json`: who sees that file knows that the part is on the disk. A file of the
-checkpoint before whose pieces are all unchanged is linked, not written: found by checksums, then
-compared byte for byte. Pieces that did not change since lie in files of their own, so that frozen
-weights among trained ones are linked from the third checkpoint on.
-
 Invariants: a checkpoint is published when every file in it is synced, its manifest last, by one
-rename; what `keep` removes is removed after that. The same pieces give the same files. A rank holds
-no more memory than its largest piece, and that only of pieces that are not contiguous.
+rename; what `keep` removes is removed after that.
 
 Not here: who writes which pieces, and that pieces do not change meanwhile.
 """
@@ -20,24 +13,23 @@ Not here: who writes which pieces, and that pieces do not change meanwhile.
 from __future__ import annotations
 
 import io
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtensor.errors import PlanningError, check_kind, check_number
-from dtensor.runtime.checkpoint.dcp_metadata import metadata_bytes
-from dtensor.runtime.checkpoint.extra import encoded
+from dtensor.runtime.checkpoint.dcp_metadata import ValueItem, metadata_bytes
+from dtensor.runtime.checkpoint.extra import decoded, encoded
 from dtensor.runtime.checkpoint.folders import (
     Claim,
     claim_folder,
     disk_error,
     remove_folder,
-    sync,
     write_synced,
 )
 from dtensor.runtime.checkpoint.manifest import (
@@ -45,23 +37,22 @@ from dtensor.runtime.checkpoint.manifest import (
     Head,
     made_in,
     manifest_text,
-    read_manifest,
 )
+from dtensor.runtime.checkpoint.parts import CONTROLLER, part_name, write_part
 from dtensor.runtime.checkpoint.records import (
     CheckpointError,
     PartRecord,
-    StoredPiece,
     TensorPiece,
     TensorRecord,
     merged,
-    running_checks,
 )
-from dtensor.runtime.checkpoint.torch_save import Frame
-
-BUCKET_BYTES = 64 << 20
-_COMPARED_BYTES = 1 << 20
-CONTROLLER = -1
-"""The rank of the part that the controller writes: values, and the tensors of `extra`."""
+from dtensor.runtime.checkpoint.safetensors import (
+    SHARD_BYTES,
+    make_files,
+    planned_files,
+    read_directory,
+    write_config,
+)
 
 
 @dataclass(slots=True)
@@ -75,7 +66,7 @@ class Writing:
     _claim: Claim
     _head: Head
     _extra: tuple[Any, dict[str, torch.Tensor]]
-    _small: dict[tuple[str, ...], Any]
+    _small: list[tuple[tuple[str, ...], Any]]
 
     @staticmethod
     def begin(
@@ -87,33 +78,76 @@ class Writing:
     ) -> Writing:
         """Make `.tmp-<name>-<nonce>` beside ``path``; no file of the target yet.
 
-        ``extra`` is the user's: numbers, text, bytes, containers, tensors; it is copied here.
-        ``small`` are values of the state that are no tensors, by path, such as an optimizer's
-        ("optimizer", "param_groups"). PlanningError if the path exists or cannot be made, or if a
-        value cannot be written, which is named.
+        ``extra`` is the user's: numbers, text, bytes, containers, tensors. ``small`` are values of
+        the state that are no tensors, by path, such as an optimizer's
+        ("optimizer", "param_groups"). Both are copied here. PlanningError if the path exists or
+        cannot be made, or if a value cannot be written, which is named.
         """
-        check_kind("the path", path, str | os.PathLike, "a path", 'dt.save("ckpt/100", model)')
-        if step is not None:
-            check_number("step", step, least=0, whole=True, fix="the number of steps taken")
-        said = encoded(extra, "extra")
-        values = dict(small or {})
-        for where, value in values.items():
-            _, tensors = encoded(value, ".".join(where))
+        trees: list[tuple[tuple[str, ...], Any]] = []
+        for where, value in (small or {}).items():
+            tree, tensors = encoded(value, ".".join(where))
             if tensors:
                 raise PlanningError(
                     f"{'.'.join(where)} holds a tensor: tensors are pieces, not values"
                 )
+            trees.append((where, tree))
+        return Writing._claimed(path, step, extra, trees, "dcp")
+
+    @staticmethod
+    def begin_hf(
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        *,
+        tied: Mapping[str, str] | None = None,
+        model: nn.Module | None = None,
+        step: int | None = None,
+        extra: Any = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> Writing:
+        """The same for Hugging Face's files, which are made here, with room for all ``tensors``
+        (by name, dtype and global shape). Ranks write with `write_hf_part`.
+
+        ``tied``: for each name that is not among them, the one whose tensor it is. ``model``: whose
+        ``config``, if it has one, is written beside them.
+        """
+        names = dict(tied or {})
+        files = planned_files(tensors, names, shard_bytes)
+        writing = Writing._claimed(path, step, extra, [], "hf")
+        try:
+            make_files(writing._claim.folder, files)
+            if model is not None:
+                write_config(writing._claim.folder, model)
+        except OSError as error:
+            writing.abort()
+            raise disk_error(writing._claim.target, error) from error
+        except BaseException:
+            writing.abort()
+            raise
+        return writing
+
+    @staticmethod
+    def _claimed(
+        path: str | os.PathLike[str],
+        step: int | None,
+        extra: Any,
+        small: list[tuple[tuple[str, ...], Any]],
+        layout: str,
+    ) -> Writing:
+        check_kind("the path", path, str | os.PathLike, "a path", 'dt.save("ckpt/100", model)')
+        if step is not None:
+            check_number("step", step, least=0, whole=True, fix="the number of steps taken")
+        said = encoded(extra, "extra")
         claim = claim_folder(Path(os.path.abspath(os.fspath(path))), os.fspath(path))
         before = made_in(claim.target.parent)
         head = Head(
             name=claim.target.name,
             sequence=1 + max((head.sequence for head in before), default=0),
             step=None if step is None else int(step),
-            layout="dcp",
+            layout=layout,
         )
-        linkable = [other.name for other in before if other.layout == "dcp"]
-        previous = str(claim.target.parent / linkable[-1]) if linkable else None
-        return Writing(str(claim.folder), previous, claim, head, said, values)
+        same = [other.name for other in before if other.layout == layout == "dcp"]
+        previous = str(claim.target.parent / same[-1]) if same else None
+        return Writing(str(claim.folder), previous, claim, head, said, small)
 
     def add(self, path: tuple[str, ...], value: Any) -> None:
         """One more of the ``small`` values of `begin`."""
@@ -147,7 +181,7 @@ class Writing:
     def _publish(self, parts: list[PartRecord]) -> None:
         folder = self._claim.folder
         tree, tensors = self._extra
-        extra = [
+        pieces = [
             TensorPiece(
                 path=("extra_tensors", name),
                 shape=tuple(tensor.shape),
@@ -156,247 +190,74 @@ class Writing:
             )
             for name, tensor in tensors.items()
         ]
-        parts = [*parts, write_part(self.folder, CONTROLLER, extra, None)]
         records = merged(record for part in parts for record in part.tensors)
-        for file, nbytes in ((f, n) for part in parts for f, n in part.files.items()):
+        files = {file: nbytes for part in parts for file, nbytes in part.files.items()}
+        own = write_part(self.folder, CONTROLLER, pieces, None)
+        if self._head.layout == "hf":
+            there = read_directory(folder)
+            _check_written(there.tensors, records)
+            files |= there.files
+            records = {}
+        records |= merged(own.tensors)
+        files |= own.files
+        if self._head.layout == "dcp":
+            values = _nested(self._small)
+            if self._head.step is not None:
+                values["step"] = self._head.step
+            if tree is not None:
+                values["extra"] = tree
+            more, items = _write_values(folder, values)
+            files |= more
+            write_synced(folder / ".metadata", metadata_bytes(records, items))
+        for file, nbytes in files.items():
             if (folder / file).stat().st_size != nbytes:
                 raise CheckpointError(f"{folder / file} is not the {nbytes} bytes written to it")
-        values: dict[tuple[str, ...], Any] = dict(self._small)
-        if self._head.step is not None:
-            values["step",] = self._head.step
-        if tree is not None:
-            values["extra",] = tree
-        file, where = _write_values(folder, values)
-        small = [
-            [list(path), encoded(value, ".".join(path))[0]] for path, value in self._small.items()
-        ]
-        write_synced(folder / ".metadata", metadata_bytes(records, where))
-        for part in parts:
+        for part in (*parts, own):
             (folder / part_name(part.rank)).unlink()
         body = {
-            "files": {**{f: n for part in parts for f, n in part.files.items()}, **file},
+            "files": dict(sorted(files.items())),
             "tensors": [record.to_json() for record in records.values()],
-            "small": small,
+            "small": self._small,
             "extra": tree,
         }
         write_synced(folder / MANIFEST, manifest_text(self._head, body))
         self._claim.publish()
 
 
-def write_part(
-    folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None
-) -> PartRecord:
-    """Write a rank's pieces; returns when they are on the disk.
-
-    ``folder`` and ``previous`` are `Writing`'s. CheckpointError if the disk is full or fails: the
-    files are then left to `Writing.abort`.
-    """
-    try:
-        return _Part(Path(folder), rank, Path(previous) if previous else None).write(pieces)
-    except OSError as error:
-        raise disk_error(Path(folder), error) from error
-
-
-def part_name(rank: int) -> str:
-    """The file that says that a rank's part is written."""
-    return "part-controller.json" if rank == CONTROLLER else f"part-{rank}.json"
-
-
-def read_part(folder: str, rank: int) -> PartRecord | None:
-    """What a rank has written; None while it has not ended."""
-    try:
-        text = (Path(folder) / part_name(rank)).read_bytes()
-    except FileNotFoundError:
-        return None
-    return PartRecord.from_json(json.loads(text))
-
-
-@dataclass(slots=True)
-class _Part:
-    folder: Path
-    rank: int
-    previous: Path | None
-    num_files: int = 0
-    bytes_written: int = 0
-    bytes_linked: int = 0
-
-    def write(self, pieces: Sequence[TensorPiece]) -> PartRecord:
-        checks = [running_checks(piece.data()) for piece in pieces]
-        todo = {_key(piece, crc): piece for piece, crc in zip(pieces, checks, strict=True)}
-        files: dict[str, int] = {}
-        records: list[TensorRecord] = []
-        before = _records_by_file(self.previous)
-        for old in before:
-            if all(key in todo for key in before[old]):
-                linked = self._link(old, [(todo[key], key[-1]) for key in before[old]])
-                if linked is not None:
-                    name, nbytes, new = linked
-                    files[name] = nbytes
-                    records += new
-                    for key in before[old]:
-                        del todo[key]
-        known = {key for keys in before.values() for key in keys}
-        for same in (True, False):
-            group = [(piece, key[-1]) for key, piece in todo.items() if (key in known) is same]
-            for bucket in _buckets(group):
-                name = self._new_name()
-                new, nbytes = _laid_out(bucket, name)
-                with (self.folder / name).open("xb", buffering=0) as file:
-                    for chunk in _content(bucket):
-                        _write_all(file, chunk)
-                    os.fsync(file.fileno())
-                self.bytes_written += nbytes
-                files[name] = nbytes
-                records += new
-        sync(self.folder)
-        record = PartRecord(
-            rank=self.rank,
-            files=files,
-            tensors=tuple(records),
-            bytes_written=self.bytes_written,
-            bytes_linked=self.bytes_linked,
-        )
-        write_synced(self.folder / part_name(self.rank), json.dumps(record.to_json()).encode())
-        return record
-
-    def _new_name(self) -> str:
-        name = f"__{'c' if self.rank == CONTROLLER else self.rank}_{self.num_files}.distcp"
-        self.num_files += 1
-        return name
-
-    def _link(
-        self, old: str, bucket: list[tuple[TensorPiece, tuple[int, ...]]]
-    ) -> tuple[str, int, list[TensorRecord]] | None:
-        """Link a file of the checkpoint before, if it has just these bytes."""
-        assert self.previous is not None
-        name = self._new_name()
-        records, nbytes = _laid_out(bucket, name)
-        try:
-            if not _same(self.previous / old, _content(bucket)):
-                return None
-            os.link(self.previous / old, self.folder / name, follow_symlinks=False)
-        except OSError:
-            # Removed meanwhile, on another device, a file system without links, too many of them:
-            # written again.
-            return None
-        self.bytes_linked += nbytes
-        return name, nbytes, records
-
-
-Key = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _key(piece: TensorPiece, checks: tuple[int, ...]) -> Key:
-    sizes = tuple(piece.tensor.shape)
-    return piece.name, str(piece.tensor.dtype), piece.shape, piece.offsets, sizes, checks
-
-
-def _records_by_file(previous: Path | None) -> dict[str, list[Key]]:
-    """What a checkpoint's files hold, in the order in which it stands there."""
-    if previous is None:
-        return {}
-    try:
-        _, body = read_manifest(previous)
-    except (OSError, CheckpointError):
-        return {}  # removed meanwhile, or damaged: nothing is linked
-    found: dict[str, list[tuple[int, Key]]] = {}
-    for record in map(TensorRecord.from_json, body["tensors"]):
-        for piece in record.pieces:
-            assert piece.checks is not None
-            key = (
-                record.name,
-                str(record.dtype),
-                record.shape,
-                piece.offsets,
-                piece.sizes,
-                piece.checks,
-            )
-            found.setdefault(piece.file, []).append((piece.data_at, key))
-    return {file: [key for _, key in sorted(found[file])] for file in sorted(found)}
-
-
-def _buckets(
-    pieces: Iterable[tuple[TensorPiece, tuple[int, ...]]],
-) -> Iterator[list[tuple[TensorPiece, tuple[int, ...]]]]:
-    """Runs of pieces of some `BUCKET_BYTES` together, or one piece that has more."""
-    bucket: list[tuple[TensorPiece, tuple[int, ...]]] = []
-    size = 0
-    for piece, checks in pieces:
-        nbytes = piece.tensor.numel() * piece.tensor.itemsize
-        if bucket and size + nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((piece, checks))
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
-def _laid_out(
-    bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]], file: str
-) -> tuple[list[TensorRecord], int]:
-    """Where everything stands in the file of a bucket, and how long that is."""
-    records: list[TensorRecord] = []
-    at = 0
-    for piece, checks in bucket:
-        sizes = tuple(piece.tensor.shape)
-        frame = Frame.of(piece.tensor.dtype, sizes)
-        nbytes = piece.tensor.numel() * piece.tensor.itemsize
-        length = len(frame.head) + nbytes + len(frame.after)
-        stored = StoredPiece(
-            offsets=piece.offsets,
-            sizes=sizes,
-            file=file,
-            data_at=at + len(frame.head),
-            nbytes=nbytes,
-            item=(at, length),
-            checks=checks,
-        )
-        records.append(
-            TensorRecord(
-                path=piece.path, dtype=piece.tensor.dtype, shape=piece.shape, pieces=(stored,)
-            )
-        )
-        at += length
-    return records, at
-
-
-def _content(bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]]) -> Iterator[memoryview]:
-    """The bytes of the file of a bucket."""
-    for piece, checks in bucket:
-        frame = Frame.of(piece.tensor.dtype, tuple(piece.tensor.shape))
-        yield memoryview(frame.head)
-        yield piece.data()
-        yield memoryview(frame.tail(checks[-1] if checks else 0))
-
-
-def _same(path: Path, content: Iterable[memoryview]) -> bool:
-    with path.open("rb", buffering=0) as file:
-        for chunk in content:
-            for at in range(0, len(chunk), _COMPARED_BYTES):
-                part = chunk[at : at + _COMPARED_BYTES]
-                if file.read(len(part)) != part:
-                    return False
-        return not file.read(1)
-
-
-def _write_all(file: io.FileIO, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]
+def _check_written(there: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]) -> None:
+    """That ranks have written just the tensors for which room was made."""
+    missing = {n for n, record in there.items() if 0 not in record.shape} - set(records)
+    if missing or set(records) - set(there):
+        raise ValueError(f"not written: {sorted(missing)}; no room: {set(records) - set(there)}")
 
 
 def _write_values(
-    folder: Path, values: Mapping[tuple[str, ...], Any]
-) -> tuple[dict[str, int], dict[tuple[str, ...], tuple[str, int, int]]]:
-    """Values for torch's tools, each as torch.save writes it; dtensor reads the manifest's."""
-    name = "__values_0.distcp"
-    where: dict[tuple[str, ...], tuple[str, int, int]] = {}
+    folder: Path, values: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, ValueItem]]:
+    """Values for torch's tools, flattened by their rule, each as torch.save writes it. dtensor
+    reads the manifest's."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    file = "__values_0.distcp"
+    flat, paths = flatten_state_dict(dict(values))
+    items: dict[str, ValueItem] = {}
     content = io.BytesIO()
-    for path, value in values.items():
+    for name, value in flat.items():
         start = content.tell()
         torch.save(value, content)
-        where[path] = (name, start, content.tell() - start)
-    if not where:
+        items[name] = ValueItem(paths[name], file, start, content.tell() - start)
+    if not items:
         return {}, {}
-    write_synced(folder / name, content.getvalue())
-    return {name: len(content.getvalue())}, where
+    write_synced(folder / file, content.getvalue())
+    return {file: len(content.getvalue())}, items
+
+
+def _nested(small: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    """The values by path, as a state dict has them."""
+    root: dict[str, Any] = {}
+    for path, tree in small:
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = decoded(tree, {})
+    return root
