@@ -65,6 +65,7 @@ from dtensor.runtime.saving import (
     WRITTEN,
     Held,
     Names,
+    Saving,
     ask_program,
     error_of,
     hand_over,
@@ -182,12 +183,17 @@ def save(
     check_word("format", format, get_args(Format))
     if keep is not None:
         check_number("keep", keep, least=1, whole=True, fix="keep=3, or leave it out to keep all")
-    if optimizer is not None:
-        _keys_of(model, optimizer)
+    if optimizer is not None and format == "hf":
+        raise PlanningError(
+            'format="hf" has the model alone: Hugging Face\'s files have no place for an '
+            "optimizer.\n"
+            'fix: dt.save(path, model, format="hf"), and another save for what is to be resumed'
+        )
+    stated = _Stated(os.fspath(path), step, extra, keep, format)
     with _ONE_SAVE:
         if _LAST:
             _LAST.pop().settle()
-        saved = _submitted(os.fspath(path), model, optimizer, step, extra, keep)
+        saved = _submitted(stated, model, optimizer)
         _LAST.append(saved)
     return saved
 
@@ -281,6 +287,17 @@ _LAST: list[Saved] = []
 """The save that the next one waits for."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """What `save` was given."""
+
+    path: str
+    step: int | None
+    extra: Any
+    keep: int | None
+    format: str
+
+
 @dataclass(slots=True)
 class _State:
     """Where what a checkpoint takes is: on ranks, or here. ``aliases``: further names of tensors,
@@ -293,48 +310,56 @@ class _State:
 
 
 def _submitted(
-    path: str,
-    model: ParallelModule,
-    optimizer: torch.optim.Optimizer | None,
-    step: int | None,
-    extra: Any,
-    keep: int | None,
+    stated: _Stated, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
     with ONE_AT_A_TIME:
         session = session_at_hand(model.mesh)
-        resident = session.residents.get(id(model)) if session is not None else None
         if session is not None and launched() is not None:
             _hold_what_is_on_meta(session, model)
-            resident = session.residents.get(id(model))
+        resident = session.residents.get(id(model)) if session is not None else None
         if resident is not None:
             resident.settle()
         state = _State()
-        _locate_model(state, model, resident)
+        _locate_model(state, model, resident, () if stated.format == "hf" else ("model",))
         if optimizer is not None:
             _locate_optimizer(state, model, optimizer)
-        writing = Writing.begin(path, step=step, extra=extra, small=state.small)
+        writing = _begun(stated, model, state)
+        saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
         try:
             run = None
             if session is not None and resident is not None and state.on_ranks:
-                run = _copied_by_ranks(writing, session, resident, state.on_ranks)
+                run = _copied_by_ranks(saving, session, resident, state.on_ranks)
             if state.here:
                 pieces = [_whole(path, tensor) for path, tensor in state.here.items()]
-                hand_over(writing.folder, model.mesh.size, pieces, writing.previous)
+                hand_over(saving, model.mesh.size, pieces)
         except BaseException:
             writing.abort()
             raise
         own = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
         if optimizer is not None:
             own["optimizer"] = type(optimizer).__name__
-        ending = _Ending(writing, state, own, keep, model.mesh.size, session, run)
-        saved = Saved(path, ending.finish)
+        ending = _Ending(
+            stated, writing, saving, state, own, model.mesh.size, session, resident, run
+        )
+        if resident is not None:
+            resident.unsaved = False
+        saved = Saved(stated.path, ending.finish)
         if session is not None:
             launch = session.launch
             launch.saves = [other for other in launch.saves if not other.over()] + [saved]
-        if resident is not None:
-            resident.unsaved = False
-            resident.saved = f"{path} has what was saved last", model.steps.present()
         return saved
+
+
+def _begun(stated: _Stated, model: ParallelModule, state: _State) -> Writing:
+    if stated.format == "dcp":
+        return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
+    tensors = {
+        ".".join(path): (held.spec.dtype, held.spec.shape) for path, held in state.on_ranks.items()
+    } | {".".join(path): (own.dtype, tuple(own.shape)) for path, own in state.here.items()}
+    tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
+    return Writing.begin_hf(
+        stated.path, tensors, tied=tied, model=model.module, step=stated.step, extra=stated.extra
+    )
 
 
 def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
@@ -347,11 +372,13 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
         session.hold(model, {label: keeping[label] for label in missing})
 
 
-def _locate_model(state: _State, model: ParallelModule, resident: Resident | None) -> None:
+def _locate_model(
+    state: _State, model: ParallelModule, resident: Resident | None, prefix: Names
+) -> None:
     tensors = named_tensors(model.module)
     first: dict[str, Names] = {}
     for key, label in names_in_state(model.module).items():
-        path = "model", key
+        path = *prefix, key
         if label not in tensors:
             raise PlanningError(
                 f"{key} of the module's state dict is none of its parameters and buffers, so there "
@@ -424,11 +451,11 @@ def _whole(path: Names, tensor: Tensor) -> TensorPiece:
 
 
 def _copied_by_ranks(
-    writing: Writing, session: MeshSession, resident: Resident, values: Mapping[Names, Held]
+    saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, Held]
 ) -> Future:
     """The run in which each rank copies its share; it gives the number of the next step."""
     model, cluster = resident.model, session.cluster
-    key = "save", id(model)
+    key = "save", id(model), saving["format"]
     known, handle = session.loaded.get(key, (None, None))
     if known != values:
         if handle is not None:
@@ -436,7 +463,6 @@ def _copied_by_ranks(
         handle = cluster.load(save_program(values, cluster.size))
         session.loaded[key] = dict(values), handle
     counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
-    saving = {"folder": writing.folder, "previous": writing.previous}
     fed = {STEP: model.steps.present(), SAVING: saving}
     return session.run(handle, [fed] * cluster.size, {}, counted)
 
@@ -446,25 +472,39 @@ class _Ending:
     """What is left of a save when it is submitted: a thread of the controller waits for the parts
     of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
 
+    stated: _Stated
     writing: Writing
+    saving: Saving
     state: _State
     own: dict[str, Any]
-    keep: int | None
     size: int
     session: MeshSession | None
+    resident: Resident | None
     run: Future | None
 
     def finish(self) -> None:
         try:
-            steps = self.own["steps"]
+            self._finish()
+        except BaseException:
+            if self.resident is not None:
+                self.resident.unsaved = True
+            raise
+
+    def _finish(self) -> None:
+        steps = self.own["steps"]
+        try:
             if self.run is not None:
                 steps = self.run.get()[0]["number"]
             parts = self._parts()
-            self.writing.add(OWN, {**self.own, "steps": steps})
+            if self.stated.format == "dcp":
+                self.writing.add(OWN, {**self.own, "steps": steps})
+                parts = [*parts[:-1], self._with_aliases(parts)]
         except BaseException:
             self.writing.abort()
             raise
-        self.writing.finish([*parts[:-1], self._with_aliases(parts)], keep=self.keep)
+        self.writing.finish(parts, keep=self.stated.keep)
+        if self.resident is not None and steps >= self.resident.saved[1]:
+            self.resident.saved = f"{self.stated.path} has what was saved last", steps
 
     def _parts(self) -> list[PartRecord]:
         folder, found = self.writing.folder, dict[int, PartRecord]()
@@ -495,8 +535,7 @@ class _Ending:
         if self.session is not None and self.run is not None:
             cluster = self.session.cluster
             handle = cluster.load(ask_program(self.size))
-            fed = {SAVING: {"folder": self.writing.folder}}
-            found = cluster.run(handle, [fed] * self.size).get()
+            found = cluster.run(handle, [{SAVING: self.saving}] * self.size).get()
             cluster.unload(handle)
             states |= {rank: own["state"] for rank, own in enumerate(found)}
         for rank in waiting:
@@ -537,6 +576,7 @@ def _matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) ->
         for name, record in checkpoint.tensors.items()
         if name.startswith(prefix)
     }
+    stored |= {n: stored[kept] for n, kept in checkpoint.tied.items() if n in keys}
     named: dict[str, list[str]] = {}
     for key, label in keys.items():
         named.setdefault(label, []).append(key)

@@ -2,7 +2,8 @@
 
     held = {("model", "w"): Held("model 0: w", spec, ranks=(0, 1))}
     handle = cluster.load(save_program(held, 2))
-    cluster.run(handle, [{STEP: 7, SAVING: "ckpt/.tmp-100-1f0c"}] * 2)    # copies; threads write
+    fed = {STEP: 7, SAVING: Saving(folder="ckpt/.tmp-100-1f0c", ...)}
+    cluster.run(handle, [fed] * 2)                   # ranks copy, and threads of theirs write
     handle = cluster.load(load_program("ckpt/100", {"model.w": Held(...)}, 2, device))
     cluster.run(handle, [{}] * 2)                    # state "model 0: w" is as the files have it
 
@@ -30,12 +31,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
 from dtensor.daft import Call, Free, Function, Instruction, Program, RankProgram
 from dtensor.runtime.between_meshes import agreement, placed
-from dtensor.runtime.checkpoint import Checkpoint, CheckpointError, TensorPiece, write_part
+from dtensor.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    TensorPiece,
+    write_hf_part,
+    write_part,
+)
 from dtensor.runtime.checkpoint.folders import write_synced
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.shards import Where, held, shape_of
@@ -48,6 +56,15 @@ SPLIT_BYTES = 1 << 20
 
 Names = tuple[str, ...]
 """Where a tensor stands in the state dict of a checkpoint: ("model", "up.weight")."""
+
+
+class Saving(TypedDict):
+    """What ranks are told of a save. ``previous``: the checkpoint whose unchanged files are linked;
+    ``format``: "dcp" or "hf"."""
+
+    folder: str
+    previous: str | None
+    format: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +241,7 @@ def copy_and_write(
     mine: Sequence[Share],
     source: Sequence[int],
     number: int,
-    saving: Mapping[str, str],
+    saving: Saving,
     *shards: torch.Tensor,
 ) -> tuple[int]:
     """Copy the shares, of ``shards[source[i]]`` each, and leave them to a thread; ``number`` again.
@@ -246,11 +263,11 @@ def copy_and_write(
         )
         for share, i in zip(mine, source, strict=True)
     ]
-    hand_over(folder, rank, pieces, saving.get("previous"))
+    hand_over(saving, rank, pieces)
     return (number,)
 
 
-def told_state(rank: int, saving: Mapping[str, str]) -> tuple[str]:
+def told_state(rank: int, saving: Saving) -> tuple[str]:
     return (state_of(saving["folder"], rank),)
 
 
@@ -313,12 +330,13 @@ _jobs: dict[tuple[str, int], Future[None]] = {}
 """By folder and rank, what is being written by this process, and what was written last."""
 
 
-def hand_over(folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None) -> None:
+def hand_over(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
     """Have a thread of this process write a rank's part. It ends by `part-<rank>.json` or an
     `error-<rank>.json` in the folder, if anything can still be written there (`state_of`)."""
+    folder = saving["folder"]
     for key in [key for key, job in _jobs.items() if key[0] != folder and job.done()]:
         del _jobs[key]
-    _jobs[folder, rank] = _writers.submit(_write, folder, rank, pieces, previous)
+    _jobs[folder, rank] = _writers.submit(_write, saving, rank, pieces)
 
 
 def state_of(folder: str, rank: int) -> str:
@@ -340,9 +358,13 @@ def error_of(folder: str, rank: int) -> str:
         return ""
 
 
-def _write(folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None) -> None:
+def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
+    folder = saving["folder"]
     try:
-        write_part(folder, rank, pieces, previous)
+        if saving["format"] == "hf":
+            write_hf_part(folder, rank, pieces)
+        else:
+            write_part(folder, rank, pieces, saving["previous"])
     except BaseException as error:
         with suppress(OSError):  # the disk may be full: `state_of` says it then
             write_synced(Path(folder) / FAILED.format(rank), json.dumps(_told(error)).encode())

@@ -151,8 +151,7 @@ class Writing:
 
     def add(self, path: tuple[str, ...], value: Any) -> None:
         """One more of the ``small`` values of `begin`."""
-        encoded(value, ".".join(path))
-        self._small[path] = value
+        self._small.append((path, encoded(value, ".".join(path))[0]))
 
     def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
         """Publish what all ranks have written; then remove the oldest beyond ``keep``.
