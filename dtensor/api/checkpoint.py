@@ -240,10 +240,7 @@ def load(
         if own is not None:
             restore_counts(own["seed"], own["counts"])
             model.steps.restore(own["steps"])
-    step = checkpoint.step
-    if step is None and own is not None:
-        step = own["steps"]
-    return Loaded(step, checkpoint.extra, os.fspath(path))
+    return _told(checkpoint, path)
 
 
 def resume(
@@ -272,8 +269,13 @@ def resume(
         raise PlanningError(
             "resume has an optimizer and no model.\nfix: dt.resume(path, model, opt)"
         )
-    checkpoint = Checkpoint.open(newest)
-    return Loaded(checkpoint.step, checkpoint.extra, newest)
+    return _told(Checkpoint.open(newest), newest)
+
+
+def _told(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Loaded:
+    own = checkpoint.small.get(OWN)
+    step = own["steps"] if checkpoint.step is None and own is not None else checkpoint.step
+    return Loaded(step, checkpoint.extra, os.fspath(path))
 
 
 def _check_path(verb: str, path: object) -> None:

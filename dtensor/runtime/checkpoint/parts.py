@@ -149,16 +149,17 @@ class _Part:
         files: dict[str, int] = {}
         records: list[TensorRecord] = []
         before = _records_by_file(self.previous)
-        for old in before:
-            if all(key in todo for key in before[old]):
-                linked = self._link(old, [(todo[key], key[-1]) for key in before[old]])
+        for old, places in before.items():
+            found = [key for keys in places for key in keys if key in todo]
+            if len(found) == len(places):
+                linked = self._link(old, [(todo[key], key[-1]) for key in found])
                 if linked is not None:
                     name, nbytes, new = linked
                     files[name] = nbytes
                     records += new
-                    for key in before[old]:
+                    for key in found:
                         del todo[key]
-        known = {key for keys in before.values() for key in keys}
+        known = {key for places in before.values() for keys in places for key in keys}
         for same in (True, False):
             group = [(piece, key[-1]) for key, piece in todo.items() if (key in known) is same]
             for bucket in _buckets(group):
@@ -214,15 +215,16 @@ def _key(piece: TensorPiece, checks: tuple[int, ...]) -> Key:
     return piece.name, str(piece.tensor.dtype), piece.shape, piece.offsets, sizes, checks
 
 
-def _records_by_file(previous: Path | None) -> dict[str, list[Key]]:
-    """What a checkpoint's files hold, in the order in which it stands there."""
+def _records_by_file(previous: Path | None) -> dict[str, list[list[Key]]]:
+    """What a checkpoint's files hold, in the order in which it stands there: at each place what is
+    there, several of what has several names."""
     if previous is None:
         return {}
     try:
         _, body = read_manifest(previous)
     except (OSError, CheckpointError):
         return {}  # removed meanwhile, or damaged: nothing is linked
-    found: dict[str, list[tuple[int, Key]]] = {}
+    found: dict[str, dict[int, list[Key]]] = {}
     for record in map(TensorRecord.from_json, body["tensors"]):
         for piece in record.pieces:
             if piece.checks is None or piece.data_at is None:
@@ -235,8 +237,8 @@ def _records_by_file(previous: Path | None) -> dict[str, list[Key]]:
                 piece.sizes,
                 piece.checks,
             )
-            found.setdefault(piece.file, []).append((piece.data_at, key))
-    return {file: [key for _, key in sorted(found[file])] for file in sorted(found)}
+            found.setdefault(piece.file, {}).setdefault(piece.data_at, []).append(key)
+    return {file: [keys for _, keys in sorted(found[file].items())] for file in sorted(found)}
 
 
 def _buckets(
