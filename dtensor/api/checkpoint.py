@@ -32,13 +32,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
-from dtensor.api.away import ONE_AT_A_TIME, AwayState, as_it_is, at_hand, bring_back, holder_of
-from dtensor.api.initial import OnDisk, names_in_state
+from dtensor.api.away import (
+    ONE_AT_A_TIME,
+    AwayState,
+    Entries,
+    as_it_is,
+    at_hand,
+    bring_back,
+    holder_of,
+)
+from dtensor.api.initial import OnDisk, names_in_state, read_whole
 from dtensor.api.kept import kept
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.randomness import counts, initial_seed, restore_counts
@@ -227,15 +235,17 @@ def load(
         )
     checkpoint = Checkpoint.open(path)
     values = _matched(checkpoint, model, convert=dtype == "model")
-    state = None if optimizer is None else _matched_state(checkpoint, model, optimizer)
+    found = None if optimizer is None else _matched_state(checkpoint, model, optimizer)
     with ONE_AT_A_TIME:
-        session = launched() and session_at_hand(model.mesh)
+        session = session_at_hand(model.mesh) if launched() is not None else None
+        if session is None and found is not None and not any(p.is_meta for p in model.parameters()):
+            found.read()
         if session is None:
             _fill_here(checkpoint, model, values)
         else:
             _fill_ranks(checkpoint, session, model, values)
-        if optimizer is not None and state is not None:
-            optimizer.__setstate__(state)
+        if optimizer is not None and found is not None:
+            found.give(optimizer)
         own = checkpoint.small.get(OWN)
         if own is not None:
             restore_counts(own["seed"], own["counts"])
@@ -324,7 +334,7 @@ def _submitted(
         state = _State()
         _locate_model(state, model, resident, () if stated.format == "hf" else ("model",))
         if optimizer is not None:
-            _locate_optimizer(state, model, optimizer)
+            _locate_optimizer(state, model, optimizer, resident)
         writing = _begun(stated, model, state)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
         try:
@@ -402,11 +412,25 @@ def _locate_model(
 
 
 def _locate_optimizer(
-    state: _State, model: ParallelModule, optimizer: torch.optim.Optimizer
+    state: _State,
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    resident: Resident | None,
 ) -> None:
     keys = _keys_of(model, optimizer)
-    held: object = optimizer.state
-    entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
+    state.small["optimizer", "param_groups"] = [
+        {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    home = resident.optimizers.get(id(optimizer)) if resident is not None else None
+    if home is not None and home.current:
+        labels = {label: keys[id(p)] for label, p in model.named_parameters()}
+        for (label, key), named in home.named.items():
+            state.on_ranks["optimizer", "state", labels[label], key] = Held(*named)
+        entries = {p: read_whole(own) for p, own in home.rest.items()}
+    else:
+        held: object = optimizer.state
+        entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
     for parameter, own in entries.items():
         for key, value in own.items():
             path = "optimizer", "state", keys[id(parameter)], key
@@ -414,10 +438,6 @@ def _locate_optimizer(
                 state.here[path] = value
             else:
                 state.small[path] = value
-    state.small["optimizer", "param_groups"] = [
-        {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -756,15 +776,40 @@ def _leave_other_holder(tensor: Tensor, resident: Resident) -> None:
 # -- giving an optimizer its state -----------------------------------------------------------------
 
 
+@dataclass(slots=True)
+class _Matched:
+    """An optimizer's state in a checkpoint: its groups, as torch has them, and its entries, tensors
+    as `OnDisk` until they are ``read``."""
+
+    groups: list[dict[str, Any]]
+    entries: Entries
+    whole: Entries | None = None
+
+    def read(self) -> Entries:
+        """The entries, whole, where their parameters are."""
+        self.whole = {p: _beside(p, read_whole(own)) for p, own in self.entries.items()}
+        return self.whole
+
+    def give(self, optimizer: torch.optim.Optimizer) -> None:
+        state = defaultdict[Tensor, dict[str, Any]](dict, self.whole or {})
+        optimizer.__setstate__({"state": state, "param_groups": self.groups})
+        if self.whole is None:
+            optimizer.state = cast(Any, AwayState({}, self.read, self.entries))
+
+
+def _beside(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    with as_it_is():
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
+
+
 def _matched_state(
     checkpoint: Checkpoint, model: ParallelModule, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """What a torch optimizer's ``__setstate__`` takes, read from the files.
-
-    PlanningError where groups, shapes or the optimizer are others.
-    """
+) -> _Matched:
+    """PlanningError where groups, shapes or the optimizer are others."""
     keys = _keys_of(model, optimizer)
-    groups = checkpoint.small.get(("optimizer", "param_groups"))
+    own = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = _groups_in(checkpoint, own)
     if groups is None:
         raise PlanningError(
             f"{checkpoint.path} has no state of an optimizer; nothing was loaded.\n"
@@ -777,7 +822,6 @@ def _matched_state(
             f"{checkpoint.path} has the state of {saved_kind}, and this is {kind}; nothing was "
             f"loaded.\nfix: build the {saved_kind} that was saved, or dt.load(path, model) alone"
         )
-    own = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in groups]
     if [sorted(names) for names in own] != [sorted(names) for names in theirs]:
         raise PlanningError(
@@ -785,16 +829,49 @@ def _matched_state(
             f"loaded.{_differing(own, theirs)}\n"
             f"fix: build the optimizer over the groups that it had when it was saved"
         )
-    state: dict[Tensor, dict[str, Any]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        entries = _entries_of(checkpoint, keys[id(parameter)], parameter)
-        if entries:
-            state[parameter] = entries
+    entries = {
+        parameter: _entries_of(checkpoint, keys[id(parameter)], parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     options = [
         {**_as_theirs(group, saved), "params": group["params"]}
         for group, saved in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return {"state": defaultdict(dict, state), "param_groups": options}
+    return _Matched(options, {parameter: own for parameter, own in entries.items() if own})
+
+
+def _groups_in(
+    checkpoint: Checkpoint, own: Sequence[Sequence[str]]
+) -> Sequence[Mapping[str, Any]] | None:
+    """The groups of the optimizer's options, with the names of their ``params``. Torch's tools take
+    the list apart, or give each parameter its options; of those the ``own`` groups' are made."""
+    place = "optimizer", "param_groups"
+    if place in checkpoint.small:
+        return checkpoint.small[place]
+    numbered: dict[int, dict[str, Any]] = {}
+    by_name: dict[str, tuple[str, ...]] = {}
+    for path in checkpoint.small:
+        if path[:2] == place and len(path) == 4 and path[2].isdigit():
+            numbered.setdefault(int(path[2]), {})[path[3]] = checkpoint.small[path]
+        by_name[".".join(path)] = path
+    if numbered:
+        return [numbered[number] for number in sorted(numbered)]
+    groups: list[dict[str, Any]] = []
+    for keys in own:
+        options: list[dict[str, Any]] = []
+        for key in keys:
+            prefix = f"optimizer.param_groups.{key}."
+            ends = {n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)}
+            found = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
+            options += [found] if found else []
+        if any(other != options[0] for other in options[1:]):
+            raise PlanningError(
+                f"{checkpoint.path} has different options for parameters that are one group here; "
+                f"nothing was loaded.\nfix: build the optimizer over the groups that it had"
+            )
+        groups += [{**options[0], "params": list(keys)}] if options else []
+    return groups or None
 
 
 def _differing(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
@@ -828,7 +905,6 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
     found: dict[str, Any] = {}
     with as_it_is():
         shape = tuple(parameter.shape)
-        device = torch.device("cpu") if parameter.is_meta else parameter.device
     for name, record in checkpoint.tensors.items():
         entry = name.removeprefix(prefix)
         if entry == name or "." in entry:
@@ -839,7 +915,8 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
                 f"parameter has shape {list(shape)}; nothing was loaded.\n"
                 f"fix: build the model and the optimizer that were saved"
             )
-        found[entry] = checkpoint.read(name).to(device)
+        folder = os.path.abspath(checkpoint.path)
+        found[entry] = OnDisk(folder, name, record.shape, record.dtype)
     for path, value in checkpoint.small.items():
         if path[:3] == ("optimizer", "state", key) and len(path) == 4:
             found[path[3]] = value

@@ -52,6 +52,14 @@ class OnDisk:
 
         return read_shard(opened(self.folder), self.name, pieces, self.dtype)
 
+    def whole(self) -> torch.Tensor:
+        return self.part(Place.whole(self.shape).pieces)
+
+
+def read_whole(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of an optimizer's state, those on disk read."""
+    return {key: v.whole() if isinstance(v, OnDisk) else v for key, v in entries.items()}
+
 
 Source = Recipe | OnDisk
 """Where ranks get their shards of a value from."""
@@ -102,8 +110,7 @@ class Initial:
         if name in self.loaded:
             return self.loaded[name]
         if name in self.on_disk:
-            stored = self.on_disk[name]
-            return stored.part(Place.whole(stored.shape).pieces)
+            return self.on_disk[name].whole()
         if name not in self.recipes:
             if self.remedy is not None:
                 raise PlanningError(f"{name} has no value here yet.\nfix: {self.remedy}")

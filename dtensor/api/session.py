@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from dtensor.api.away import AwayState
-from dtensor.api.initial import Source, init_program
+from dtensor.api.initial import OnDisk, Source, init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
 from dtensor.api.resident import Named, OptimizerHome, Resident
@@ -54,6 +54,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
@@ -316,19 +317,23 @@ class MeshSession:
                 if whole is not None:
                     values[rank][resident.name(name)] = shard_of(whole, spec, here)
                 elif source is not None:
-                    pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
-                    made[rank][name] = (source, pieces)
+                    made[rank][name] = source, held_at(spec, here)
             had = set(resident.ranks.get(name, ())) if known else set[int]()
             resident.ranks[name] = tuple(sorted(had | set(ranks)))
             put[name] = spec
         if any(values):
             self.put(values)
-        if any(made):  # the ranks make their own shards
-            kept = {label: resident.name(label) for wanted in made for label in wanted}
-            handle = self.cluster.load(init_program(made, self.cluster.device))
-            self.run(handle, [{} for _ in made], kept).get()
+        if any(made):
+            self._make(made, {label: resident.name(label) for own in made for label in own})
         resident.specs.update(put)
         resident.keep({label: tensors[label] for label in put})
+
+    def _make(
+        self, made: Sequence[Mapping[str, tuple[Source, Pieces]]], names: Mapping[str, str]
+    ) -> None:
+        """The ranks make their own shards, or read them, and keep them under these names."""
+        handle = self.cluster.load(init_program(made, self.cluster.device))
+        self.run(handle, [{} for _ in made], names).get()
 
     def place_optimizer(
         self,
@@ -378,7 +383,7 @@ class MeshSession:
         elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
         if home is None or not home.current or elsewhere:
             held: object = optimizer.state
-            entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
+            entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
             new = {**known, **updated}
             kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
             home = OptimizerHome(*kept_by)
@@ -399,6 +404,7 @@ class MeshSession:
         """Put values of the state, those that there are out of ``home.rest``."""
         parameters = dict(model.module.named_parameters())
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        read: list[dict[str, tuple[Source, Pieces]]] = [{} for _ in range(self.mesh.size)]
         nothing = absent("cpu")
         for (label, key), (name, spec, ranks) in list(new.items()):
             entries = home.rest.get(parameters[label], {})
@@ -414,9 +420,14 @@ class MeshSession:
                 new[label, key] = name, spec, ranks
             for rank in ranks:
                 here = self.mesh.coordinates(rank)
-                values[rank][name] = nothing if value is None else shard_of(value, spec, here)
+                if isinstance(value, OnDisk):
+                    read[rank][name] = value, held_at(spec, here)
+                else:
+                    values[rank][name] = nothing if value is None else shard_of(value, spec, here)
         if any(values):
             self.put(values)
+        if any(read):
+            self._make(read, {name: name for own in read for name in own})
         taken: dict[torch.Tensor, set[str]] = {}  # a master of what has none any more is old
         for label, key in new:
             taken.setdefault(parameters[label], {MASTER}).add(key)
@@ -462,16 +473,18 @@ def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str,
     )
 
 
-def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor:
+def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor | OnDisk:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | OnDisk):
         value = torch.tensor(value)
     if tuple(value.shape) != spec.shape:
         raise PlanningError(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = key in NUMBERS or not value.is_floating_point()
+    keeps = key in NUMBERS or not value.dtype.is_floating_point
+    if isinstance(value, OnDisk):
+        return value if keeps else replace(value, dtype=spec.dtype)
     return value.detach() if keeps else value.detach().to(spec.dtype)
 
 

@@ -45,6 +45,7 @@ from dtensor.runtime.checkpoint import (
     write_part,
 )
 from dtensor.runtime.checkpoint.folders import write_synced
+from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.shards import Where, held, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
@@ -245,6 +246,7 @@ def copy_and_write(
     *shards: torch.Tensor,
 ) -> tuple[int]:
     """Copy the shares, of ``shards[source[i]]`` each, and leave them to a thread; ``number`` again.
+    A state that no step has made yet is none.
 
     FileNotFoundError where this machine does not see the folder.
     """
@@ -262,6 +264,7 @@ def copy_and_write(
             tensor=own_copy(share.of(shards[i])),
         )
         for share, i in zip(mine, source, strict=True)
+        if not (share.path[0] == "optimizer" and is_absent(shards[i]))
     ]
     hand_over(saving, rank, pieces)
     return (number,)

@@ -306,16 +306,23 @@ def test_what_torchs_tools_wrote_is_read(tmp_path: Path) -> None:
     whole = {"model": module.state_dict(), "optimizer": theirs}
     dcp.save(whole, checkpoint_id=tmp_path / "theirs", no_dist=True)
     dcp.save(module.state_dict(), checkpoint_id=tmp_path / "flat", no_dist=True)
+    each = [f"param_groups.{name}.{key}" for name in names.values() for key in groups[0]]
+    options = {n: groups[0][n.rpartition(".")[2]] for n in each if not n.endswith(".params")}
+    entries = {f"state.{n}.{k}": v for n, own in state.items() for k, v in own.items()}
+    flattened = {"model": module.state_dict(), "optimizer": entries | options}
+    dcp.save(flattened, checkpoint_id=tmp_path / "flattened", no_dist=True)
     run = Run("tp3, uneven", seed=4)
     with dt.launch(run.mesh):
         dt.load(tmp_path / "flat", run.model)
         assert same(dict(run.module.state_dict()), dict(module.state_dict()))
-        run.step(*batch(0))
-        loaded = dt.load(tmp_path / "theirs", run.model, run.optimizer)
-    assert (loaded.step, loaded.extra) == (None, None)
-    assert same(dict(run.module.state_dict()), dict(module.state_dict()))
-    assert same(run.optimizer.state_dict()["state"], optimizer.state_dict()["state"])
-    assert run.optimizer.param_groups[0]["lr"] == 1e-3
+        for name in ("theirs", "flattened"):
+            run.step(*batch(0))
+            loaded = dt.load(tmp_path / name, run.model, run.optimizer)
+            assert (loaded.step, loaded.extra) == (None, None)
+            assert same(dict(run.module.state_dict()), dict(module.state_dict()))
+            held = run.optimizer.state_dict()
+            assert same(held["state"], optimizer.state_dict()["state"])
+            assert held["param_groups"][0]["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("place", PLACES)
