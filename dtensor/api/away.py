@@ -240,9 +240,9 @@ Entries = dict[Tensor, dict[str, Any]]
 class AwayState(MutableMapping[Tensor, dict[str, Any]]):
     """torch's ``optimizer.state``, parameter to its entries, while the ranks have it.
 
-    ``stale``: the ranks have newer ones than ``entries``; ``on_disk``: or files have, until somebody
-    looks, and this is where; ``touched``: somebody has looked, and may have written; ``gone``: why
-    they are out of reach for good, or "".
+    ``stale``: the ranks have newer ones than ``entries``; ``on_disk``: or files have, here, until
+    somebody looks; ``touched``: somebody has looked, and may have written; ``gone``: why they are
+    out of reach for good, or "".
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,7 +85,6 @@ from dtensor.runtime.saving import (
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.placements import Partial
 
-Format = Literal["dcp", "hf"]
 _OPTIMIZER = torch.optim.Optimizer | None
 OWN = ("dtensor",)
 """Where a checkpoint has what is ours: counts, and what the optimizer is."""
@@ -188,7 +187,11 @@ def save(
     _check_path("save", path)
     check_parallel("save", model)
     check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
-    check_word("format", format, get_args(Format))
+    if format not in ("dcp", "hf"):
+        raise PlanningError(
+            f"format={format!r} is none that there is.\n"
+            f'fix: format="dcp", the files of torch.distributed.checkpoint; or "hf", safetensors'
+        )
     if keep is not None:
         check_number("keep", keep, least=1, whole=True, fix="keep=3, or leave it out to keep all")
     if optimizer is not None and format == "hf":
@@ -529,7 +532,8 @@ class _Ending:
             self.resident.saved = f"{self.stated.path} has what was saved last", steps
 
     def _parts(self) -> list[PartRecord]:
-        folder, found = self.writing.folder, dict[int, PartRecord]()
+        """What all have written. Where one fails the others are waited for: they write there."""
+        folder, found, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
         waiting = [*(range(self.size) if self.run is not None else ())]
         waiting += [self.size] if self.state.here else []
         asked = time.monotonic()
@@ -539,36 +543,37 @@ class _Ending:
                 if part is not None:
                     found[rank] = part
                 elif why := error_of(folder, rank):
-                    raise self._failed(rank, why)
-            waiting = [rank for rank in waiting if rank not in found]
+                    failed[rank] = why
+            waiting = [rank for rank in waiting if rank not in found and rank not in failed]
             if not waiting:
-                return list(found.values())
+                break
             if self.session is not None and self.session.cluster.failure is not None:
                 raise self.session.cluster.failure
             if time.monotonic() - asked > ASK_S:
-                self._ask(waiting)
+                failed |= self._fallen(waiting)
                 asked = time.monotonic()
             time.sleep(LOOK_S)
+        for rank, why in sorted(failed.items()):
+            who = "the controller" if rank == self.size else f"rank {rank}"
+            raise CheckpointError(f"{who} could not write its part of {self.stated.path}: {why}")
+        return list(found.values())
 
-    def _ask(self, waiting: Sequence[int]) -> None:
-        """Raises where a rank will write nothing: its process was lost, or could not even write
-        why it failed."""
-        states = {self.size: state_of(self.writing.folder, self.size)}
+    def _fallen(self, waiting: Sequence[int]) -> dict[int, str]:
+        """Those that will write nothing, and why: the process was lost, or could not even write
+        that. Asks the ranks, behind the steps that are under way."""
+        folder = self.writing.folder
+        states = {self.size: state_of(folder, self.size)}
         if self.session is not None and self.run is not None:
             cluster = self.session.cluster
             handle = cluster.load(ask_program(self.size))
             found = cluster.run(handle, [{SAVING: self.saving}] * self.size).get()
             cluster.unload(handle)
             states |= {rank: own["state"] for rank, own in enumerate(found)}
+        fallen = {r: states[r] for r in waiting if states[r] not in (WRITTEN, WRITING)}
         for rank in waiting:
-            if states[rank] == WRITTEN and read_part(self.writing.folder, rank) is None:
-                raise self._failed(rank, f"what it wrote to {self.writing.folder} is not there")
-            if states[rank] not in (WRITTEN, WRITING):
-                raise self._failed(rank, states[rank])
-
-    def _failed(self, rank: int, why: str) -> CheckpointError:
-        who = "the controller" if rank == self.size else f"rank {rank}"
-        return CheckpointError(f"{who} could not write its part of the checkpoint: {why}")
+            if states[rank] == WRITTEN and read_part(folder, rank) is None:
+                fallen[rank] = f"what it wrote is not in {folder} as this machine sees it"
+        return fallen
 
     def _with_aliases(self, parts: Sequence[PartRecord]) -> PartRecord:
         """The last part, with tied tensors under their other names too, which have no bytes."""
@@ -672,14 +677,16 @@ def _other_names(
     text += line("only in the model", missing, unexpected or stored)
     text += line("only in the checkpoint", unexpected, missing or keys)
     for prefix in ("model.", "module.", "_orig_mod."):
-        if {prefix + key for key in keys} >= set(stored) and stored:
+        if missing and all(prefix + key in stored for key in missing):
             return PlanningError(
-                f'{text}\nfix: load it into the model without "{prefix}", its part'
+                f'{text}\nfix: the names in the checkpoint begin with "{prefix}": load it into the '
+                f"model that has these names, such as AutoModelForCausalLM in place of AutoModel"
             )
-        if {key.removeprefix(prefix) for key in stored} >= set(missing) and missing:
+        bare = [key.removeprefix(prefix) for key in missing if key.startswith(prefix)]
+        if missing and len(bare) == len(missing) and set(bare) <= set(stored):
             return PlanningError(
-                f'{text}\nfix: the names of the checkpoint begin with "{prefix}": load it into the '
-                f"whole model that has these names, such as AutoModelForCausalLM"
+                f'{text}\nfix: the names in the model begin with "{prefix}": load the checkpoint '
+                f"into the part of it that has these names"
             )
     return PlanningError(f"{text}\nfix: build the model that was saved, or choose its checkpoint")
 

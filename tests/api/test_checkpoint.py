@@ -4,6 +4,8 @@ goes on as if it had never ended; what fails leaves everything as it was."""
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.api.session import session_for
 from dtensor.runtime import saving
-from dtensor.runtime.checkpoint import Checkpoint
-from tests.captures import shared_capture  # noqa: F401 - see conftest.py
+from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
 
 VOCAB, WIDTH = 23, 12
 
@@ -379,3 +380,211 @@ def test_saves_after_each_other_link_what_is_the_same_and_keep_the_newest(tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["2", "3"]
     linked = [p for p in (tmp_path / "3").glob("__[0-9]*.distcp") if p.stat().st_nlink == 2]
     assert len(linked) == len(list((tmp_path / "3").glob("__[0-9]*.distcp"))) > 0
+
+
+def config(**changed: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    return transformers.LlamaConfig(**sizes, **heads, **changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
+    tied: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = transformers.LlamaForCausalLM(config(tie_word_embeddings=tied))
+    mesh = dt.Mesh(tp=2)
+    tokens = torch.arange(12).view(2, 6)
+    placements = dt.placements.for_model(module, (tokens,))
+    model = dt.parallelize(module, mesh, placements)
+    logits = dt.compile(lambda model, tokens: model(tokens).logits, mesh)
+    with dt.launch(mesh):
+        expected = logits(model, tokens).full_tensor()
+        dt.save(tmp_path / "hf", model, format="hf", extra={"epoch": 2}).get()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert same(dict(theirs.state_dict()), dict(module.state_dict()))
+    theirs.save_pretrained(tmp_path / "theirs")
+
+    for name, extra in (("theirs", None), ("hf", {"epoch": 2})):
+        other = transformers.LlamaForCausalLM(config(tie_word_embeddings=tied))
+        again = dt.parallelize(other, mesh, placements)
+        with dt.launch(mesh):
+            assert dt.load(tmp_path / name, again).extra == extra
+            assert torch.equal(logits(again, tokens).full_tensor(), expected)
+
+    narrow = dt.parallelize(
+        transformers.LlamaForCausalLM(config(tie_word_embeddings=tied)).to(torch.bfloat16), mesh
+    )
+    with pytest.raises(dt.PlanningError, match=r"(?s)other dtypes.*f32.*bf16.*dtype=\"model\""):
+        dt.load(tmp_path / "theirs", narrow)
+    with dt.launch(mesh):
+        dt.load(tmp_path / "theirs", narrow, dtype="model")
+    for key, value in module.state_dict().items():
+        assert torch.equal(narrow.module.state_dict()[key], value.to(torch.bfloat16))
+    bare = dt.parallelize(transformers.LlamaModel(config(tie_word_embeddings=tied)), mesh)
+    before = {key: value.clone() for key, value in bare.module.state_dict().items()}
+    with pytest.raises(dt.PlanningError, match=r'begin with "model\."'):
+        dt.load(tmp_path / "theirs", bare)
+    assert same(dict(bare.module.state_dict()), before)
+
+
+# -- what fails ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The second rank's writes fail as of a full disk, once this is set."""
+    ready, write = threading.Event(), saving.write_part
+
+    def write_part(folder: str, rank: int, *rest: Any) -> Any:
+        if rank == 1:
+            assert ready.wait(30)
+            raise CheckpointError("no space left on the device")
+        return write(folder, rank, *rest)
+
+    monkeypatch.setattr(saving, "write_part", write_part)
+    yield ready
+    ready.set()
+
+
+def test_a_write_that_fails_is_named_and_leaves_what_was_there(
+    failing: threading.Event, tmp_path: Path
+) -> None:
+    run = Run("tp2")
+    said = r"rank 1 could not write.*no space left"
+    with pytest.raises(CheckpointError, match=said), dt.launch(run.mesh):
+        run.step(*batch(0))
+        future = dt.save(tmp_path / "1", run.model, run.optimizer)
+        with pytest.raises(TimeoutError):
+            future.get(timeout=0.01)
+        assert not future.done()
+        failing.set()
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=said):
+                future.get()
+        assert future.done()
+        dt.save(tmp_path / "2", run.model, run.optimizer)
+        with pytest.raises(CheckpointError, match=said):  # the next one raises what nobody read
+            dt.save(tmp_path / "3", run.model, run.optimizer)
+        dt.save(tmp_path / "4", run.model, run.optimizer)  # as the launch does that ends
+    assert os.listdir(tmp_path) == []
+    failing.set()
+    with pytest.raises(ZeroDivisionError) as caught, dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "5", run.model, run.optimizer)
+        raise ZeroDivisionError
+    assert any("was not written" in note for note in caught.value.__notes__)
+
+
+def test_a_save_waits_for_the_one_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, write = Run("one"), saving.write_part
+    order: list[str] = []
+
+    def slow(folder: str, *rest: Any) -> Any:
+        order.append(f"begin {Path(folder).name.split('-')[1]}")
+        threading.Event().wait(0.05)
+        made = write(folder, *rest)
+        order.append(f"end {Path(folder).name.split('-')[1]}")
+        return made
+
+    monkeypatch.setattr(saving, "write_part", slow)
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "1", run.model)
+        dt.save(tmp_path / "2", run.model)
+        run.step(*batch(1))
+    assert order == ["begin 1", "end 1", "begin 2", "end 2"]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("place", ["tp2", "one"])
+def test_a_damaged_file_loads_nothing(place: str, tmp_path: Path) -> None:
+    run = Run(place)
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "1", run.model, run.optimizer).get()
+        run.step(*batch(1))
+        before = run.state()
+        file = next(iter(sorted((tmp_path / "1").glob("__0_*.distcp"))))
+        record = Checkpoint.open(tmp_path / "1").tensors["model.blocks.1.up.weight"].pieces[-1]
+        file = tmp_path / "1" / record.file
+        content = bytearray(file.read_bytes())
+        content[record.data_at] ^= 1
+        file.write_bytes(bytes(content))
+        with pytest.raises((CheckpointError, dt.daft.DaftError), match="checksum"):
+            dt.load(tmp_path / "1", run.model, run.optimizer)
+        assert same(run.state(), before)
+    with pytest.raises(CheckpointError, match="checksum"):
+        dt.load(tmp_path / "1", run.model, run.optimizer)
+    assert same(run.state(), before)
+
+
+def wrong(run: Run, path: Path) -> dict[str, tuple[Callable[[], Any], str]]:
+    """What users do wrong, and what they are told."""
+    model, optimizer, there = run.model, run.optimizer, str(path / "1")
+    untied = dt.parallelize(Net(tied=False), dt.Mesh())
+    wide = dt.parallelize(nn.Linear(3, 4), dt.Mesh())
+    taller = dt.parallelize(nn.Linear(3, 5), dt.Mesh())
+    dt.save(path / "wide", wide).get()
+    dt.save(path / "untied", untied).get()
+    groups = [list(run.module.blocks.parameters()), [run.module.embed.weight]]
+    grouped = torch.optim.AdamW([{"params": own} for own in groups])
+    sgd = torch.optim.SGD(run.module.parameters(), lr=0.1)
+    return {
+        "there already": (lambda: dt.save(there, model), r"exists already.*fix: save to another"),
+        "swapped": (
+            lambda: dt.save(model, there),
+            r'the path is .*not a path.*dt\.save\("ckpt/100"',
+        ),  # type: ignore[arg-type]
+        "not parallelized": (lambda: dt.save(path / "x", run.module), r"dt\.parallelize"),  # type: ignore[arg-type]
+        "keep": (lambda: dt.save(path / "x", model, keep=0), r"keep=0 is not a whole number.*1"),
+        "step": (lambda: dt.save(path / "x", model, step=-1), r"step=-1"),
+        "format": (
+            lambda: dt.save(path / "x", model, format="safetensors"),
+            r"format='safetensors'.*\"hf\", safetensors",
+        ),
+        "extra": (lambda: dt.save(path / "x", model, extra={"f": print}), r"extra\['f'\]"),
+        "hf with state": (
+            lambda: dt.save(path / "x", model, optimizer, format="hf"),
+            r"no place for an optimizer",
+        ),
+        "no such path": (lambda: dt.load(path / "none", model), r"does not exist"),
+        "a folder of them": (lambda: dt.load(path, model), r"holds checkpoints.*dt\.load"),
+        "no optimizer in it": (
+            lambda: dt.load(path / "wide", wide, torch.optim.SGD(wide.parameters())),
+            r"no state of an optimizer",
+        ),
+        "other shapes": (
+            lambda: dt.load(path / "wide", taller),
+            r"other shapes.*weight: f32\[4,3\] in the checkpoint, f32\[5,3\] in the model",
+        ),
+        "other names": (
+            lambda: dt.load(path / "wide", model),
+            r"only in the model: .*only in the checkpoint: bias, weight",
+        ),
+        "another optimizer": (lambda: dt.load(there, model, sgd), r"state of AdamW.*this is SGD"),
+        "other groups": (lambda: dt.load(there, model, grouped), r"groups: 1 in the .*2 here"),
+        "dtype": (lambda: dt.load(there, model, dtype="bf16"), r'"saved" or "model"'),
+        "a tie": (lambda: dt.load(path / "untied", model), r"one tensor in the model"),
+        "a file": (lambda: dt.resume(path / "file", model), r"is a file"),
+    }
+
+
+def test_mistakes_are_told_at_once_and_lose_nothing(tmp_path: Path) -> None:
+    run = Run("tp2")
+    dt.save(tmp_path / "1", run.model, run.optimizer).get()
+    (tmp_path / "file").touch()
+    cases = wrong(run, tmp_path)
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        before = run.state()
+        for case, (call, said) in cases.items():
+            with pytest.raises(dt.PlanningError, match=f"(?s){said}"):
+                call()
+            assert same(run.state(), before), case
+    assert sorted(os.listdir(tmp_path)) == ["1", "file", "untied", "wide"]
