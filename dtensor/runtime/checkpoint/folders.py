@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import secrets
 import shutil
@@ -48,12 +49,17 @@ class Claim:
                 f"written here is removed.\nfix: give each save a path of its own"
             ) from None
         sync(self.target.parent)
-        os.close(self.lock)
+        self._unlock()
 
     def give_up(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, if that was not done yet."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self.lock)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
 
 
 def claim_folder(target: Path, said: str) -> Claim:
@@ -64,7 +70,10 @@ def claim_folder(target: Path, said: str) -> Claim:
     """
     _check_name(target, said)
     try:
+        missing = [up for up in target.parents if not up.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            sync(folder.parent)
         if os.path.lexists(target):
             raise PlanningError(
                 f"{target} exists already, and a checkpoint never replaces what is there.\n"
@@ -118,11 +127,16 @@ def remove_folder(folder: Path) -> None:
 def write_synced(path: Path, content: bytes) -> None:
     """A file that is there whole or not at all, and stays."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("xb") as file:
-        file.write(content)
-        file.flush()
+    with partial.open("xb", buffering=0) as file:
+        write_all(file, memoryview(content))
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def write_all(file: io.FileIO, data: memoryview) -> None:
+    """All of the data: one write takes 2 GiB at most, and on a full disk what there is room for."""
+    while len(data):
+        data = data[file.write(data) :]
 
 
 def sync(folder: Path) -> None:
@@ -174,6 +188,8 @@ def _rename_new(folder: Path, target: Path) -> None:
 
 def _check_name(target: Path, text: str) -> None:
     why = ""
+    if not text:
+        raise PlanningError('the path is empty.\nfix: a path such as "ckpt/100"')
     if "://" in text or text.startswith(("s3:", "gs:", "hdfs:")):
         why = "is an address, not a folder of this machine"
     elif "\\" in text:

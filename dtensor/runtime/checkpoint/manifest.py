@@ -55,6 +55,11 @@ def read_manifest(folder: Path) -> tuple[Head, dict[str, Any]]:
     """Head and body; CheckpointError if the file is not as it was written."""
     path = folder / MANIFEST
     text = path.read_bytes()
+    if not text.startswith(b'{"head": '):
+        raise CheckpointError(
+            f"{path} is not dtensor's, or damaged in its first bytes.\nfix: if another program "
+            "wrote it, move it out of the folder; else load another checkpoint"
+        )
     rest, _, last = text[:-1].rpartition(b"\n")
     if text[-1:] != b"\n" or last != b'"crc32": "%s"}' % _crc(rest + b"\n"):
         raise damaged(path, "its checksum is not that of its content")
@@ -76,12 +81,18 @@ def read_head(folder: Path) -> Head | None:
         return None
 
 
-def made_in(folder: Path) -> list[Head]:
-    """What dtensor made in a folder, under the names that they still have, oldest first."""
+def made_in(folder: Path, *, skip_damaged: bool) -> list[Head]:
+    """What dtensor made in a folder, under the names that they still have, oldest first.
+    CheckpointError for a manifest that is damaged, if it is not to be skipped."""
     found: list[Head] = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            head = read_head(Path(entry.path))
+            try:
+                head = read_head(Path(entry.path))
+            except CheckpointError:
+                if not skip_damaged:
+                    raise
+                continue
             if head is not None and head.name == entry.name:
                 found.append(head)
     return sorted(found, key=lambda head: head.sequence)

@@ -16,14 +16,13 @@ than of one piece, and that only where it is not contiguous or on a device.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtensor.runtime.checkpoint.folders import disk_error, sync, write_synced
+from dtensor.runtime.checkpoint.folders import disk_error, sync, write_all, write_synced
 from dtensor.runtime.checkpoint.manifest import read_manifest
 from dtensor.runtime.checkpoint.records import (
     CheckpointError,
@@ -146,6 +145,9 @@ class _Part:
     def write(self, pieces: Sequence[TensorPiece]) -> PartRecord:
         checks = [running_checks(piece.data()) for piece in pieces]
         todo = {_key(piece, crc): piece for piece, crc in zip(pieces, checks, strict=True)}
+        if len(todo) != len(pieces):
+            names = [".".join(piece.path) for piece in pieces]
+            raise ValueError(f"pieces of rank {self.rank} overlap, of some of {sorted(set(names))}")
         files: dict[str, int] = {}
         records: list[TensorRecord] = []
         before = _records_by_file(self.previous)
@@ -167,7 +169,7 @@ class _Part:
                 new, nbytes = _laid_out(bucket, name)
                 with (self.folder / name).open("xb", buffering=0) as file:
                     for chunk in _content(bucket):
-                        _write_all(file, chunk)
+                        write_all(file, chunk)
                     os.fsync(file.fileno())
                 self.bytes_written += nbytes
                 files[name] = nbytes
@@ -304,8 +306,3 @@ def _same(path: Path, content: Iterable[memoryview]) -> bool:
                 if file.read(len(part)) != part:
                     return False
         return not file.read(1)
-
-
-def _write_all(file: io.FileIO, data: memoryview) -> None:
-    while len(data):
-        data = data[file.write(data) :]

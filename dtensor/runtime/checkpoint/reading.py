@@ -8,16 +8,16 @@ Three kinds of directories are read alike: ours, by `manifest.json`; another's o
 torch.distributed.checkpoint; Hugging Face's, by the headers of its safetensors files.
 
 Invariants: no file is unpickled but a stranger's `.metadata` and values, by what admits names of
-theirs alone. Of ours, each block (`records.BLOCK_BYTES`) that a read touches is checked, and no
-other is read: of a block of columns, whole rows where a row is no more than that. ``bytes_read``
-counts what came from files. No more than 8 MiB is held beside the result.
+theirs alone. Of ours, each block (`records.block_bytes`, some 64th of a piece) that a read touches
+is checked, and no other is read: of columns, whole rows where a row is less than a block; without
+checksums, where it is less than a page. ``bytes_read`` counts what came from files. No more than
+8 MiB is held beside the result.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,19 +33,19 @@ from dtensor.runtime.checkpoint.manifest import (
     MANIFEST,
     damaged,
     made_in,
-    read_head,
     read_manifest,
 )
 from dtensor.runtime.checkpoint.records import (
-    BLOCK_BYTES,
     CheckpointError,
     StoredPiece,
     TensorRecord,
+    block_bytes,
 )
 from dtensor.runtime.checkpoint.safetensors import is_directory, read_directory
 from dtensor.runtime.checkpoint.strangers import METADATA, load_whole, locate, read_metadata
 
 _CHUNK_BYTES = 8 << 20
+_PAGE_BYTES = 1 << 12
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,15 +67,14 @@ class Checkpoint:
     extra: Any = None
     small: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
-    bytes_read: int = 0
-    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _reads: list[int] = field(default_factory=list, repr=False)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Checkpoint:
         """PlanningError if there is no checkpoint; CheckpointError if it is damaged."""
         check_kind("the path", path, str | os.PathLike, "a path", 'dt.load("ckpt/100", model)')
         folder = Path(path)
-        if read_head(folder) is not None:
+        if (folder / MANIFEST).is_file():
             return _open_own(folder)
         if (folder / METADATA).is_file():
             tensors, values = read_metadata(folder)
@@ -140,16 +139,21 @@ class Checkpoint:
             )
         return result
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read from files since it was opened, by any thread."""
+        return sum(self._reads)
+
     def count(self, nbytes: int) -> None:
-        """Add to ``bytes_read``, from any thread."""
-        with self._counting:
-            self.bytes_read += nbytes
+        """Add to ``bytes_read``."""
+        self._reads.append(nbytes)
 
 
 def latest(folder: str | os.PathLike[str]) -> str | None:
-    """The path of the checkpoint made last in a folder by dtensor; None if there is none."""
+    """The path of the checkpoint made last in a folder by dtensor; None if there is none.
+    CheckpointError if a manifest there is damaged: which was the last is not known then."""
     try:
-        made = made_in(Path(folder))
+        made = made_in(Path(folder), skip_damaged=False)
     except FileNotFoundError:
         return None
     return os.path.join(os.fspath(folder), made[-1].name) if made else None
@@ -163,6 +167,7 @@ class _PieceFile:
     ) -> None:
         self.checkpoint, self.record, self.piece = checkpoint, record, piece
         self.data_at = data_at
+        self.block = _PAGE_BYTES if piece.checks is None else block_bytes(piece.nbytes)
         self.path = Path(checkpoint.path) / piece.file
         self.row_bytes = [
             math.prod(piece.sizes[dim + 1 :]) * record.dtype.itemsize
@@ -192,7 +197,7 @@ class _PieceFile:
             return
         lo, hi = within[dim]
         row = self.row_bytes[dim]
-        if row > BLOCK_BYTES:
+        if row > self.block:
             for i in range(lo, hi):
                 self.fill(target[i - lo], within, dim + 1, at + i * row)
             return
@@ -209,8 +214,8 @@ class _PieceFile:
         checks = self.piece.checks
         first, stop = begin, end
         if checks is not None:
-            first -= begin % BLOCK_BYTES
-            stop = min(self.piece.nbytes, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
+            first -= begin % self.block
+            stop = min(self.piece.nbytes, -(-end // self.block) * self.block)
         data = bytearray(stop - first)
         got = 0
         while got < len(data):
@@ -221,14 +226,12 @@ class _PieceFile:
         self.checkpoint.count(len(data))
         if checks is not None:
             view = memoryview(data)
-            for at in range(first, stop, BLOCK_BYTES):
-                n = at // BLOCK_BYTES
-                crc = zlib.crc32(
-                    view[at - first : at - first + BLOCK_BYTES], checks[n - 1] if n else 0
-                )
-                if crc != checks[n]:
+            for n in range(first // self.block, -(-stop // self.block)):
+                at = n * self.block
+                block = view[at - first : at - first + self.block]
+                if zlib.crc32(block, checks[n - 1] if n else 0) != checks[n]:
                     raise self._wrong(
-                        f"the {BLOCK_BYTES} bytes from {self.data_at + at:,} on have another "
+                        f"the {len(block):,} bytes from {self.data_at + at:,} on have another "
                         "checksum"
                     )
         values = torch.frombuffer(data, dtype=torch.uint8)[begin - first : end - first]

@@ -10,7 +10,7 @@ Invariants: the pieces of a tensor are disjoint and fill it (`check_cover`), eac
 record is data: `to_json` and `from_json` are inverse, and nothing in it is ever called or imported.
 
 Checksums are those of zlib.crc32, run on over a piece: the n-th is that of all its bytes up to the
-end of its n-th block of `BLOCK_BYTES`. So a block is checked by its own bytes and two numbers, and
+end of its n-th block (`block_bytes`). So a block is checked by its own bytes and two numbers, and
 the last number is the checksum of the piece, which zip files want.
 
 Not here: files (`writing`, `reading`) and placements, which say who has which pieces.
@@ -30,9 +30,6 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import DTYPES
-
-BLOCK_BYTES = 1 << 16
-"""What is checked together: a read of one element reads no more than this."""
 
 DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -122,7 +119,7 @@ class StoredPiece:
         if "crc32" in said:
             packed = base64.b64decode(said["crc32"], validate=True)
             checks = struct.unpack(f"<{len(packed) // 4}I", packed)
-            if len(checks) != -(-nbytes // BLOCK_BYTES):
+            if len(checks) != -(-nbytes // block_bytes(nbytes)):
                 raise ValueError(f"{len(checks)} checksums for {nbytes} bytes")
         return StoredPiece(
             offsets=tuple(map(int, said["offsets"])),
@@ -255,12 +252,19 @@ def check_cover(record: TensorRecord) -> None:
         raise ValueError(f"the pieces of {record.name} {record.shape} {fault}: {blocks}")
 
 
+def block_bytes(nbytes: int) -> int:
+    """How many bytes of a piece are checked together: some 64th of it, so that a range read reads
+    little beside; from 512 B to 1 MiB, a power of two."""
+    return max(1 << 9, min(1 << 20, 1 << (nbytes // 64).bit_length()))
+
+
 def running_checks(data: memoryview) -> tuple[int, ...]:
-    """The checksum of the data up to the end of each block of `BLOCK_BYTES`."""
+    """The checksum of the data up to the end of each block."""
+    block = block_bytes(len(data))
     checks: list[int] = []
     crc = 0
-    for at in range(0, len(data), BLOCK_BYTES):
-        crc = zlib.crc32(data[at : at + BLOCK_BYTES], crc)
+    for at in range(0, len(data), block):
+        crc = zlib.crc32(data[at : at + block], crc)
         checks.append(crc)
     return tuple(checks)
 

@@ -80,18 +80,14 @@ class Writing:
 
         ``extra`` is the user's: numbers, text, bytes, containers, tensors. ``small`` are values of
         the state that are no tensors, by path, such as an optimizer's
-        ("optimizer", "param_groups"). Both are copied here. PlanningError if the path exists or
-        cannot be made, or if a value cannot be written, which is named.
+        ("optimizer", "param_groups"). Both are copied here. torch's tools see what is under a path
+        of one key whole, and else flattened, as they flatten a state dict.
+
+        PlanningError if the path exists or cannot be made, or if a value cannot be written, which
+        is named.
         """
-        trees: list[tuple[tuple[str, ...], Any]] = []
-        for where, value in (small or {}).items():
-            tree, tensors = encoded(value, ".".join(where))
-            if tensors:
-                raise PlanningError(
-                    f"{'.'.join(where)} holds a tensor: tensors are pieces, not values"
-                )
-            trees.append((where, tree))
-        return Writing._claimed(path, step, extra, trees, "dcp")
+        values = [(where, _small_tree(where, value)) for where, value in (small or {}).items()]
+        return Writing._claimed(path, step, extra, values, "dcp")
 
     @staticmethod
     def begin_hf(
@@ -138,7 +134,7 @@ class Writing:
             check_number("step", step, least=0, whole=True, fix="the number of steps taken")
         said = encoded(extra, "extra")
         claim = claim_folder(Path(os.path.abspath(os.fspath(path))), os.fspath(path))
-        before = made_in(claim.target.parent)
+        before = made_in(claim.target.parent, skip_damaged=True)
         head = Head(
             name=claim.target.name,
             sequence=1 + max((head.sequence for head in before), default=0),
@@ -151,7 +147,7 @@ class Writing:
 
     def add(self, path: tuple[str, ...], value: Any) -> None:
         """One more of the ``small`` values of `begin`."""
-        self._small.append((path, encoded(value, ".".join(path))[0]))
+        self._small.append((path, _small_tree(path, value)))
 
     def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
         """Publish what all ranks have written; then remove the oldest beyond ``keep``.
@@ -159,9 +155,9 @@ class Writing:
         Removed are checkpoints that dtensor made in this folder and that still have the name under
         which it made them: one that was renamed or copied stays. On an error the folder is removed.
         """
-        if keep is not None:
-            check_number("keep", keep, least=1, whole=True, fix="keep=3")
         try:
+            if keep is not None:
+                check_number("keep", keep, least=1, whole=True, fix="keep=3")
             self._publish(list(parts))
         except OSError as error:
             self.abort()
@@ -170,8 +166,16 @@ class Writing:
             self.abort()
             raise
         if keep is not None:
-            for head in made_in(self._claim.target.parent)[:-keep]:
-                remove_folder(self._claim.target.parent / head.name)
+            parent = self._claim.target.parent
+            for head in made_in(parent, skip_damaged=True)[:-keep]:
+                try:
+                    remove_folder(parent / head.name)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self._claim.target} is saved, but {parent / head.name}, older than the "
+                        f"{keep} to keep, cannot be removed: {error.strerror}.\nfix: remove it "
+                        "by hand"
+                    ) from error
 
     def abort(self) -> None:
         """Remove what was written; the checkpoints before are as they were."""
@@ -200,12 +204,13 @@ class Writing:
         records |= merged(own.tensors)
         files |= own.files
         if self._head.layout == "dcp":
-            values = _nested(self._small)
-            if self._head.step is not None:
-                values["step"] = self._head.step
+            leaves = {path[0]: decoded(own, {}) for path, own in self._small if len(path) == 1}
             if tree is not None:
-                values["extra"] = tree
-            more, items = _write_values(folder, values)
+                leaves["extra"] = tree
+            if self._head.step is not None:
+                leaves["step"] = self._head.step
+            nested = _nested((path, own) for path, own in self._small if len(path) > 1)
+            more, items = _write_values(folder, nested, leaves)
             files |= more
             write_synced(folder / ".metadata", metadata_bytes(records, items))
         for file, nbytes in files.items():
@@ -231,24 +236,31 @@ def _check_written(there: Mapping[str, TensorRecord], records: Mapping[str, Tens
 
 
 def _write_values(
-    folder: Path, values: Mapping[str, Any]
+    folder: Path, nested: dict[str, Any], leaves: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, ValueItem]]:
-    """Values for torch's tools, flattened by their rule, each as torch.save writes it. dtensor
-    reads the manifest's."""
+    """Values for torch's tools, each as torch.save writes it: nested ones by name as torch
+    flattens them, the leaves whole. dtensor reads the manifest's."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     file = "__values_0.distcp"
-    flat, paths = flatten_state_dict(dict(values))
+    flat, paths = flatten_state_dict(nested)
     items: dict[str, ValueItem] = {}
     content = io.BytesIO()
-    for name, value in flat.items():
+    for name, value in {**flat, **leaves}.items():
         start = content.tell()
         torch.save(value, content)
-        items[name] = ValueItem(paths[name], file, start, content.tell() - start)
+        items[name] = ValueItem(paths.get(name, (name,)), file, start, content.tell() - start)
     if not items:
         return {}, {}
     write_synced(folder / file, content.getvalue())
     return {file: len(content.getvalue())}, items
+
+
+def _small_tree(path: tuple[str, ...], value: Any) -> Any:
+    tree, tensors = encoded(value, ".".join(path))
+    if tensors:
+        raise PlanningError(f"{'.'.join(path)} holds a tensor: tensors are pieces, not values")
+    return tree
 
 
 def _nested(small: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:

@@ -1,0 +1,332 @@
+"""Killed at any byte, torn, changed, a full disk: the checkpoint before loads, nothing half-made
+looks whole, and what is damaged is named."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Writing,
+    folders,
+    latest,
+    parts,
+    write_part,
+)
+from tests.runtime.checkpoint.saving import block, check_equal, pieces, save, state
+
+# A child of fork() that only writes files and is killed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run it in a forked process, which ends there; its process number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+CHANGES = {"open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def count_down(ticks: int, at_end: Callable[[int], None]) -> None:
+    """Call ``at_end(0)`` before the change to the disk that comes after so many bytes and changes;
+    in the midst of a write, after its last byte that counts. It is for a process that then ends."""
+    left = [ticks]
+
+    def tick(event: str, _: tuple[object, ...]) -> None:
+        if event in CHANGES:
+            left[0] -= 1
+            if left[0] < 0:
+                at_end(0)
+
+    def write_all(file: io.FileIO, data: memoryview) -> None:
+        file.write(data[: max(left[0], 0)])
+        left[0] -= len(data)
+        if left[0] < 0:
+            at_end(0)
+
+    sys.addaudithook(tick)
+    folders.write_all = parts.write_all = write_all
+
+
+@pytest.mark.slow
+def test_killed_at_a_hundred_random_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # A killed process loses nothing that it has written; the order of syncs is another test's.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    before, after = state(1), state(2)
+    first, tmp_path = tmp_path / "first", tmp_path / "now"
+    save(first / "1", before)
+    save(first / "2", before)
+    shutil.copytree(first, tmp_path)
+    reader, writer = os.pipe()
+
+    def measured() -> None:
+        total = 1 << 40
+        seen: list[int] = []
+
+        def never(_: int) -> None:
+            seen.append(0)
+
+        count_down(total, never)
+        save(tmp_path / "3", after, keep=2)
+        closure = folders.write_all.__closure__
+        assert closure is not None
+        left = next(c.cell_contents for c in closure if isinstance(c.cell_contents, list))
+        os.write(writer, str(total - left[0]).encode())
+
+    assert os.waitpid(in_child(measured), 0)[1] == 0
+    total = int(os.read(reader, 100))
+    assert total > 30_000
+    drawn = random.Random(0)
+    published = 0
+    for _ in range(100):
+        shutil.rmtree(tmp_path)
+        shutil.copytree(first, tmp_path)
+        ticks = drawn.randrange(total)
+        if drawn.random() < 0.5:  # among the last changes: the renames and removals
+            ticks = total - ticks % 40
+
+        def work(ticks: int = ticks) -> None:
+            count_down(ticks, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            save(tmp_path / "3", after, keep=2)
+
+        os.waitpid(in_child(work), 0)
+        check_equal(Checkpoint.open(tmp_path / "2"), before)
+        newest = latest(tmp_path)
+        if newest == str(tmp_path / "3"):
+            published += 1
+            check_equal(Checkpoint.open(tmp_path / "3"), after)
+        else:
+            assert newest == str(tmp_path / "2")
+            check_equal(Checkpoint.open(tmp_path / "1"), before)
+            with pytest.raises(PlanningError, match="does not exist"):
+                Checkpoint.open(tmp_path / "3")
+        save(tmp_path / "4", after)
+        check_equal(Checkpoint.open(tmp_path / "4"), after)
+        assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert 0 < published < 60
+
+
+@pytest.mark.slow
+def test_killed_at_random_times(tmp_path: Path):
+    first = torch.randn(2_000, 1_000)
+
+    def save_one(step: int, keep: int | None = None) -> None:
+        writing = Writing.begin(tmp_path / str(step), step=step)
+        own = [block(("model", "w"), first + step)]
+        writing.finish([write_part(writing.folder, 0, own, writing.previous)], keep=keep)
+
+    def work(start: int) -> None:
+        for step in range(start, 1_000):
+            save_one(step, keep=2)
+
+    drawn = random.Random(0)
+    start = 0
+    for _ in range(5):
+        pid = in_child(lambda start=start: work(start))
+        while not (tmp_path / str(start)).exists():
+            time.sleep(0.01)
+        time.sleep(0.2 * drawn.random())
+        os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        newest = latest(tmp_path)
+        assert newest is not None
+        saved = Checkpoint.open(newest)
+        assert saved.step is not None and saved.step >= start
+        assert saved.read("model.w").equal(first + saved.step)
+        start = saved.step + 1
+
+
+def test_everything_is_on_the_disk_before_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: set[int] = set()
+    unsynced: list[str] = []
+    renamed: list[bool] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def keeping(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def checking(path: Path, target: Path) -> Path:
+        if path.name.startswith(".tmp-1-"):
+            there = [path, *path.iterdir()]
+            unsynced.extend(p.name for p in there if p.stat().st_ino not in synced)
+            synced.discard(tmp_path.stat().st_ino)
+            renamed.append(True)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", keeping)
+    monkeypatch.setattr(Path, "rename", checking)
+    save(tmp_path / "1", state(), extra={"rng": torch.get_rng_state()})
+    assert renamed == [True] and unsynced == []
+    assert tmp_path.stat().st_ino in synced
+
+
+@pytest.mark.slow
+def test_a_changed_bit_is_noticed_or_harmless(tmp_path: Path):
+    values = state()
+    save(tmp_path / "1", values, extra={"rng": torch.get_rng_state()})
+    drawn = random.Random(0)
+    noticed = harmless = 0
+    for file in sorted((tmp_path / "1").iterdir()):
+        content = file.read_bytes()
+        for _ in range(120):
+            changed = bytearray(content)
+            changed[drawn.randrange(len(changed))] ^= 1 << drawn.randrange(8)
+            file.write_bytes(changed)
+            try:
+                saved = Checkpoint.open(tmp_path / "1")
+                check_equal(saved, values)
+                assert saved.step == 100 and torch.equal(saved.extra["rng"], torch.get_rng_state())
+                harmless += 1
+                assert file.name != "manifest.json"
+            except CheckpointError as error:
+                assert file.name in str(error) and "fix:" in str(error)
+                noticed += 1
+        file.write_bytes(content)
+    assert noticed > 200 and harmless > 200
+
+
+def test_a_torn_file_is_named(tmp_path: Path):
+    values = state()
+    save(tmp_path / "1", values)
+    for file in sorted((tmp_path / "1").glob("__[01]_*.distcp")):
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(CheckpointError, match=rf"{file.name} is not as it was written: it has"):
+            check_equal(Checkpoint.open(tmp_path / "1"), values)
+        file.unlink()
+        with pytest.raises(CheckpointError, match="cannot be opened.*holds .* of (model|optim)"):
+            check_equal(Checkpoint.open(tmp_path / "1"), values)
+        file.write_bytes(content)
+    check_equal(Checkpoint.open(tmp_path / "1"), values)
+    manifest = tmp_path / "1" / "manifest.json"
+    text = manifest.read_bytes()
+    for end in (20, len(text) // 2, len(text) - 1):
+        manifest.write_bytes(text[:end])
+        with pytest.raises(CheckpointError, match="manifest.json is not as it was written"):
+            Checkpoint.open(tmp_path / "1")
+    with pytest.raises(PlanningError, match="exists already"):
+        save(tmp_path / "1", values)
+    save(tmp_path / "2", values)  # beside a damaged one
+    manifest.write_bytes(text[:20])
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        latest(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
+    save(tmp_path / "1", state(1))
+    writes = [0]
+    write_all = folders.write_all
+
+    def failing(file: io.FileIO, data: memoryview) -> None:
+        writes[0] -= 1
+        if writes[0] < 0:
+            file.write(data[: len(data) // 2])
+            raise OSError(code, os.strerror(code))
+        write_all(file, data)
+
+    monkeypatch.setattr(folders, "write_all", failing)
+    monkeypatch.setattr(parts, "write_all", failing)
+    failed = 0
+    for number in range(100):
+        writes[0] = number
+        writing = Writing.begin(tmp_path / "2", step=2)
+        try:
+            own = [p for rank in (0, 1) for p in pieces(state(2), rank)]
+            writing.finish([write_part(writing.folder, 0, own, writing.previous)], keep=1)
+            break
+        except CheckpointError as error:
+            assert os.strerror(code) in str(error) and "Nothing of this checkpoint" in str(error)
+            assert ("MB are free" in str(error)) is (code == errno.ENOSPC)
+            writing.abort()
+            assert os.listdir(tmp_path) == ["1"]
+            failed += 1
+    assert 15 < failed < 99
+    check_equal(Checkpoint.open(tmp_path / "2"), state(2))
+
+
+def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    for path, words in (
+        (tmp_path / "file", "file exists already"),
+        (tmp_path / "empty", "exists already"),
+        (tmp_path / "gone", "exists already"),
+        (tmp_path / "file" / "1", "something above it is a file"),
+        ("s3://bucket/1", "is an address, not a folder"),
+        ("ckpt\\100", "has backslashes"),
+        ("C:\\ckpt", "has backslashes"),
+        ("a\nb", "control characters"),
+        ("a\0b", "control characters"),
+        ("", "the path is empty"),
+        (".", "exists already"),
+        ("..", "exists already"),
+        ("/", "is no name for a checkpoint"),
+        (".tmp-1", "is no name for a checkpoint"),
+        ("x" * 250, "name too long"),
+        (100, "not a path"),
+    ):
+        with pytest.raises(PlanningError, match=words) as caught:
+            Writing.begin(path)  # pyright: ignore[reportArgumentType]
+        assert "fix:" in str(caught.value)
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "gone"]
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(PlanningError, match="cannot be made: Permission denied"):
+        Writing.begin(tmp_path / "1")
+
+
+def test_leftovers_of_the_dead_are_removed_and_of_the_living_not(tmp_path: Path):
+    living = Writing.begin(tmp_path / "1")
+
+    def dies() -> None:
+        Writing.begin(tmp_path / "2")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(dies), 0)
+    assert len(os.listdir(tmp_path)) == 2
+    other = Writing.begin(tmp_path / "3")
+    assert sorted(name.split("-")[1] for name in os.listdir(tmp_path)) == ["1", "3"]
+    for writing in (living, other):
+        full = torch.ones(3)
+        writing.finish([write_part(writing.folder, 0, [block(("model", "w"), full)], None)])
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"]
+
+
+def test_two_saves_to_one_path(tmp_path: Path):
+    one, two = Writing.begin(tmp_path / "1"), Writing.begin(tmp_path / "1")
+    part = write_part(one.folder, 0, [block(("model", "w"), torch.ones(3))], None)
+    one.finish([part])
+    with pytest.raises(CheckpointError, match="was made by another"):
+        two.finish([write_part(two.folder, 0, [block(("model", "w"), torch.zeros(3))], None)])
+    assert os.listdir(tmp_path) == ["1"]
+    assert Checkpoint.open(tmp_path / "1").read("model.w").equal(torch.ones(3))
