@@ -408,9 +408,8 @@ class MeshSession:
         nothing = absent("cpu")
         for (label, key), (name, spec, ranks) in list(new.items()):
             entries = home.rest.get(parameters[label], {})
+            entries = _with_memory(entries, label, home.optimizer)
             value = entries.get(key)
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                value = None  # Adagrad's, of a parameter on the meta device
             if value is None:
                 _check_made(home, label, key, entries)
             else:
@@ -458,6 +457,24 @@ def _updated(
             spec = number if key in NUMBERS else wide
             found[label, key] = name, spec, holders(plan, item)
     return found
+
+
+def _with_memory(
+    entries: Mapping[str, Any], label: str, optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
+    """A parameter's state; on the meta device it has values only where it is what Adagrad begins
+    with, the same number everywhere."""
+    empty = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
+    begins = optimizer.defaults.get("initial_accumulator_value")
+    for key, value in empty.items():
+        if key != "sum" or begins is None or value.is_complex() or float(entries["step"]) != 0:
+            raise PlanningError(
+                f"{key} of {label} is on the meta device and has no value.\n"
+                f"fix: dt.load_state_dict(model, opt, state), which keeps the values"
+            )
+        whole = torch.full((), begins, dtype=value.dtype).expand(value.shape)
+        entries = {**entries, key: whole}
+    return entries
 
 
 def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any]) -> None:
