@@ -12,6 +12,7 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
+from dtensor.api.checkpoint import Loaded, Saved, load, resume, save
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager.policy import implicit_redistribution
@@ -71,6 +72,7 @@ __all__ = [
     "DualPipeV",
     "GPipe",
     "Interleaved1F1B",
+    "Loaded",
     "LoopedBFS",
     "Loss",
     "Mesh",
@@ -85,6 +87,7 @@ __all__ = [
     "Rollouts",
     "Row",
     "RowParallel",
+    "Saved",
     "Schedule",
     "Searched",
     "Shard",
@@ -105,13 +108,16 @@ __all__ = [
     "implicit_redistribution",
     "kernel",
     "launch",
+    "load",
     "load_state_dict",
     "manual_seed",
     "parallelize",
     "placements",
     "replica",
+    "resume",
     "rollouts",
     "rule",
+    "save",
     "simulate",
     "spec",
     "sync",

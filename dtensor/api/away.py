@@ -240,14 +240,18 @@ Entries = dict[Tensor, dict[str, Any]]
 class AwayState(MutableMapping[Tensor, dict[str, Any]]):
     """torch's ``optimizer.state``, parameter to its entries, while the ranks have it.
 
-    ``stale``: the ranks have newer ones than ``entries``; ``touched``: somebody has looked, and may
-    have written; ``gone``: why they are out of reach for good, or "".
+    ``stale``: the ranks have newer ones than ``entries``; ``on_disk``: or files have, here, until
+    somebody looks; ``touched``: somebody has looked, and may have written; ``gone``: why they are
+    out of reach for good, or "".
     """
 
-    def __init__(self, entries: Entries, fetch: Callable[[], Entries]) -> None:
+    def __init__(
+        self, entries: Entries, fetch: Callable[[], Entries], on_disk: Entries | None = None
+    ) -> None:
         self.entries = entries
         self.fetch = fetch
-        self.stale = False
+        self.on_disk = on_disk
+        self.stale = on_disk is not None
         self.touched = False
         self.gone = ""
 
@@ -258,8 +262,12 @@ class AwayState(MutableMapping[Tensor, dict[str, Any]]):
         if self.stale:
             with ONE_AT_A_TIME:
                 self.entries = self.fetch()
-                self.stale = False
+                self.stale, self.on_disk = False, None
         return self.entries
+
+    def to_place(self) -> Entries:
+        """The entries for ranks to take: of files, where each is."""
+        return dict(self.refresh() if self.on_disk is None else self.on_disk)
 
     def changed(self) -> None:
         """The ranks have others from now on."""

@@ -76,7 +76,7 @@ class CompiledFunction:
         self.mesh = mesh
         self.out = out
         self.plans = PlanCache()
-        self.calls = Counter()
+        self.calls = Counter(f"compile {self._name}")
         self._roles = Roles(detect_nan=detect_nan)
         self._options = replace(
             options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)

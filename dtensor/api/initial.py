@@ -6,7 +6,8 @@
 
 What initialises the model runs once, here, and is recorded; each rank carries out what its own
 shards need of it, by counter-based numbers. No process holds the model, no rank needs the user's
-code, and the values are the same bits on every mesh. What `load_state_dict` brings replaces them.
+code, and the values are the same bits on every mesh. What `load_state_dict` brings replaces them;
+so does a checkpoint (`OnDisk`), of which ranks read their own shards when they need them.
 
 Rejected: running it on every rank on real memory, one module at a time. Then each rank makes the
 whole model, a function that keeps state or asks numpy gives each rank other values, one that reads
@@ -17,7 +18,8 @@ Not here: recording and making (frontend.initial).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +33,36 @@ from dtensor.frontend.initial.recipe import Recipe, make
 from dtensor.frontend.initial.recording import Init, record
 from dtensor.sharding.ops.philox import Pieces, Place
 
-__all__ = ["Init", "Initial"]
+__all__ = ["Init", "Initial", "OnDisk"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A tensor of a checkpoint in ``folder``, ``name`` there: of this shape, and read as this
+    dtype."""
+
+    folder: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def part(self, pieces: Pieces) -> torch.Tensor:
+        """What is at these intervals of each dim, read from the files, on the CPU."""
+        from dtensor.runtime.saving import opened, read_shard
+
+        return read_shard(opened(self.folder), self.name, pieces, self.dtype)
+
+    def whole(self) -> torch.Tensor:
+        return self.part(Place.whole(self.shape).pieces)
+
+
+def read_whole(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of an optimizer's state, those on disk read."""
+    return {key: v.whole() if isinstance(v, OnDisk) else v for key, v in entries.items()}
+
+
+Source = Recipe | OnDisk
+"""Where ranks get their shards of a value from."""
 
 
 class MetaHolder(Protocol):
@@ -44,7 +75,8 @@ class MetaHolder(Protocol):
 
 
 class Initial:
-    """Recipes of a module's parameters and buffers on the meta device, or values loaded since.
+    """Recipes of a module's parameters and buffers on the meta device, or values loaded since, or
+    where they are on disk.
 
     ``holders``: by name, the ranks that have it, from when it is put there; ``remedy``: what a user
     does where a value is nowhere, if it is not to initialise or to load it.
@@ -54,14 +86,17 @@ class Initial:
         self.remedy: str | None = None
         self.holders: dict[str, MetaHolder] = {}
         self.loaded: dict[str, torch.Tensor] = {}
+        self.on_disk: dict[str, OnDisk] = {}
         self.recipes: dict[str, Recipe] = {}
         if init is not None:
             seed = initial_seed()
             self.recipes = record(module, init, lambda name: key_of(seed, "init", name))
 
-    def recipe(self, name: str) -> Recipe | None:
+    def source(self, name: str) -> Source | None:
         """How a rank makes its shard; None where the whole value is at hand."""
-        return None if name in self.loaded or self._changed(name) else self.recipes.get(name)
+        if name in self.loaded or self._changed(name):
+            return None
+        return self.on_disk.get(name) or self.recipes.get(name)
 
     def _changed(self, name: str) -> bool:
         return name in self.holders and self.holders[name].changed
@@ -74,6 +109,8 @@ class Initial:
             return self.holders[name].gather([name])[name]
         if name in self.loaded:
             return self.loaded[name]
+        if name in self.on_disk:
+            return self.on_disk[name].whole()
         if name not in self.recipes:
             if self.remedy is not None:
                 raise PlanningError(f"{name} has no value here yet.\nfix: {self.remedy}")
@@ -91,8 +128,21 @@ class Initial:
         firsts = {keys[key]: value for key, value in state.items() if key in keys}
         for name, tensor in named_tensors(module).items():
             if tensor.is_meta and names[name] in firsts:
-                self.holders.pop(name, None)
+                self.forget([name])
                 self.loaded[name] = firsts[names[name]].detach().cpu().clone()
+
+    def leave_on_disk(self, module: nn.Module, stored: Mapping[str, OnDisk]) -> None:
+        """From now on these, by first names, are the values of what is on the meta device."""
+        for name, first in first_names(module).items():
+            if first in stored:
+                self.forget([name])
+                self.on_disk[name] = stored[first]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """They have another value from now on."""
+        for name in names:
+            for known in (self.holders, self.loaded, self.on_disk):
+                known.pop(name, None)
 
 
 def names_in_state(module: nn.Module) -> dict[str, str]:
@@ -108,7 +158,7 @@ def names_in_state(module: nn.Module) -> dict[str, str]:
 
 
 def init_program(
-    shards: Sequence[Mapping[str, tuple[Recipe, Pieces]]], device: torch.device
+    shards: Sequence[Mapping[str, tuple[Source, Pieces]]], device: torch.device
 ) -> Program:
     """One call per parameter and rank, each giving the shard under the parameter's name."""
     functions: dict[tuple[str, Pieces], Function] = {}
@@ -117,8 +167,13 @@ def init_program(
         calls: list[Call] = []
         nbytes: list[tuple[str, int]] = []
         for name, (recipe, pieces) in sorted(wanted.items()):
-            lines = [step.source for step in recipe.steps if step.source]
-            given = {"device": device, "make": make, "pieces": pieces, "recipe": recipe}
+            match recipe:
+                case Recipe():
+                    lines = [step.source for step in recipe.steps if step.source]
+                    size, dtype, verb = recipe.view.size, recipe.view.dtype, "initialise"
+                case OnDisk():
+                    lines, size, dtype, verb = [], recipe.shape, recipe.dtype, "read"
+            given = {"device": device, "make": made, "pieces": pieces, "recipe": recipe}
             function = Function(
                 name=f"init_{len(functions)}",
                 source="def forward():\n    return (make(recipe, pieces, device),)\n",
@@ -126,9 +181,9 @@ def init_program(
                 lines=(None, *lines[-1:]),
             )
             function = functions.setdefault((recipe.name, pieces), function)
-            calls.append(Call(function.name, (), (name,), label=f"initialise {name}"))
-            size = torch.Size(Place(recipe.view.size, pieces).local_shape)
-            nbytes.append((name, size.numel() * recipe.view.dtype.itemsize))
+            calls.append(Call(function.name, (), (name,), label=f"{verb} {name}"))
+            local = torch.Size(Place(size, pieces).local_shape)
+            nbytes.append((name, local.numel() * dtype.itemsize))
         ranks.append(
             RankProgram(instructions=tuple(calls), outputs=tuple(wanted), nbytes=tuple(nbytes))
         )
@@ -138,3 +193,12 @@ def init_program(
         functions=tuple((f.name, f) for f in functions.values()),
         stage_of=(0,) * len(ranks),
     )
+
+
+def made(source: Source, pieces: Pieces, device: torch.device) -> torch.Tensor:
+    """A rank's shard."""
+    match source:
+        case Recipe():
+            return make(source, pieces, device)
+        case OnDisk():
+            return source.part(pieces).to(device)

@@ -12,6 +12,10 @@ that none of these shares numbers with another.
 The number of a step or call that failed, and was undone, is the next one's: the controller gives it
 back when it hears of that, and the ranks, who know before, take it off meanwhile (`Counted`).
 
+A checkpoint has the seed and every count (`counts`), and whoever resumes from one goes on with them
+(`restore_counts`), also in counters that are made later. Those of one purpose are told apart by the
+order in which they were made; where there are more than were saved, it begins again.
+
 Invariants: torch's own generators are neither read nor advanced; the default seed is 0. A counter
 that was made under an earlier seed starts from 0 under the present one.
 """
@@ -19,8 +23,12 @@ that was made under an earlier seed starts from 0 under the present one.
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import SEED, STEP
@@ -41,6 +49,7 @@ def manual_seed(seed: int) -> None:
         raise PlanningError(f"manual_seed({seed!r}): a seed is an integer; fix: dt.manual_seed(0)")
     _present.seed = seed
     _present.epoch += 1
+    _resumed.clear()
 
 
 def initial_seed() -> int:
@@ -55,14 +64,25 @@ def key_of(seed: int, *purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Counter:
     """Counts steps or calls from 0, from 0 again after `manual_seed`. ``resets``: how often it was
-    set to another number."""
+    set to another number; ``purpose``: what it counts, where `counts` is to have it."""
 
+    purpose: str = ""
     count: int = 0
     epoch: int = -1
     resets: int = 0
+
+    def __post_init__(self) -> None:
+        if self.purpose:
+            _counters.setdefault(self.purpose, WeakValueDictionary())[next(_serial)] = self
+            self._resume()
+
+    def _resume(self) -> None:
+        if saved := _resumed.get(self.purpose):
+            self.restore(saved[0])
+            saved.rotate(-1)
 
     def present(self) -> int:
         if self.epoch != _present.epoch:
@@ -84,6 +104,36 @@ class Counter:
         self.present()
         if resets == self.resets:
             self.count -= 1
+
+
+_counters: dict[str, WeakValueDictionary[int, Counter]] = {}  # by number, in this order
+_serial = itertools.count()
+_resumed: dict[str, deque[int]] = {}  # what counters that are made later go on with
+
+
+def counts() -> dict[str, list[int]]:
+    """By purpose, the counts of all counters that there are, in the order in which they were made;
+    then those of a resumed run's that it has not made again."""
+    found: dict[str, list[int]] = {}
+    for purpose in sorted(_counters.keys() | _resumed.keys()):
+        numbers = [counter.present() for counter in _living(purpose)]
+        saved = _resumed.get(purpose, ())
+        found[purpose] = [*numbers, *list(saved)[: max(0, len(saved) - len(numbers))]]
+    return {purpose: numbers for purpose, numbers in found.items() if any(numbers)}
+
+
+def restore_counts(seed: int, saved: Mapping[str, Sequence[int]]) -> None:
+    """Go on with a seed and what `counts` gave; other counters stay as they are."""
+    _present.seed = seed
+    _resumed.clear()
+    _resumed.update((purpose, deque(numbers)) for purpose, numbers in saved.items())
+    for purpose in saved:
+        for counter in _living(purpose):
+            counter._resume()
+
+
+def _living(purpose: str) -> list[Counter]:
+    return [counter for _, counter in sorted(_counters.get(purpose, {}).items())]
 
 
 def numbers_fed(step: int, *purpose: str) -> dict[str, object]:

@@ -42,6 +42,7 @@ from dtensor.api.away import (
     plainly,
     send_away,
 )
+from dtensor.api.initial import OnDisk, read_whole
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
@@ -90,7 +91,10 @@ class OptimizerHome:
     _ended: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self, given: Entries) -> None:
+        on_disk = any(isinstance(v, OnDisk) for entries in given.values() for v in entries.values())
         self.state = AwayState(given, lambda: self.resident.gather_optimizer(self))
+        if on_disk:
+            self.state.changed()
         self.optimizer.state = cast(Any, self.state)
 
     @property
@@ -326,7 +330,7 @@ class Resident:
         parameters = dict(self.model.named_parameters())
         held = [p for group in home.optimizer.param_groups for p in group["params"]]
         gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
-        gathered |= {parameter: dict(entries) for parameter, entries in home.rest.items()}
+        gathered |= {parameter: read_whole(entries) for parameter, entries in home.rest.items()}
         which = {name: key for key, (name, _, _) in home.named.items()}
         specs = {name: spec for name, spec, _ in home.named.values()}
         asked = {name: covering(spec, ranks) for name, spec, ranks in home.named.values()}

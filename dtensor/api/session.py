@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from dtensor.api.away import AwayState, Entries
-from dtensor.api.initial import init_program
+from dtensor.api.initial import OnDisk, Source, init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
 from dtensor.api.resident import Named, OptimizerHome, Resident
@@ -38,7 +38,6 @@ from dtensor.daft.launching import Offer
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
-from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import (
     MASTER,
@@ -55,6 +54,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
@@ -69,6 +69,22 @@ class Returned:
 
 Backend = Literal["inprocess", "ray"]
 LocalKind = Literal["generated", "inductor"]
+
+
+class UnderWay(Protocol):
+    """A save (checkpoint.py), for whose end the launch waits."""
+
+    def settle(self) -> None:
+        """Wait; raises what failed, unless somebody has read it."""
+        ...
+
+    def over(self) -> bool:
+        """Whether nobody need wait for it, or be told of it."""
+        ...
+
+    def told(self) -> str:
+        """Wait; what failed, if nobody has read it, or ""."""
+        ...
 
 
 class MeshSession:
@@ -233,7 +249,8 @@ class MeshSession:
             found.saved = "the controller has what was put there", model.steps.present()
         if found.loads != model.loads:  # other values were loaded for what is on meta
             found.loads = model.loads
-            found.forget([label for label in model.initial.loaded if label in found.specs])
+            brought = model.initial.loaded.keys() | model.initial.on_disk
+            found.forget([label for label in found.specs if label in brought])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
 
@@ -279,7 +296,7 @@ class MeshSession:
         resident = self.resident(model)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        made: list[dict[str, tuple[Recipe, Pieces]]] = [{} for _ in range(self.mesh.size)]
+        made: list[dict[str, tuple[Source, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
         for name, (spec, ranks) in wanted.items():
             known = resident.specs.get(name)
@@ -290,29 +307,33 @@ class MeshSession:
             missing = set(ranks) - set(resident.ranks.get(name, ()) if known else ())
             if not missing:
                 continue
-            recipe = model.initial.recipe(name)
+            source = model.initial.source(name)
             whole = None
-            if recipe is None:
+            if source is None:
                 whole = model.initial.value(name, tensors[name].detach())
                 _check_as_planned(name, whole, spec)
             for rank in sorted(missing):
                 here = self.mesh.coordinates(rank)
                 if whole is not None:
                     values[rank][resident.name(name)] = shard_of(whole, spec, here)
-                elif recipe is not None:
-                    pieces = tuple(spec.intervals(d, here) for d in range(len(spec.shape)))
-                    made[rank][name] = (recipe, pieces)
+                elif source is not None:
+                    made[rank][name] = source, held_at(spec, here)
             had = set(resident.ranks.get(name, ())) if known else set[int]()
             resident.ranks[name] = tuple(sorted(had | set(ranks)))
             put[name] = spec
         if any(values):
             self.put(values)
-        if any(made):  # the ranks make their own shards
-            kept = {label: resident.name(label) for wanted in made for label in wanted}
-            handle = self.cluster.load(init_program(made, self.cluster.device))
-            self.run(handle, [{} for _ in made], kept).get()
+        if any(made):
+            self._make(made, {label: resident.name(label) for own in made for label in own})
         resident.specs.update(put)
         resident.keep({label: tensors[label] for label in put})
+
+    def _make(
+        self, made: Sequence[Mapping[str, tuple[Source, Pieces]]], names: Mapping[str, str]
+    ) -> None:
+        """The ranks make their own shards, or read them, and keep them under these names."""
+        handle = self.cluster.load(init_program(made, self.cluster.device))
+        self.run(handle, [{} for _ in made], names).get()
 
     def place_optimizer(
         self,
@@ -357,7 +378,7 @@ class MeshSession:
         elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
         if home is None or not home.current or elsewhere:
             held: object = optimizer.state
-            entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
+            entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
             new = {**known, **updated}
             kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
             home = OptimizerHome(*kept_by)
@@ -378,6 +399,7 @@ class MeshSession:
         """Put values of the state, those that there are out of ``home.rest``."""
         parameters, nothing = dict(model.module.named_parameters()), absent("cpu")
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        read: list[dict[str, tuple[Source, Pieces]]] = [{} for _ in range(self.mesh.size)]
         for (label, key), (name, spec, ranks) in list(new.items()):
             entries = home.rest.get(parameters[label], {})
             if entries:
@@ -393,9 +415,14 @@ class MeshSession:
                 new[label, key] = name, spec, ranks
             for rank in ranks:
                 here = self.mesh.coordinates(rank)
-                values[rank][name] = nothing if value is None else shard_of(value, spec, here)
+                if isinstance(value, OnDisk):
+                    read[rank][name] = value, held_at(spec, here)
+                else:
+                    values[rank][name] = nothing if value is None else shard_of(value, spec, here)
         if any(values):
             self.put(values)
+        if any(read):
+            self._make(read, {name: name for own in read for name in own})
         if home.rest:
             home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
 
@@ -471,16 +498,18 @@ def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str,
     )
 
 
-def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor:
+def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor | OnDisk:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | OnDisk):
         value = torch.tensor(value)
     if tuple(value.shape) != spec.shape:
         raise PlanningError(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = key in NUMBERS or not value.is_floating_point()
+    keeps = key in NUMBERS or not value.dtype.is_floating_point
+    if isinstance(value, OnDisk):
+        return value if keeps else replace(value, dtype=spec.dtype)
     return value.detach() if keeps else value.detach().to(spec.dtype)
 
 
@@ -496,6 +525,7 @@ class Launch:
         self.mode: Mode = mode
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
+        self.saves: list[UnderWay] = []
         self.closed = False
         self.failure_was_read = False
         self.said_lost = False
@@ -529,11 +559,15 @@ class Launch:
                 except DaftError as error:
                     told = next(iter(self.sessions.values())).told
                     raise told(error) from error.__cause__
+        for saved in self.saves:
+            saved.settle()
 
     def close(self, *, bring_home: bool = True) -> None:
         """What was changed comes home, unless it shall not or cannot; then the ranks end."""
         if self.closed:
             return
+        for saved in self.saves:
+            saved.told()
         try:
             for resident in self.residents:
                 resident.end(bring_home)
@@ -596,6 +630,12 @@ def session_for(mesh: Mesh) -> MeshSession:
         launch = Launch(launch_cluster(mesh.size), "compiled")
         _implicit[mesh] = launch.add(mesh)
     return _implicit[mesh]
+
+
+def session_at_hand(mesh: Mesh) -> MeshSession | None:
+    """As `session_for`, where there is one: that of the running launch, or the implicit one."""
+    found = _launched[-1].sessions.get(mesh) if _launched else None
+    return found or _implicit.get(mesh)
 
 
 def launched() -> MeshSession | None:
@@ -726,6 +766,8 @@ def launch(
         running.settle()
         actors.end()
     except BaseException as error:
+        for lost in filter(None, [saved.told() for saved in running.saves]):
+            error.add_note(lost)
         try:
             _leave(running, actors, bring_home)
         except (DaftError, PlanningError) as lost:  # which reading the weights says, too

@@ -127,6 +127,21 @@ def shard_from(
     return join(blocks, shape_of(box), *(positions(box, piece.ranges) for piece in mine))
 
 
+def agreement(group: tuple[int, ...], what: str) -> tuple[Instruction, ...]:
+    """The commit point of these ranks: behind it none of them has failed in a call."""
+    if len(group) == 1:
+        alone = Vote("vote", label=what), Commit("vote", label=what)
+        return (*alone, Free(("vote",), label=what))
+    words = ("vote",), ("votes",), (WORD,), (WORD,)
+    return (
+        Vote("vote", label=what),
+        Collective("all_reduce", group, *words, "sum", f"{what} agreed", label=what),
+        Wait(("votes",), label=what),
+        Commit("votes", label=what),
+        Free(("vote", "votes"), label=what),
+    )
+
+
 # -- what ranks call -------------------------------------------------------------------------------
 
 
@@ -212,8 +227,8 @@ class _Lines:
         self._make()
         self._copy()
         self._exchange()
-        if self.rank in self.group:
-            self._agree()
+        if self.rank in self.group:  # before what is to hold is placed
+            self.items += agreement(self.group, self._what)
         self._place()
         sources = [self.names[label][0] for label in self.given]
         targets = [self.names[label][1] for label in self.taken]
@@ -298,21 +313,6 @@ class _Lines:
             new = tuple(self._new(label) for label in labels)
             self._call(f"unpack {number}", partial(unpacked, blocks), (name, *new), (), new)
         self.items.append(Free((name,), label=self._what))
-
-    def _agree(self) -> None:
-        """The commit point: before what is to hold is placed."""
-        what, words = self._what, (("vote",), ("votes",), (WORD,), (WORD,))
-        if len(self.group) == 1:
-            self.items += (Vote("vote", label=what), Commit("vote", label=what))
-            self.items.append(Free(("vote",), label=what))
-            return
-        self.items += (
-            Vote("vote", label=what),
-            Collective("all_reduce", self.group, *words, "sum", f"{what} agreed", label=what),
-            Wait(("votes",), label=what),
-            Commit("votes", label=what),
-            Free(("vote", "votes"), label=what),
-        )
 
     def _place(self) -> None:
         """New values under their own names; behind the commit point, where there is one."""

@@ -91,7 +91,7 @@ class Ran:
 
 
 _entries: OrderedDict[Any, Entry] = OrderedDict()
-_draws = Counter()
+_draws = Counter("eager")
 """Of random ops, in the order in which the program meets them."""
 _loaded: WeakKeyDictionary[MeshSession, OrderedDict[Entry, None]] = WeakKeyDictionary()
 

@@ -118,7 +118,7 @@ class Generator:
         if prefill is not None:
             self._apart = Apart(model, self.caches, forward, length, prefill)
         self._settled = False
-        self._asked = Counter()  # requests, for seeds that nobody states
+        self._asked = Counter("generate")  # requests, for seeds that nobody states
         self._numbers = 0
         self._session: MeshSession | None = None
         self._live: DTensor | None = None

@@ -1,0 +1,590 @@
+"""Checkpoints: what a run saves under one placement, it has again under any other, bit for bit, and
+goes on as if it had never ended; what fails leaves everything as it was."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.api.session import session_for
+from dtensor.runtime import saving
+from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
+
+VOCAB, WIDTH = 23, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 22), nn.Linear(22, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.drop(self.down(F.gelu(self.up(self.norm(h)))))
+
+
+class Net(nn.Module):
+    """A tied embedding, rows that nothing divides, dropout, a buffer that forward changes."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        self.seen.add_(1)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def loss_fn(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def batch(i: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = torch.randint(VOCAB, (2, 4, 6), generator=torch.Generator().manual_seed(i))
+    return tokens, targets
+
+
+TP: dict[str, Any] = {
+    "*.up.weight": dict(tp=dt.Row()),
+    "*.up.bias": dict(tp=dt.Row()),
+    "*.down.weight": dict(tp=dt.Column()),
+    "embed.weight": dict(tp=dt.Row()),
+}
+STAGES = {"pp": [["embed*", "blocks.0.*", "seen"], ["blocks.1.*", "head*"]]}
+PLACES: dict[str, tuple[dt.Mesh, dict[str, Any]]] = {
+    "one": (dt.Mesh(), {}),
+    "tp2": (dt.Mesh(tp=2), {"placements": TP}),
+    "dp2, ZeRO-3": (dt.Mesh(dp=2), {"zero": {"dp": 3}}),
+    "pp2": (dt.Mesh(pp=2), {"stages": STAGES}),
+    "pp2 tp2": (dt.Mesh(pp=2, tp=2), {"stages": STAGES, "placements": TP}),
+    "tp3, uneven": (dt.Mesh(tp=3), {"placements": TP}),
+}
+
+
+class Run:
+    """A model, its optimizer and its step under a placement."""
+
+    def __init__(self, place: str, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.mesh, stated = PLACES[place]
+        self.module = Net()
+        self.model = dt.parallelize(self.module, self.mesh, **stated)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=3e-2)
+        self.step = dt.train_step(self.model, loss_fn, self.optimizer, **options)
+
+    def state(self) -> dict[str, Any]:
+        return dt.gather_state_dict(self.model, self.optimizer)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit."""
+    match one:
+        case Tensor():
+            return one.dtype == other.dtype and torch.equal(one, other)
+        case dict():
+            return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any], float]]:
+    """By placement, a checkpoint after two steps, the state then, and the next loss."""
+    found: dict[str, tuple[str, dict[str, Any], float]] = {}
+    for place in PLACES:
+        dt.manual_seed(11)
+        run = Run(place)
+        path = str(tmp_path_factory.mktemp("ckpt") / "2")
+        with dt.launch(run.mesh):
+            run.step(*batch(0))
+            run.step(*batch(1))
+            future = dt.save(path, run.model, run.optimizer)
+            state = run.state()
+            found[place] = future.get(), state, float(run.step(*batch(2)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
+    place: str, saved: dict[str, tuple[str, dict[str, Any], float]]
+) -> None:
+    run = Run(place, seed=5)
+    with dt.launch(run.mesh):
+        for source, (path, state, next_loss) in saved.items():
+            dt.manual_seed(0)  # and the checkpoint's again
+            dt.load_state_dict(run.model, run.optimizer, state)
+            dt.manual_seed(11)
+            run.model.steps.restore(2)
+            expected = float(run.step(*batch(2)))
+            after = run.state()
+            dt.manual_seed(0)
+            loaded = dt.load(path, run.model, run.optimizer)
+            assert loaded.step == 2
+            assert same(run.state(), state), source
+            assert float(run.step(*batch(2))) == expected, source
+            assert same(run.state(), after), source
+            assert expected == pytest.approx(next_loss, rel=1e-5)
+            if source == place:
+                assert expected == next_loss
+
+
+# -- a run that goes on ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["pp2", "dp2, ZeRO-3"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_ended(place: str, tmp_path: Path) -> None:
+    options = dict(clip_grad_norm=0.5, schedule=dt.OneFOneB(microbatches=2))
+
+    def make(seed: int) -> tuple[Run, Any, Any]:
+        run = Run(place, seed, **options)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, T_max=7)
+        noise = dt.compile(lambda x: F.dropout(x, 0.5), run.mesh)
+        return run, scheduler, noise
+
+    def steps(run: Run, scheduler: Any, noise: Any, numbers: range) -> list[Any]:
+        found: list[Any] = []
+        for i in numbers:
+            found += [float(run.step(*batch(i))), noise(torch.ones(8)).full_tensor()]
+            scheduler.step()
+        return found
+
+    dt.manual_seed(3)
+    run, scheduler, noise = make(0)
+    with dt.launch(run.mesh):
+        steps(run, scheduler, noise, range(3))
+        extra = {"scheduler": scheduler.state_dict(), "next": 3}
+        dt.save(tmp_path / "3", run.model, run.optimizer, step=3, extra=extra)
+        expected = steps(run, scheduler, noise, range(3, 6))
+    state, options_then = run.module.state_dict(), run.optimizer.state_dict()
+
+    del noise
+    dt.manual_seed(99)
+    run, scheduler, noise = make(1)
+    with dt.launch(run.mesh):
+        found = dt.resume(tmp_path, run.model, run.optimizer)
+        assert found is not None and (found.step, found.extra) == (3, extra)
+        scheduler.load_state_dict(found.extra["scheduler"])
+        assert same(steps(run, scheduler, noise, range(found.extra["next"], 6)), expected)
+    assert same(run.module.state_dict(), state)
+    assert same(run.optimizer.state_dict(), options_then)
+
+
+def test_a_save_has_the_state_after_the_steps_before_it_and_nothing_of_those_after(
+    tmp_path: Path,
+) -> None:
+    run = Run("tp2")
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        future = dt.save(tmp_path / "1", run.model, run.optimizer)
+        run.step(*batch(1))
+        run.step(*batch(2))
+        assert future.get() == str(tmp_path / "1") and future.done()
+        after = run.state()
+        dt.load(tmp_path / "1", run.model, run.optimizer)
+        run.step(*batch(1))
+        run.step(*batch(2))
+        assert same(run.state(), after)
+
+
+def test_what_was_written_by_hand_is_saved_and_what_is_loaded_is_read(tmp_path: Path) -> None:
+    run = Run("tp2")
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        with torch.no_grad():
+            run.module.embed.weight.fill_(0.25)
+        dt.save(tmp_path / "1", run.model).get()
+        run.step(*batch(1))
+        dt.load(tmp_path / "1", run.model)
+        assert bool((run.module.embed.weight == 0.25).all())
+    assert bool((run.module.head.weight == 0.25).all())
+
+
+def test_outside_a_launch_the_controller_writes_and_reads(tmp_path: Path) -> None:
+    run, other = Run("tp2"), Run("pp2", seed=1)
+    dt.save(tmp_path / "0", run.model, run.optimizer, step=7).get()
+    dt.load(tmp_path / "0", other.model, other.optimizer)
+    assert same(other.module.state_dict(), run.module.state_dict())
+    run.step(*batch(0))  # in the implicit launch
+    dt.save(tmp_path / "1", run.model, run.optimizer).get()
+    loaded = dt.resume(tmp_path, other.model, other.optimizer)
+    assert loaded == dt.Loaded(1, None, str(tmp_path / "1"))
+    assert same(other.state(), run.state())
+    assert dt.resume(tmp_path) == loaded
+    assert dt.resume(tmp_path / "none") is None
+
+
+def test_a_model_on_the_meta_device_reads_what_ranks_need(tmp_path: Path) -> None:
+    run = Run("tp2")
+    dt.save(tmp_path / "0", run.model).get()
+    dt.manual_seed(2)
+    expected = float(run.step(*batch(0)))
+    mesh, stated = PLACES["dp2, ZeRO-3"]
+    for inside in (False, True):
+        with torch.device("meta"):
+            module = Net()
+        model = dt.parallelize(module, mesh, **stated)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-2)
+        step = dt.train_step(model, loss_fn, optimizer)
+        if not inside:
+            dt.load(tmp_path / "0", model, dtype="saved")
+        dt.manual_seed(2)
+        with dt.launch(mesh, bring_home=False):
+            if inside:
+                dt.load(tmp_path / "0", model)
+            dt.manual_seed(2)
+            assert float(step(*batch(0))) == pytest.approx(expected, rel=1e-6)
+            dt.save(tmp_path / f"1 {inside}", model, optimizer).get()
+            state = dt.gather_state_dict(model)["model"]
+        dt.load(tmp_path / f"1 {inside}", model, optimizer)  # what the launch has lost
+        with dt.launch(mesh, bring_home=False):
+            step(*batch(1))
+            dt.load(tmp_path / f"1 {inside}", model, optimizer)
+            assert same(dt.gather_state_dict(model)["model"], state)
+
+
+# -- what is in the files --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    run = Run("pp2 tp2")
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "1", run.model, run.optimizer, step=1, extra={"a": 1}).get()
+    plain = run.module.state_dict()
+    held = {"model": {name: torch.zeros_like(value) for name, value in plain.items()}}
+    dcp.load(held, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert same(dict(held["model"]), dict(plain))
+    dcp_to_torch_save(tmp_path / "1", tmp_path / "1.pt")
+    found = torch.load(tmp_path / "1.pt", weights_only=True)
+    assert same(found["model"], dict(plain))
+    names = {id(p): name for name, p in run.module.named_parameters()}
+    state = {names[id(p)]: entries for p, entries in run.optimizer.state.items()}
+    assert same(found["optimizer"]["state"], state)
+    assert found["optimizer"]["param_groups"][0]["lr"] == 3e-2
+    assert (found["step"], found["extra"]) == (1, {"a": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torchs_tools_wrote_is_read(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    module = Net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    loss_fn(module, *batch(0)).backward()
+    optimizer.step()
+    names = {id(p): name for name, p in module.named_parameters()}
+    state = {names[id(p)]: entries for p, entries in optimizer.state.items()}
+    groups = optimizer.state_dict()["param_groups"]
+    groups[0]["params"] = list(names.values())
+    theirs = {"state": state, "param_groups": groups}
+    whole = {"model": module.state_dict(), "optimizer": theirs}
+    dcp.save(whole, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    dcp.save(module.state_dict(), checkpoint_id=tmp_path / "flat", no_dist=True)
+    each = [f"param_groups.{name}.{key}" for name in names.values() for key in groups[0]]
+    options = {n: groups[0][n.rpartition(".")[2]] for n in each if not n.endswith(".params")}
+    entries = {f"state.{n}.{k}": v for n, own in state.items() for k, v in own.items()}
+    flattened = {"model": module.state_dict(), "optimizer": entries | options}
+    dcp.save(flattened, checkpoint_id=tmp_path / "flattened", no_dist=True)
+    run = Run("tp3, uneven", seed=4)
+    with dt.launch(run.mesh):
+        dt.load(tmp_path / "flat", run.model)
+        assert same(dict(run.module.state_dict()), dict(module.state_dict()))
+        for name in ("theirs", "flattened"):
+            run.step(*batch(0))
+            loaded = dt.load(tmp_path / name, run.model, run.optimizer)
+            assert (loaded.step, loaded.extra) == (None, None)
+            assert same(dict(run.module.state_dict()), dict(module.state_dict()))
+            held = run.optimizer.state_dict()
+            assert same(held["state"], optimizer.state_dict()["state"])
+            assert held["param_groups"][0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_element_is_written_once_and_each_rank_reads_its_own(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(place)
+    read: dict[str, int] = {}
+    whole_read = Checkpoint.read
+
+    def counted(checkpoint: Checkpoint, name: str, *where: Any) -> Tensor:
+        value = whole_read(checkpoint, name, *where)
+        read[name] = read.get(name, 0) + value.nbytes
+        return value
+
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "1", run.model).get()
+        monkeypatch.setattr(Checkpoint, "read", counted)
+        dt.load(tmp_path / "1", run.model)
+        resident = session_for(run.mesh).resident(run.model)
+        for label, spec in resident.specs.items():
+            shards = (spec.local_nbytes(run.mesh.coordinates(r)) for r in resident.ranks[label])
+            assert read[f"model.{label}"] == sum(shards)
+    checkpoint = Checkpoint.open(tmp_path / "1")
+    unique = {id(t): t for t in run.module.state_dict(keep_vars=True).values()}.values()
+    places = {(p.file, p.data_at) for t in checkpoint.tensors.values() for p in t.pieces}
+    stored = [p for t in checkpoint.tensors.values() for p in t.pieces]
+    assert sum({(p.file, p.data_at): p.nbytes for p in stored}.values()) == sum(
+        t.nbytes for t in unique
+    )
+    ours = sum(n for file, n in checkpoint.files.items() if not file.startswith("__values"))
+    assert ours < sum(t.nbytes for t in unique) + 1700 * len(places)  # what torch.save puts around
+
+
+def test_replicas_share_the_work() -> None:
+    spec = dt.spec("f32[1024,1024]", dt.Mesh(dp=4))
+    small = dt.spec("f32[64]", dt.Mesh(dp=4))
+    values = {("w",): saving.Held("w", spec, (0, 1, 2, 3))} | {
+        (f"b{i}",): saving.Held(f"b{i}", small, (0, 1, 2, 3)) for i in range(8)
+    }
+    own = saving.shares(values, 4)
+    assert [sum(torch.Size(share.sizes).numel() for share in mine) for mine in own] == [
+        256 * 1024 + 128
+    ] * 4
+
+
+def test_saves_after_each_other_link_what_is_the_same_and_keep_the_newest(tmp_path: Path) -> None:
+    run = Run("tp2")
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        for i in range(4):
+            dt.save(tmp_path / str(i), run.model, run.optimizer, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["2", "3"]
+    linked = [p for p in (tmp_path / "3").glob("__[0-9]*.distcp") if p.stat().st_nlink == 2]
+    assert len(linked) == len(list((tmp_path / "3").glob("__[0-9]*.distcp"))) > 0
+
+
+def config(**changed: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    return transformers.LlamaConfig(**sizes, **heads, **changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
+    tied: bool, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = transformers.LlamaForCausalLM(config(tie_word_embeddings=tied))
+    mesh = dt.Mesh(tp=2)
+    tokens = torch.arange(12).view(2, 6)
+    placements = dt.placements.for_model(module, (tokens,))
+    model = dt.parallelize(module, mesh, placements)
+    logits = dt.compile(lambda model, tokens: model(tokens).logits, mesh)
+    with dt.launch(mesh):
+        expected = logits(model, tokens).full_tensor()
+        dt.save(tmp_path / "hf", model, format="hf", extra={"epoch": 2}).get()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert same(dict(theirs.state_dict()), dict(module.state_dict()))
+    theirs.save_pretrained(tmp_path / "theirs")
+
+    for name, extra in (("theirs", None), ("hf", {"epoch": 2})):
+        other = transformers.LlamaForCausalLM(config(tie_word_embeddings=tied))
+        again = dt.parallelize(other, mesh, placements)
+        with dt.launch(mesh):
+            assert dt.load(tmp_path / name, again).extra == extra
+            assert torch.equal(logits(again, tokens).full_tensor(), expected)
+
+    narrow = dt.parallelize(
+        transformers.LlamaForCausalLM(config(tie_word_embeddings=tied)).to(torch.bfloat16), mesh
+    )
+    with pytest.raises(dt.PlanningError, match=r"(?s)other dtypes.*f32.*bf16.*dtype=\"model\""):
+        dt.load(tmp_path / "theirs", narrow)
+    with dt.launch(mesh):
+        dt.load(tmp_path / "theirs", narrow, dtype="model")
+    for key, value in module.state_dict().items():
+        assert torch.equal(narrow.module.state_dict()[key], value.to(torch.bfloat16))
+    bare = dt.parallelize(transformers.LlamaModel(config(tie_word_embeddings=tied)), mesh)
+    before = {key: value.clone() for key, value in bare.module.state_dict().items()}
+    with pytest.raises(dt.PlanningError, match=r'begin with "model\."'):
+        dt.load(tmp_path / "theirs", bare)
+    assert same(dict(bare.module.state_dict()), before)
+
+
+# -- what fails ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The second rank's writes fail as of a full disk, once this is set."""
+    ready, write = threading.Event(), saving.write_part
+
+    def write_part(folder: str, rank: int, *rest: Any) -> Any:
+        if rank == 1:
+            assert ready.wait(30)
+            raise CheckpointError("no space left on the device")
+        return write(folder, rank, *rest)
+
+    monkeypatch.setattr(saving, "write_part", write_part)
+    yield ready
+    ready.set()
+
+
+def test_a_write_that_fails_is_named_and_leaves_what_was_there(
+    failing: threading.Event, tmp_path: Path
+) -> None:
+    run = Run("tp2")
+    said = r"rank 1 could not write.*no space left"
+    with pytest.raises(CheckpointError, match=said), dt.launch(run.mesh):
+        run.step(*batch(0))
+        future = dt.save(tmp_path / "1", run.model, run.optimizer)
+        with pytest.raises(TimeoutError):
+            future.get(timeout=0.01)
+        assert not future.done()
+        failing.set()
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=said):
+                future.get()
+        assert future.done()
+        dt.save(tmp_path / "2", run.model, run.optimizer)
+        with pytest.raises(CheckpointError, match=said):  # the next one raises what nobody read
+            dt.save(tmp_path / "3", run.model, run.optimizer)
+        dt.save(tmp_path / "4", run.model, run.optimizer)  # as the launch does that ends
+    assert os.listdir(tmp_path) == []
+    failing.set()
+    with pytest.raises(ZeroDivisionError) as caught, dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "5", run.model, run.optimizer)
+        raise ZeroDivisionError
+    assert any("was not written" in note for note in caught.value.__notes__)
+
+
+def test_a_save_waits_for_the_one_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, write = Run("one"), saving.write_part
+    order: list[str] = []
+
+    def slow(folder: str, *rest: Any) -> Any:
+        order.append(f"begin {Path(folder).name.split('-')[1]}")
+        threading.Event().wait(0.05)
+        made = write(folder, *rest)
+        order.append(f"end {Path(folder).name.split('-')[1]}")
+        return made
+
+    monkeypatch.setattr(saving, "write_part", slow)
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "1", run.model)
+        dt.save(tmp_path / "2", run.model)
+        run.step(*batch(1))
+    assert order == ["begin 1", "end 1", "begin 2", "end 2"]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+@pytest.mark.parametrize("place", ["tp2", "one"])
+def test_a_damaged_file_loads_nothing(place: str, tmp_path: Path) -> None:
+    run = Run(place)
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        dt.save(tmp_path / "1", run.model, run.optimizer).get()
+        run.step(*batch(1))
+        before = run.state()
+        file = next(iter(sorted((tmp_path / "1").glob("__0_*.distcp"))))
+        record = Checkpoint.open(tmp_path / "1").tensors["model.blocks.1.up.weight"].pieces[-1]
+        file = tmp_path / "1" / record.file
+        content = bytearray(file.read_bytes())
+        content[record.data_at] ^= 1
+        file.write_bytes(bytes(content))
+        with pytest.raises((CheckpointError, dt.daft.DaftError), match="checksum"):
+            dt.load(tmp_path / "1", run.model, run.optimizer)
+        assert same(run.state(), before)
+    with pytest.raises(CheckpointError, match="checksum"):
+        dt.load(tmp_path / "1", run.model, run.optimizer)
+    assert same(run.state(), before)
+
+
+def wrong(run: Run, path: Path) -> dict[str, tuple[Callable[[], Any], str]]:
+    """What users do wrong, and what they are told."""
+    model, optimizer, there = run.model, run.optimizer, str(path / "1")
+    untied = dt.parallelize(Net(tied=False), dt.Mesh())
+    wide = dt.parallelize(nn.Linear(3, 4), dt.Mesh())
+    taller = dt.parallelize(nn.Linear(3, 5), dt.Mesh())
+    dt.save(path / "wide", wide).get()
+    dt.save(path / "untied", untied).get()
+    groups = [list(run.module.blocks.parameters()), [run.module.embed.weight]]
+    grouped = torch.optim.AdamW([{"params": own} for own in groups])
+    sgd = torch.optim.SGD(run.module.parameters(), lr=0.1)
+    return {
+        "there already": (lambda: dt.save(there, model), r"exists already.*fix: save to another"),
+        "swapped": (
+            lambda: dt.save(model, there),
+            r'the path is .*not a path.*dt\.save\("ckpt/100"',
+        ),  # type: ignore[arg-type]
+        "not parallelized": (lambda: dt.save(path / "x", run.module), r"dt\.parallelize"),  # type: ignore[arg-type]
+        "keep": (lambda: dt.save(path / "x", model, keep=0), r"keep=0 is not a whole number.*1"),
+        "step": (lambda: dt.save(path / "x", model, step=-1), r"step=-1"),
+        "format": (
+            lambda: dt.save(path / "x", model, format="safetensors"),
+            r"format='safetensors'.*\"hf\", safetensors",
+        ),
+        "extra": (lambda: dt.save(path / "x", model, extra={"f": print}), r"extra\['f'\]"),
+        "hf with state": (
+            lambda: dt.save(path / "x", model, optimizer, format="hf"),
+            r"no place for an optimizer",
+        ),
+        "no such path": (lambda: dt.load(path / "none", model), r"does not exist"),
+        "a folder of them": (lambda: dt.load(path, model), r"holds checkpoints.*dt\.load"),
+        "no optimizer in it": (
+            lambda: dt.load(path / "wide", wide, torch.optim.SGD(wide.parameters())),
+            r"no state of an optimizer",
+        ),
+        "other shapes": (
+            lambda: dt.load(path / "wide", taller),
+            r"other shapes.*weight: f32\[4,3\] in the checkpoint, f32\[5,3\] in the model",
+        ),
+        "other names": (
+            lambda: dt.load(path / "wide", model),
+            r"only in the model: .*only in the checkpoint: bias, weight",
+        ),
+        "another optimizer": (lambda: dt.load(there, model, sgd), r"state of AdamW.*this is SGD"),
+        "other groups": (lambda: dt.load(there, model, grouped), r"groups: 1 in the .*2 here"),
+        "dtype": (lambda: dt.load(there, model, dtype="bf16"), r'"saved" or "model"'),
+        "a tie": (lambda: dt.load(path / "untied", model), r"one tensor in the model"),
+        "a file": (lambda: dt.resume(path / "file", model), r"is a file"),
+    }
+
+
+def test_mistakes_are_told_at_once_and_lose_nothing(tmp_path: Path) -> None:
+    run = Run("tp2")
+    dt.save(tmp_path / "1", run.model, run.optimizer).get()
+    (tmp_path / "file").touch()
+    cases = wrong(run, tmp_path)
+    with dt.launch(run.mesh):
+        run.step(*batch(0))
+        before = run.state()
+        for case, (call, said) in cases.items():
+            with pytest.raises(dt.PlanningError, match=f"(?s){said}"):
+                call()
+            assert same(run.state(), before), case
+    assert sorted(os.listdir(tmp_path)) == ["1", "file", "untied", "wide"]
