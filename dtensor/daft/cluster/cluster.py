@@ -150,8 +150,8 @@ class Recovered:
 
     def __str__(self) -> str:
         again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
-        lost = "\n".join(map(str, self.failures))
-        return f"recovered in {self.seconds:.2f} s: replaced by {' and '.join(self.by)}, {again}\n{lost}"
+        head = f"recovered in {self.seconds:.2f} s: replaced by {' and '.join(self.by)}, {again}"
+        return "\n".join((head, *map(str, self.failures)))
 
 
 class Cluster(ABC):

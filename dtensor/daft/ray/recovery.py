@@ -294,7 +294,7 @@ class Recovery:
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
                 f"are written over in place, as those of caches, are in no snapshot.\n"
-                f"  fix: put it anew"
+                f"  fix: launch again with what was saved, by dt.load_state_dict for one"
             )
             failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
             self.gone[rank, name] = ActorLost(failure)
