@@ -71,7 +71,9 @@ class Changes:
         return self.number, sure, taken
 
     def _sure(self, hosts: Sequence[int], known: Mapping[int, int]) -> list[int]:
-        ended = [max(last, known.get(host, 0)) for host, last in enumerate(self.ended)]
+        # of the others what is committed, and not what they have ended: that may be undone yet, and
+        # the message be sent again
+        ended = [max(last, known.get(host, 0)) for host, last in enumerate(self.base)]
         found = cut(self.log, ended, self.base)
         return [found[host] for host in hosts]
 

@@ -231,7 +231,13 @@ class Worker:
 
     def _begins(self, change: Change, keys: Keys) -> None:
         if self._snapshots is not None:
-            self._snapshots.begin(change.number, keys)
+            self._snapshots.begin(keys if self._asked_for(change) else ())
+
+    def _asked_for(self, change: Change) -> bool:
+        """Whether somebody may ask for the state before a change once it has ended: in one process
+        that has all hosts, nobody does, and a run is undone while it is under way."""
+        assert self._snapshots is not None
+        return self._snapshots.outlives or change.committed < change.number
 
     def _ends(
         self, change: Change, written: Keys = (), alone: Keys = (), replayed: Keys = ()
@@ -328,8 +334,10 @@ class Worker:
         if self._snapshots is not None:
             self._change, self._dropped = change, drop
             state, _ = self._writing = self._writes[handle].keys(inputs)
-            kept = self._kept(handle, keep)
-            self._begins(change, (*state, *kept, *self._keys(drop)) if kept or drop else state)
+            if self._asked_for(change):
+                kept = self._kept(handle, keep)
+                state = (*state, *kept, *self._keys(drop), COUNTERS)
+            self._snapshots.begin(state)
         self._drop(drop)
 
     def _kept(self, handle: int, keep: Mapping[str, str]) -> Keys:
@@ -414,8 +422,8 @@ class Worker:
         kept = (*self._kept(handle, keep), *self._keys(self._dropped))
         if self.engines[handle].late and self._snapshots is not None:
             self._snapshots.roll_back(self._snapshots.ended)
-            self._begins(self._change, kept)
-            self._drop(self._dropped)
+            for key in self._keys(self._dropped):
+                self._table.pop(key, None)
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
