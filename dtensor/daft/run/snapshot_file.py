@@ -5,11 +5,11 @@
     store.states(6, 7)                                   # states 6 and 7 can be had from it
     SnapshotFile.open(folder, (0, 1)).found()            # elsewhere, later: (6, 7, [records])
 
-The folder is the launch's own, in memory (/dev/shm): other file systems do not have the length. The file is sparse: a page that says
-which states there are; a table of entries, 64 bytes each, a record's place in eight numbers; then
-regions. A record has one region for its tensors, end to end in steps of `STEP` bytes, one for what
-says which they are (JSON), and, where there are values that are no tensors, one for those (a
-pickle: the folder is 0700, and a file of another user's is refused).
+The folder is the launch's own, in memory (/dev/shm): others have no files of that length. The file
+is sparse: a page that says which states there are; a table of entries, 64 bytes each, a record's
+place in eight numbers; then regions. A record has one region for its tensors, end to end in steps
+of `STEP` bytes, one for what says which they are (JSON), and, where there are values that are no
+tensors, one for those (a pickle: the folder is 0700, and a file of another user's is refused).
 
 Invariants: an entry's number is written last, and taken away before its memory is used again; so
 whatever instruction a process dies at, each record that others find is whole. Stores of one thread

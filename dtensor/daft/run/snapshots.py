@@ -98,7 +98,8 @@ class Store(ABC):
         *,
         before: bool,
     ) -> Record:
-        """A record with copies; whole, or none for whoever comes after."""
+        """A record with copies of tensors; whole, or none for whoever comes after. ``others`` are
+        copies, which nobody changes."""
 
     @abstractmethod
     def drop(self, record: Record) -> None:
@@ -145,8 +146,7 @@ class Copies(Store):
                 for key, value in tensors.items()
             }
         copy_all(held.values(), tensors.values())
-        kept = {key: _copied(value) for key, value in others.items()}
-        return Record(number, held, kept, gone, before)
+        return Record(number, held, dict(others), gone, before)
 
     def drop(self, record: Record) -> None:
         if record.tensors:
@@ -250,7 +250,7 @@ class Snapshots:
             elif isinstance(value := self._table[key], torch.Tensor):
                 tensors[key] = value
             else:
-                others[key] = value
+                others[key] = _copied(value)
         self._supersede(number, keys)
         if tensors or others or gone:
             record = self._store.keep(number, tensors, others, tuple(gone), before=before)
