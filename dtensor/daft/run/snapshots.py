@@ -17,9 +17,10 @@ deleted is in it as gone. Two ways of keeping, by where the copies lie:
   one. So there are two copies of what a step writes, of which one is always whole.
 
 Invariants: the state after each change from `committed` on can be had again (with `take=False`, of
-those changes that were taken), and older copies are freed or written over. A value in place stays
-in place: what is a view of it, as an optimizer's flat runs are, sees the old value again. What is
-no tensor is copied as its class says (`copy.deepcopy`), unless it cannot change.
+those changes that were taken), and older copies are freed or written over. A value that is made
+again what it was keeps its memory where it can, and is another tensor: whoever knew it by identity,
+as an optimizer does, sees that it was put. What is no tensor is copied as its class says
+(`copy.deepcopy`), unless it cannot change.
 
 Replayable writes, as those to caches are, belong to no state: `roll_back` leaves such a value as it
 is, unless another change wrote it since; then it is as it was before that one.
@@ -324,6 +325,7 @@ class Snapshots:
                 saved, now = record.tensors[key], self._table.get(key)
                 if isinstance(now, torch.Tensor) and _takes(now, saved):
                     there.append((now, saved))
+                    self._table[key] = now.detach()
                 else:
                     self._table[key] = saved.clone()
         copy_all([now for now, _ in there], [saved for _, saved in there])
