@@ -1,9 +1,9 @@
-"""What snapshots cost: steps of a transformer block with and without, on two ranks that copy at once.
+"""What snapshots cost: a transformer block's steps with and without, two ranks copying at once.
 
     OMP_NUM_THREADS=1 python -m benchmarks.snapshots [--rounds 20] [--d 512] [--write]
 
-A causal block of width d, AdamW, batches of 4 x 512 positions at tp=2. Two launches of each backend
-in one process, one of which keeps snapshots (`snapshot_every=1`), and a step of each in turn. On Ray
+A causal block of width d, AdamW, batches of 4 x 512 positions at tp=2. Two launches of a backend in
+one process, one of which keeps snapshots (`snapshot_every=1`), and a step of each in turn. On Ray
 each rank is a process, both copy what their step wrote at the same time, into files; in-process the
 ranks take turns, and values are copied before they are written. In milliseconds, least / median;
 the ratio is the median of those round by round.
@@ -192,9 +192,9 @@ def main() -> None:
     lines = [
         "# What snapshots cost",
         "",
-        f"`OMP_NUM_THREADS=1 python -m benchmarks.snapshots --rounds {given.rounds} --d {given.d}`: "
-        f"ms, least / median of {given.rounds} interleaved rounds; ratios round by round, their "
-        f"median. {os.cpu_count()} cores, load {load:.1f} before, torch {torch.__version__}.",
+        f"`OMP_NUM_THREADS=1 python -m benchmarks.snapshots --rounds {given.rounds} "
+        f"--d {given.d}`: ms, least / median of {given.rounds} interleaved rounds; ratios round "
+        f"by round, their median. {os.cpu_count()} cores, load {load:.1f} before, torch {torch.__version__}.",
         "",
         "| | without | with snapshots | ratio |",
         "|---|---|---|---|",

@@ -12,6 +12,8 @@ from torch import nn
 import dtensor as dt
 from dtensor.api import session
 from dtensor.daft import TaskError, launch_cluster
+from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.run.snapshots import Copies
 from dtensor.runtime import shard_optimizer
 
 
@@ -95,6 +97,40 @@ def test_an_update_that_fails_is_undone(
     (one, whole), (two, undone) = states
     assert one == two
     assert _same(whole, undone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}])
+def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
+    """The plan's memory has them, inside such a launch alone: each value that a step writes, once
+    in this process; and beside them the number of steps of each parameter."""
+    mesh = dt.Mesh(**axes)
+    module = _Model()
+    placements = {"up.weight": dict(tp=dt.Column())} if "tp" in axes else {}
+    model = dt.parallelize(module, mesh, placements, zero={"dp": 3} if "dp" in axes else None)
+    opt = torch.optim.AdamW(module.parameters())
+    inputs = dict(dp=dt.Row()) if "dp" in axes else {}
+    step = dt.train_step(model, _loss, opt, inputs=inputs)
+    x = torch.randn(8, 6)
+    assert "to undo" not in str(step.plan(x)) and step.plan(x).memory[0].snapshots == 0
+    with dt.launch(mesh) as running:
+        for _ in range(3):
+            float(step(x))
+        plan = step.plan(x)
+        assert "  kept to undo a step, x1" in str(plan) and "undo a step" in plan.summary()
+        cluster = running.cluster
+        assert isinstance(cluster, InProcessCluster) and cluster._worker._snapshots is not None
+        spare = cluster._worker._snapshots._store
+        assert isinstance(spare, Copies)
+        (kept,) = (own for own in spare._spare.values() if len(own) > 20)
+        of_rank_0 = [value for (rank, _), value in kept.items() if rank == 0]
+        numbers = sum(value.nbytes for value in of_rank_0 if not value.dim())
+        assert numbers == 4 * len(list(module.parameters())) + 8  # of the norm's batches, an int64
+        assert sum(map(_nbytes, of_rank_0)) - numbers + 8 == plan.memory[0].snapshots
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return value.nbytes
 
 
 def _same(a: object, b: object) -> bool:

@@ -141,7 +141,8 @@ class Cluster(ABC):
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
     failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
     `known_as`: what users call ranks that are in parts of it.
-    `recording`: while there is a list, compiled runs are timed ones and go there.
+    `recording`: while there is a list, compiled runs are timed ones and go there. `copies`: how
+    many of what a run writes are kept to undo it.
     """
 
     size: int
@@ -152,6 +153,7 @@ class Cluster(ABC):
     immediate: bool
     known_as: dict[int, str]
     recording: list[RecordedRun] | None = None
+    copies: int = 0
 
     @abstractmethod
     def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
@@ -289,6 +291,8 @@ class HostedCluster(Cluster):
         """From the first on; once the hosts are known."""
         if every is not None:
             from dtensor.daft.cluster.changes import Changes
+
+            self.copies = 1 if self.immediate else 2  # of files, one is whole while one is written
 
             self.changes = Changes(len(self.hosts), every)
 
