@@ -194,7 +194,8 @@ def main() -> None:
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.snapshots --rounds {given.rounds} "
         f"--d {given.d}`: ms, least / median of {given.rounds} interleaved rounds; ratios round "
-        f"by round, their median. {os.cpu_count()} cores, load {load:.1f} before, torch {torch.__version__}.",
+        f"by round, their median. {os.cpu_count()} cores, load {load:.1f} before, torch "
+        f"{torch.__version__}.",
         "",
         "| | without | with snapshots | ratio |",
         "|---|---|---|---|",

@@ -119,8 +119,8 @@ def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
         plan = step.plan(x)
         assert "  kept to undo a step, x1" in str(plan) and "undo a step" in plan.summary()
         cluster = running.cluster
-        assert isinstance(cluster, InProcessCluster) and cluster._worker._snapshots is not None
-        spare = cluster._worker._snapshots._store
+        assert isinstance(cluster, InProcessCluster) and cluster._worker._undoing is not None
+        spare = cluster._worker._undoing.snapshots._store
         assert isinstance(spare, Copies)
         (kept,) = (own for own in spare._spare.values() if len(own) > 20)
         of_rank_0 = [value for (rank, _), value in kept.items() if rank == 0]

@@ -46,10 +46,11 @@ from dtensor.daft import (
 from dtensor.daft.cluster.changes import Changes
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.snapshot_file import SnapshotFile
-from dtensor.daft.run.snapshots import Copies, Counters, Store
+from dtensor.daft.run.snapshots import Copies, Store
 from dtensor.daft.run.transport import LocalTransport, Pending
-from dtensor.daft.run.undone import Spoiled
-from dtensor.daft.run.worker import Change, Counted, Worker
+from dtensor.daft.run.undoing import Change
+from dtensor.daft.run.undone import Counters, Spoiled
+from dtensor.daft.run.worker import Counted, Worker
 from dtensor.daft.verification.pairing import Site, instruction_at
 from dtensor.daft.verification.verifier import verify
 
@@ -392,8 +393,8 @@ class World:
     def _ended(self, host: _Host, change: Change) -> None:
         host.queue.popleft()
         host.was[change.number] = copied(host.worker)
-        snapshots = host.worker._snapshots
-        assert snapshots is not None
+        assert host.worker._undoing is not None
+        snapshots = host.worker._undoing.snapshots
         self.most = max(self.most, *map(len, snapshots._versions.values()), 0)
         if self.draw.random() < 0.3:
             self.changes.heard(host.rank, change.number)
@@ -453,8 +454,8 @@ class World:
             self.play([Run(tuple(range(self.size)), "step", 1.0)])
         found: list[tuple[int, str]] = []
         for host in self.hosts:
-            snapshots = host.worker._snapshots
-            assert snapshots is not None
+            assert host.worker._undoing is not None
+            snapshots = host.worker._undoing.snapshots
             if snapshots.outlives:
                 found += {key for key in snapshots._versions if key not in host.worker._table}
             for key, own in snapshots._versions.items():

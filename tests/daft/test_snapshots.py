@@ -22,6 +22,11 @@ from dtensor.daft import Call, Free, Function, TaskError, launch_cluster
 from dtensor.daft.cluster.changes import Changes
 from dtensor.daft.run.snapshot_file import SnapshotFile, nbytes_of
 from dtensor.daft.run.snapshots import Copies, Snapshots
+from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.undoing import Change
+from dtensor.daft.run.undone import Undone
+from dtensor.daft.run.worker import Worker
+from dtensor.daft.verification.verifier import verify
 from tests.daft.cuts import World, differs, drawn
 from tests.daft.programs import program
 from tests.daft.test_undo import AGREE, CHECKED
@@ -256,6 +261,31 @@ def test_a_value_in_place_stays_in_place(kind: str, shm: Path) -> None:
     assert table[0, "a"] is not flat and table[0, "a"].data_ptr() == flat.data_ptr()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="No state of change -1 or before is kept: the oldest is"):
         snapshots.roll_back(-1)
+
+
+def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) -> None:
+    made = program(
+        [Call("moved", ("w", "x"), (), ("w",))],
+        functions=[MOVED],
+        inputs=[("x",)],
+        state=[("w",)],
+    )
+    store = SnapshotFile.create(shm, (0,))
+    worker = Worker((0,), torch.device("cpu"), LocalTransport(), snapshots=store)
+    worker.load(0, verify(made, ((0,),)).lists[0], made)
+    worker.put({0: {"w": torch.zeros(2), "old": 1}}, {}, Change(1))
+
+    def run(x: float, change: Change, drop: dict[int, list[str]]) -> object:
+        return worker.run(0, {0: {"x": torch.tensor(x)}}, drop=drop, change=change)
+
+    run(1.0, Change(2, taken=False), {})
+    assert isinstance(run(200.0, Change(3), {0: ["old"]}), Undone)
+    assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
+    with pytest.raises(LookupError):
+        worker.get({0: ["old"]})
+    run(2.0, Change(4, taken=False), {})
+    assert worker.ended() == 4 and worker.roll_back(4) == 3  # what was taken
+    assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
 
 
 def test_there_is_no_snapshot_every_0() -> None:

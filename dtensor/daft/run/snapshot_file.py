@@ -58,7 +58,7 @@ class Region:
 
 
 @dataclass(slots=True)
-class Place:
+class RecordPlace:
     """Of a record: its entry, what it has, and where."""
 
     entry: int
@@ -81,7 +81,7 @@ class SnapshotFile(Store):
         self._end = _DATA
         self._small = range(0)  # of a page for small regions, what is left
         self._free: dict[int, list[Region]] = {}  # by size
-        self._spare: dict[Keys, list[Place]] = {}
+        self._spare: dict[Keys, list[RecordPlace]] = {}
 
     @staticmethod
     def path(folder: Path, ranks: Sequence[int]) -> Path:
@@ -153,7 +153,7 @@ class SnapshotFile(Store):
 
     def drop(self, record: Record) -> None:
         place = record.place
-        assert isinstance(place, Place)
+        assert isinstance(place, RecordPlace)
         self._head[_PAGE // 8 + place.entry * _ENTRY] = _NOTHING
         if len(place.views) > 1 and not record.others and not record.gone:
             self._spare.setdefault(tuple(place.views), []).append(place)
@@ -179,7 +179,7 @@ class SnapshotFile(Store):
                 continue
             data, told, more = Region(*numbers[:2]), Region(*numbers[2:4]), Region(*numbers[5:7])
             used += [data, told, more]
-            place = Place(entry, {}, data, told, numbers[4], more if more.nbytes else None)
+            place = RecordPlace(entry, {}, data, told, numbers[4], more if more.nbytes else None)
             records.append(self._record(number, bool(before), place))
         self._end = max((r.begin + r.nbytes for r in used), default=_DATA)
         self._forget_all_but(used)
@@ -192,7 +192,7 @@ class SnapshotFile(Store):
         self._spare.clear()
         os.close(self._descriptor)
 
-    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> Place:
+    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> RecordPlace:
         """Room for a record of such values, and what it is written there."""
         named = [
             (*key, dtype_name(value.dtype), list(value.shape)) for key, value in tensors.items()
@@ -202,9 +202,9 @@ class SnapshotFile(Store):
         self._bytes(told)[: len(text)] = _tensor(text)
         data = self._take(nbytes_of(tensors.values()))
         views = self._views(data, named)
-        return Place(self._entry(), views, data, told, len(text))
+        return RecordPlace(self._entry(), views, data, told, len(text))
 
-    def _record(self, number: int, before: bool, place: Place) -> Record:
+    def _record(self, number: int, before: bool, place: RecordPlace) -> Record:
         text = self._bytes(place.told)[: place.told_bytes].numpy().tobytes()
         named, gone = json.loads(text)
         place.views = self._views(place.data, named)
@@ -271,7 +271,7 @@ class SnapshotFile(Store):
             )
             raise
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: RecordPlace) -> None:
         for region in (place.data, place.told, place.more):
             if region is not None:
                 self._free.setdefault(region.nbytes, []).append(region)

@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dtensor.daft.run.undone import Spoiled, Undone
+from dtensor.daft.run.undone import Counters, Spoiled
 
 _torch: Any = torch  # whose types do not know all that it has
 
@@ -48,16 +48,6 @@ Key: TypeAlias = tuple[int, str]
 Keys: TypeAlias = tuple[Key, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a host remembers of runs that were undone: it stands in its table, as a value of no
-    rank. `runs`: of what is counted, by its key."""
-
-    undone: tuple[Undone, ...] = ()
-    runs: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-
-
-COUNTERS: Key = (-1, "counters")
 _UNCHANGING = (int, float, str, bytes, type(None), Spoiled, Counters)
 
 
@@ -227,17 +217,23 @@ class Snapshots:
         self._replayed.update(replayed)
         self._writing = ()
         self._free(min(committed, number - 1))  # its memory serves the record to come
-        if take and self._store.outlives and self._unsaved:
-            together = tuple(key for key in self._unsaved if key not in self._alone)
-            if together:
+        self.ended = number
+        if take:
+            self.take()
+        self._free(committed)
+
+    def take(self) -> None:
+        """The state as it is may be asked for, though it was not to be kept."""
+        number = self.ended
+        if number == self._states[-1]:
+            return
+        if self._store.outlives:
+            if together := tuple(key for key in self._unsaved if key not in self._alone):
                 self._keep(together, number)
             for key in tuple(self._unsaved):
                 self._keep((key,), number)
-        self.ended = number
-        if take:
-            self._states.append(number)
-            self._store.states(self._states[0], number)
-        self._free(committed)
+        self._states.append(number)
+        self._store.states(self._states[0], number)
 
     def _keep(self, keys: Keys, number: int, *, before: bool = False) -> None:
         """A record of these as they are now, after change `number`."""
