@@ -2,7 +2,8 @@
 
     optimizer = ShardOptimizer(torch.optim.AdamW)
     values = (absent("cpu"),) * 3                      # of a rank's table, by these names
-    what = Updated(groups=(("w",),), names=(("w", "step"), ("w", "exp_avg"), ("w", "exp_avg_sq")))
+    names = (("w", "step"), ("w", "exp_avg"), ("w", "exp_avg_sq"))
+    what = Updated(groups=(("w",),), labels=("w",), names=names)
     optimizer.step(what, {"w": w_local}, ({"lr": 3e-4, ...},), {"w": grad_local}, values)
 
 What it updates are runs of padded shards (flat.py), by torch's fused kernels where there are such
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import is_not
 from typing import Any, NamedTuple, cast
 
@@ -112,14 +114,18 @@ def check_masters(optimizer: torch.optim.Optimizer) -> None:
 
 def keys_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of a parameter's state, in a group with these options; master weights apart."""
+    return _keys(kind, tuple(option for option in IF_STATED.values() if options.get(option)))
+
+
+@cache
+def _keys(kind: type[torch.optim.Optimizer], stated: tuple[str, ...]) -> tuple[str, ...]:
     found = ELEMENTWISE[kind]
-    return tuple(key for key in found if key not in IF_STATED or options.get(IF_STATED[key]))
+    return tuple(key for key in found if key not in IF_STATED or IF_STATED[key] in stated)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's shape the state will hold, from class and options."""
-    keys = keys_of(type(optimizer), optimizer.defaults)
-    return sum(key not in NUMBERS for key in keys)
+    return sum(key not in NUMBERS for key in keys_of(type(optimizer), optimizer.defaults))
 
 
 def value_name(optimizer: str, key: str, label: str) -> str:
@@ -145,10 +151,12 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], .
 
 
 class Updated(NamedTuple):
-    """What a program updates: the names of the parameters of each group, and of each value of the
-    state that it reads and writes the parameter and the key. Plain data: ranks share its code."""
+    """What a program updates: the names of the parameters of each group, of those that it has
+    gradients of, and of each value of the state that it reads and writes the parameter and the key.
+    Plain data: ranks share its code."""
 
     groups: tuple[tuple[str, ...], ...]
+    labels: tuple[str, ...]
     names: tuple[tuple[str, str], ...]
 
 
@@ -178,26 +186,25 @@ class ShardOptimizer:
         parts: Collection[str] = (),
         own: Collection[str] = (),
     ) -> None:
-        """Update ``shards`` and ``values`` in place; ``options`` are one mapping per group.
+        """Update ``shards`` and ``values``, named by ``what``; ``options`` are one for each group.
 
-        ``values`` are named by ``what``. A shard or a value becomes a view of a larger buffer,
-        unless it is a shard that is named in ``parts``: those are parts or copies of other tensors,
-        made anew for each step; they are read and written. What has no gradient is left alone.
-        Gradients are divided by ``clip``, where they stand if they are named in ``own``; the others
-        are not changed.
+        These become views of larger buffers, but for shards named in ``parts``: parts or copies of
+        other tensors, made anew for each step; they are read and written. What has no gradient is
+        left alone. Gradients are divided by ``clip``, where they stand if they are named in
+        ``own``; the others are not changed.
         """
         for given in options:
             if not isinstance(given["lr"], float | int | torch.Tensor):
                 raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
-        if what.groups is not self.groups:
+        if what is not self._what:
             if what.groups != self.groups:
                 self._forget(what.groups)
-            self.groups = what.groups
+            self._what, self._runs = what, []
         if len(values) != len(self._seen) or any(map(is_not, values, self._seen)):
             self._know(what.names, values)
         if not gradients:
             return
-        runs = self._runs_of(shards, gradients)
+        runs = self._runs = self._runs or self._runs_of(shards, gradients)
         for run in runs:
             run.take(shards, parts)
         optimizer = self._built(options)
@@ -228,12 +235,14 @@ class ShardOptimizer:
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)  # torch's, by parameter
         self.values: dict[str, dict[str, torch.Tensor]] = {}  # of the table, by parameter and key
         self._seen: tuple[torch.Tensor, ...] = ()
+        self._what: Updated | None = None  # of the step before
+        self._runs: list[FlatRun] = []  # that it updated, where they are the same still
         self._unbound: list[FlatRun] = []
 
     def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:
         """Other values than at the step before: of other parameters, or put since."""
         for (label, key), value in zip(names, values, strict=True):
-            if label in self.run_of and self.values[label].get(key) is not value:
+            if label in self.run_of and self.values.get(label, {}).get(key) is not value:
                 self._forget(self.groups)
                 break
         for (label, key), value in zip(names, values, strict=True):
@@ -365,7 +374,8 @@ class ShardOptimizer:
             self.optimizer.state = cast(Any, self.state)
             for group in self.optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
-                for parameter in group["params"]:
+                elsewhere = (p for p in group["params"] if p.device.type not in ("cpu", "meta"))
+                for parameter in elsewhere:
                     self._place_numbers(parameter, on_device or self.kind is torch.optim.ASGD)
         for group, own in zip(self.optimizer.param_groups, given, strict=True):
             group.update(own)
@@ -373,8 +383,6 @@ class ShardOptimizer:
 
     def _place_numbers(self, parameter: torch.Tensor, on_device: bool) -> None:
         """To where the class wants them; values of a table are all on its device."""
-        if parameter.device.type in ("cpu", "meta"):
-            return
         place = parameter.device if on_device else torch.device("cpu")
         state = self.state.get(parameter, {})
         for key in NUMBERS & state.keys():

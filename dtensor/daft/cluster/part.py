@@ -85,6 +85,10 @@ class Part(Cluster):
     def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.whole.failure
 
+    @property
+    def copies(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.copies
+
     def inner(self, name: str) -> str:
         """The name that the whole has for a name in the part's tables."""
         return self.prefix + name

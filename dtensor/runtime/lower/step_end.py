@@ -223,16 +223,15 @@ def _updates(b: RankBuilder) -> list[Update]:
 
 
 def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
-    """The state that the update reads and writes: the table's name of each value, to parameter and
-    key. Notes their bytes."""
+    """The table's names of the state that the update has, to parameter and key. Notes bytes."""
     roles = b.roles
-    group_of = {label: i for i, group in enumerate(roles.groups) for label in group}
+    keys_of = {n: k for group, k in zip(roles.groups, roles.keys, strict=False) for n in group}
     found: dict[str, tuple[str, str]] = {}
-    for step in _updates(b) if roles.optimizer is not None and roles.keys else ():
+    for step in _updates(b) if roles.optimizer is not None and keys_of else ():
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
         numel = b.shared.nbytes(step.spec, b.here) // step.spec.dtype.itemsize
-        for key in (*roles.keys[group_of[step.parameter]], *narrow):
+        for key in (*keys_of[step.parameter], *narrow):
             name = value_name(roles.optimizer or "", key, step.parameter)
             found[name] = step.parameter, key
             b.nbytes[name] = WORD.nbytes if key in NUMBERS else numel * width.itemsize
@@ -262,11 +261,11 @@ def update(b: RankBuilder) -> None:
     parts = [_slice(b, inputs[s.parameter], s) for s in updates]
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
-    labels = code.bind("labels", tuple(s.parameter for s in updates))
     cut = tuple(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
     own = _made_anew(b, updates) if clip else ()
-    what = code.bind("updated", Updated(b.roles.groups, tuple(values.values())))
-    given = f"{labels}, {tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
+    labels = tuple(s.parameter for s in updates)
+    what = code.bind("updated", Updated(b.roles.groups, labels, tuple(values.values())))
+    given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
     given += f", {code.bind('parts', cut)}, {code.bind('own', own)}" if cut or own else ""
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, own if clip else None)
@@ -400,7 +399,6 @@ def step_optimizer(
     optimizer: ShardOptimizer,
     what: Updated,
     options: tuple[dict[str, object], ...],
-    labels: tuple[str, ...],
     shards: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
     values: tuple[torch.Tensor, ...],
@@ -409,6 +407,6 @@ def step_optimizer(
     own: tuple[str, ...] = (),
 ) -> None:
     """Runs on actors: `ShardOptimizer.step`."""
-    by_label = dict(zip(labels, shards, strict=True))
-    grads = dict(zip(labels, gradients, strict=True))
+    by_label = dict(zip(what.labels, shards, strict=True))
+    grads = dict(zip(what.labels, gradients, strict=True))
     optimizer.step(what, by_label, options, grads, values, clip, parts, own)
