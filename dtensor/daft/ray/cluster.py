@@ -129,6 +129,7 @@ class RayCluster(HostedCluster):
         return Join(
             address=own_address(),
             port=self._home.store.port,
+            secret=self._home.secret,
             prefix=f"ranks {epoch}",
             hosts=tuple(process.index for process in self.crew.all),
             host_of=self._host_of,
