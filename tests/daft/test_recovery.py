@@ -1,4 +1,4 @@
-"""Ranks on Ray that are lost and replaced: nothing of what the user sees changes, but for a delay."""
+"""Ranks on Ray that are lost and replaced: the user sees a delay, and the same numbers."""
 
 from __future__ import annotations
 
