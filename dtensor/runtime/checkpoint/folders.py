@@ -62,13 +62,32 @@ class Claim:
             self.lock = -1
 
 
-def claim_folder(target: Path, said: str) -> Claim:
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The path, absolute. PlanningError if it is no name for a checkpoint."""
+    text = os.fspath(path)
+    target = Path(os.path.abspath(text))
+    why = ""
+    if not text:
+        raise PlanningError('the path is empty.\nfix: a path such as "ckpt/100"')
+    if "://" in text or text.startswith(("s3:", "gs:", "hdfs:")):
+        why = "is an address, not a folder of this machine"
+    elif "\\" in text:
+        why = "has backslashes, which here are letters of a name"
+    elif "\0" in text or any(ord(c) < 32 for c in text):
+        why = "has control characters"
+    elif target.name in ("", "..") or target.name.startswith(TMP):
+        why = f"is no name for a checkpoint ({TMP}* are those being written)"
+    if why:
+        raise PlanningError(f'{text!r} {why}.\nfix: a path such as "ckpt/100"')
+    return target
+
+
+def claim_folder(target: Path) -> Claim:
     """An empty folder beside ``target``; removes what dead writers left beside it.
 
-    PlanningError if the target exists, or cannot be made: a bad name, a parent that is a file, no
-    right to write.
+    PlanningError if the target exists, or cannot be made: a parent that is a file, no right to
+    write.
     """
-    _check_name(target, said)
     try:
         missing = [up for up in target.parents if not up.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +96,7 @@ def claim_folder(target: Path, said: str) -> Claim:
         if os.path.lexists(target):
             raise PlanningError(
                 f"{target} exists already, and a checkpoint never replaces what is there.\n"
-                f"fix: save to another path, such as {_free(target)}, or remove it first"
+                f"fix: save to another path, such as {free_path(target)}, or remove it first"
             )
         remove_leftovers(target.parent)
         while True:
@@ -186,23 +205,8 @@ def _rename_new(folder: Path, target: Path) -> None:
         raise
 
 
-def _check_name(target: Path, text: str) -> None:
-    why = ""
-    if not text:
-        raise PlanningError('the path is empty.\nfix: a path such as "ckpt/100"')
-    if "://" in text or text.startswith(("s3:", "gs:", "hdfs:")):
-        why = "is an address, not a folder of this machine"
-    elif "\\" in text:
-        why = "has backslashes, which here are letters of a name"
-    elif "\0" in text or any(ord(c) < 32 for c in text):
-        why = "has control characters"
-    elif target.name in ("", "..") or target.name.startswith(TMP):
-        why = f"is no name for a checkpoint ({TMP}* are those being written)"
-    if why:
-        raise PlanningError(f'{text!r} {why}.\nfix: a path such as "ckpt/100"')
-
-
-def _free(target: Path) -> Path:
+def free_path(target: Path) -> Path:
+    """A path beside it that nothing has."""
     n = 2
     while os.path.lexists(target.with_name(f"{target.name}-{n}")):
         n += 1

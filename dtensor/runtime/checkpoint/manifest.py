@@ -77,7 +77,7 @@ def read_head(folder: Path) -> Head | None:
                 return None
             file.seek(0)
             return _head(path, file)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 
 

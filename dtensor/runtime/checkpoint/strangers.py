@@ -85,12 +85,12 @@ _NOT_AS_WRITTEN = (
 
 
 class _Told:
-    """What a pickle says of an object of a class that is known: its arguments and its state."""
+    """What a pickle says of an object of a class that is known: its state."""
 
     kind = ""
 
-    def __init__(self, *args: Any) -> None:
-        self.args, self.state = args, {}
+    def __init__(self, *_: Any) -> None:
+        self.state: Any = {}
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -161,7 +161,7 @@ def locate(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[int,
             with zipfile.ZipFile(section) as entries:
                 stored = [e for e in entries.infolist() if "/data/" in e.filename]
                 orders = [e for e in entries.infolist() if e.filename.endswith("/byteorder")]
-                little = all(entries.read(e) == b"little" for e in orders)
+                little = all(e.file_size == 6 and entries.read(e) == b"little" for e in orders)
         except zipfile.BadZipFile:
             return -1, section.bytes_read  # torch.save before 1.6: torch.load knows it
         with torch.serialization.skip_data():
@@ -308,6 +308,7 @@ class _Section(io.RawIOBase):
     def __init__(self, path: Path, start: int, length: int) -> None:
         self.path, self.start, self.length = path, start, length
         self.position = self.bytes_read = 0
+        self.descriptor = -1  # until it is open: the end of the object closes it
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -344,6 +345,7 @@ class _Section(io.RawIOBase):
         return got
 
     def close(self) -> None:
-        if not self.closed:
+        if self.descriptor >= 0:
             os.close(self.descriptor)
-            super().close()
+            self.descriptor = -1
+        super().close()

@@ -27,8 +27,10 @@ from dtensor.runtime.checkpoint.dcp_metadata import ValueItem, metadata_bytes
 from dtensor.runtime.checkpoint.extra import decoded, encoded
 from dtensor.runtime.checkpoint.folders import (
     Claim,
+    checked_path,
     claim_folder,
     disk_error,
+    free_path,
     remove_folder,
     write_synced,
 )
@@ -37,6 +39,7 @@ from dtensor.runtime.checkpoint.manifest import (
     Head,
     made_in,
     manifest_text,
+    read_head,
 )
 from dtensor.runtime.checkpoint.parts import CONTROLLER, part_name, write_part
 from dtensor.runtime.checkpoint.records import (
@@ -133,7 +136,9 @@ class Writing:
         if step is not None:
             check_number("step", step, least=0, whole=True, fix="the number of steps taken")
         said = encoded(extra, "extra")
-        claim = claim_folder(Path(os.path.abspath(os.fspath(path))), os.fspath(path))
+        target = checked_path(path)
+        _check_beside(target)
+        claim = claim_folder(target)
         before = made_in(claim.target.parent, skip_damaged=True)
         head = Head(
             name=claim.target.name,
@@ -254,6 +259,15 @@ def _write_values(
         return {}, {}
     write_synced(folder / file, content.getvalue())
     return {file: len(content.getvalue())}, items
+
+
+def _check_beside(target: Path) -> None:
+    for up in target.parents:
+        if os.access(up / MANIFEST, os.R_OK) and read_head(up) is not None:
+            raise PlanningError(
+                f"{target} would be inside the checkpoint {up}, and go when that goes.\n"
+                f"fix: save beside it, such as to {free_path(up)}"
+            )
 
 
 def _small_tree(path: tuple[str, ...], value: Any) -> Any:

@@ -273,11 +273,14 @@ def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    save(tmp_path / "saved", state())
+    (tmp_path / "manifest.json").write_text("{}")  # not ours
     monkeypatch.chdir(tmp_path)
     for path, words in (
         (tmp_path / "file", "file exists already"),
         (tmp_path / "empty", "exists already"),
         (tmp_path / "gone", "exists already"),
+        (tmp_path / "saved" / "1", "would be inside the checkpoint .*saved, and go when"),
         (tmp_path / "file" / "1", "something above it is a file"),
         ("s3://bucket/1", "is an address, not a folder"),
         ("ckpt\\100", "has backslashes"),
@@ -290,12 +293,14 @@ def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         ("/", "is no name for a checkpoint"),
         (".tmp-1", "is no name for a checkpoint"),
         ("x" * 250, "name too long"),
+        (f"{'x' * 300}/1", "name too long"),
+        ("a\0b/1", "control characters"),
         (100, "not a path"),
     ):
         with pytest.raises(PlanningError, match=words) as caught:
             Writing.begin(path)  # pyright: ignore[reportArgumentType]
         assert "fix:" in str(caught.value)
-    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "gone"]
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "gone", "manifest.json", "saved"]
 
     def refused(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -195,6 +195,9 @@ def test_metadata_that_are_not_whole(theirs: tuple[Path, dict[str, torch.Tensor]
         saved = Checkpoint.open(path)
         for name in tensors:
             saved.read(name)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp cannot be read: No such file"):
+        saved.read("model.weight")
 
 
 def test_files_outside_the_folder(theirs: tuple[Path, dict[str, torch.Tensor]]):
