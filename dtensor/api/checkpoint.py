@@ -435,6 +435,8 @@ def _locate_optimizer(
         held: object = optimizer.state
         entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
     for parameter, own in entries.items():
+        if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+            continue  # what Adagrad begins with, of a parameter on the meta device
         for key, value in own.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
