@@ -46,8 +46,9 @@ from dtensor.api.away import (
     bring_back,
     holder_of,
 )
-from dtensor.api.initial import OnDisk, names_in_state, read_whole
+from dtensor.api.initial import names_in_state
 from dtensor.api.kept import kept
+from dtensor.api.on_disk import OnDisk, read_whole
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.randomness import counts, initial_seed, restore_counts
 from dtensor.api.resident import Resident
@@ -200,7 +201,7 @@ def save(
             "optimizer.\n"
             'fix: dt.save(path, model, format="hf"), and another save for what is to be resumed'
         )
-    stated = _Stated(os.fspath(path), step, extra, keep, format)
+    stated = _SaveOptions(os.fspath(path), step, extra, keep, format)
     with _ONE_SAVE:
         if _LAST:
             _LAST.pop().settle()
@@ -303,7 +304,7 @@ _LAST: list[Saved] = []
 
 
 @dataclass(frozen=True, slots=True)
-class _Stated:
+class _SaveOptions:
     """What `save` was given."""
 
     path: str
@@ -314,7 +315,7 @@ class _Stated:
 
 
 @dataclass(slots=True)
-class _State:
+class _Located:
     """Where what a checkpoint takes is: on ranks, or here. ``aliases``: further names of tensors,
     to their first ones."""
 
@@ -325,7 +326,7 @@ class _State:
 
 
 def _submitted(
-    stated: _Stated, model: ParallelModule, optimizer: torch.optim.Optimizer | None
+    stated: _SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
     with ONE_AT_A_TIME:
         session = session_at_hand(model.mesh)
@@ -334,7 +335,7 @@ def _submitted(
         resident = session.residents.get(id(model)) if session is not None else None
         if resident is not None:
             resident.settle()
-        state = _State()
+        state = _Located()
         _locate_model(state, model, resident, () if stated.format == "hf" else ("model",))
         if optimizer is not None:
             _locate_optimizer(state, model, optimizer, resident)
@@ -365,7 +366,7 @@ def _submitted(
         return saved
 
 
-def _begun(stated: _Stated, model: ParallelModule, state: _State) -> Writing:
+def _begun(stated: _SaveOptions, model: ParallelModule, state: _Located) -> Writing:
     if stated.format == "dcp":
         return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
     tensors = {
@@ -388,7 +389,7 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
 
 
 def _locate_model(
-    state: _State, model: ParallelModule, resident: Resident | None, prefix: Names
+    state: _Located, model: ParallelModule, resident: Resident | None, prefix: Names
 ) -> None:
     tensors = named_tensors(model.module)
     first: dict[str, Names] = {}
@@ -415,7 +416,7 @@ def _locate_model(
 
 
 def _locate_optimizer(
-    state: _State,
+    state: _Located,
     model: ParallelModule,
     optimizer: torch.optim.Optimizer,
     resident: Resident | None,
@@ -499,10 +500,10 @@ class _Ending:
     """What is left of a save when it is submitted: a thread of the controller waits for the parts
     of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
 
-    stated: _Stated
+    stated: _SaveOptions
     writing: Writing
     saving: Saving
-    state: _State
+    state: _Located
     own: dict[str, Any]
     size: int
     session: MeshSession | None
