@@ -138,13 +138,14 @@ class Saved:
         unread, self._read = not self._read, True
         if self._error is None or not unread:
             return ""
-        return f"and {self.path} was not written: {self._error}"
+        return f"and of the save to {self.path}: {self._error}"
 
     def _run(self) -> None:
         try:
             self._finish()
         except BaseException as error:  # raised by whoever reads it
-            error.add_note(f"{self.path} was not written; what was there before is untouched.")
+            if not os.path.exists(self.path):  # it is there where an older one cannot be removed
+                error.add_note(f"{self.path} was not written; what was there before is untouched.")
             self._error = error
 
     def __repr__(self) -> str:
@@ -178,7 +179,8 @@ def save(
         path: a folder that is not there yet, and that all machines of the launch see.
         step: what `load` gives back; by default the number of training steps taken.
         extra: so is this: numbers, text, containers, tensors; state_dict()s of schedulers, say.
-        keep: how many checkpoints of dtensor's to leave in the folder around ``path``, the newest.
+        keep: how many of dtensor's checkpoints of this format to leave in the folder around
+            ``path``, the newest.
         format: "dcp", the files of torch.distributed.checkpoint; "hf", safetensors of the model
             alone, as `from_pretrained` reads them.
 
@@ -274,7 +276,7 @@ def resume(
             raise PlanningError(
                 f"{newest} is a file; checkpoints are folders.\nfix: dt.resume('ckpt')"
             )
-        newest = latest(path)
+        newest = latest(path, "dcp")  # weights alone are none to go on from
     if newest is None:
         return None
     if model is not None:
