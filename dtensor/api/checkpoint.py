@@ -99,10 +99,9 @@ class Saved:
 
     def __init__(self, path: str, finish: Callable[[], None]) -> None:
         self.path = path
-        self._finish = finish
         self._error: BaseException | None = None
         self._read = False
-        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path}")
         self._thread.start()
 
     def get(self, timeout: float | None = None) -> str:
@@ -140,9 +139,9 @@ class Saved:
             return ""
         return f"and of the save to {self.path}: {self._error}"
 
-    def _run(self) -> None:
+    def _run(self, finish: Callable[[], None]) -> None:
         try:
-            self._finish()
+            finish()
         except BaseException as error:  # raised by whoever reads it
             if not os.path.exists(self.path):  # it is there where an older one cannot be removed
                 error.add_note(f"{self.path} was not written; what was there before is untouched.")
@@ -256,6 +255,9 @@ def load(
         if own is not None:
             restore_counts(own["seed"], own["counts"])
             model.steps.restore(own["steps"])
+        if session is not None:
+            where = f"{checkpoint.path} has what was loaded"
+            session.resident(model).saved = where, model.steps.present()
     return _told(checkpoint, path)
 
 
@@ -772,7 +774,6 @@ def _fill_ranks(
         tensors[label].is_meta for label in resident.specs.keys() - values.keys()
     )
     resident.unsaved = False
-    resident.saved = f"{checkpoint.path} has what was loaded", model.steps.present()
 
 
 def _leave_other_holder(tensor: Tensor, resident: Resident) -> None:
