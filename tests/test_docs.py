@@ -16,6 +16,7 @@ import dtensor as dt
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = (
+    "checkpoints",
     "compare",
     "composition",
     "eager",

@@ -46,8 +46,9 @@ from dtensor.api.away import (
     bring_back,
     holder_of,
 )
-from dtensor.api.initial import OnDisk, names_in_state, read_whole
+from dtensor.api.initial import names_in_state
 from dtensor.api.kept import kept
+from dtensor.api.on_disk import OnDisk, read_whole
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.randomness import counts, initial_seed, restore_counts
 from dtensor.api.resident import Resident
@@ -98,10 +99,9 @@ class Saved:
 
     def __init__(self, path: str, finish: Callable[[], None]) -> None:
         self.path = path
-        self._finish = finish
         self._error: BaseException | None = None
         self._read = False
-        self._thread = threading.Thread(target=self._run, name=f"save {path}")
+        self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path}")
         self._thread.start()
 
     def get(self, timeout: float | None = None) -> str:
@@ -137,13 +137,14 @@ class Saved:
         unread, self._read = not self._read, True
         if self._error is None or not unread:
             return ""
-        return f"and {self.path} was not written: {self._error}"
+        return f"and of the save to {self.path}: {self._error}"
 
-    def _run(self) -> None:
+    def _run(self, finish: Callable[[], None]) -> None:
         try:
-            self._finish()
+            finish()
         except BaseException as error:  # raised by whoever reads it
-            error.add_note(f"{self.path} was not written; what was there before is untouched.")
+            if not os.path.exists(self.path):  # it is there where an older one cannot be removed
+                error.add_note(f"{self.path} was not written; what was there before is untouched.")
             self._error = error
 
     def __repr__(self) -> str:
@@ -177,7 +178,8 @@ def save(
         path: a folder that is not there yet, and that all machines of the launch see.
         step: what `load` gives back; by default the number of training steps taken.
         extra: so is this: numbers, text, containers, tensors; state_dict()s of schedulers, say.
-        keep: how many checkpoints of dtensor's to leave in the folder around ``path``, the newest.
+        keep: how many of dtensor's checkpoints of this format to leave in the folder around
+            ``path``, the newest.
         format: "dcp", the files of torch.distributed.checkpoint; "hf", safetensors of the model
             alone, as `from_pretrained` reads them.
 
@@ -200,7 +202,7 @@ def save(
             "optimizer.\n"
             'fix: dt.save(path, model, format="hf"), and another save for what is to be resumed'
         )
-    stated = _Stated(os.fspath(path), step, extra, keep, format)
+    stated = _SaveOptions(os.fspath(path), step, extra, keep, format)
     with _ONE_SAVE:
         if _LAST:
             _LAST.pop().settle()
@@ -253,6 +255,9 @@ def load(
         if own is not None:
             restore_counts(own["seed"], own["counts"])
             model.steps.restore(own["steps"])
+        if session is not None:
+            where = f"{checkpoint.path} has what was loaded"
+            session.resident(model).saved = where, model.steps.present()
     return _told(checkpoint, path)
 
 
@@ -273,7 +278,7 @@ def resume(
             raise PlanningError(
                 f"{newest} is a file; checkpoints are folders.\nfix: dt.resume('ckpt')"
             )
-        newest = latest(path)
+        newest = latest(path, "dcp")  # weights alone are none to go on from
     if newest is None:
         return None
     if model is not None:
@@ -303,7 +308,7 @@ _LAST: list[Saved] = []
 
 
 @dataclass(frozen=True, slots=True)
-class _Stated:
+class _SaveOptions:
     """What `save` was given."""
 
     path: str
@@ -314,7 +319,7 @@ class _Stated:
 
 
 @dataclass(slots=True)
-class _State:
+class _Located:
     """Where what a checkpoint takes is: on ranks, or here. ``aliases``: further names of tensors,
     to their first ones."""
 
@@ -325,7 +330,7 @@ class _State:
 
 
 def _submitted(
-    stated: _Stated, model: ParallelModule, optimizer: torch.optim.Optimizer | None
+    stated: _SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
     with ONE_AT_A_TIME:
         session = session_at_hand(model.mesh)
@@ -334,7 +339,7 @@ def _submitted(
         resident = session.residents.get(id(model)) if session is not None else None
         if resident is not None:
             resident.settle()
-        state = _State()
+        state = _Located()
         _locate_model(state, model, resident, () if stated.format == "hf" else ("model",))
         if optimizer is not None:
             _locate_optimizer(state, model, optimizer, resident)
@@ -365,7 +370,7 @@ def _submitted(
         return saved
 
 
-def _begun(stated: _Stated, model: ParallelModule, state: _State) -> Writing:
+def _begun(stated: _SaveOptions, model: ParallelModule, state: _Located) -> Writing:
     if stated.format == "dcp":
         return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
     tensors = {
@@ -388,7 +393,7 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
 
 
 def _locate_model(
-    state: _State, model: ParallelModule, resident: Resident | None, prefix: Names
+    state: _Located, model: ParallelModule, resident: Resident | None, prefix: Names
 ) -> None:
     tensors = named_tensors(model.module)
     first: dict[str, Names] = {}
@@ -415,7 +420,7 @@ def _locate_model(
 
 
 def _locate_optimizer(
-    state: _State,
+    state: _Located,
     model: ParallelModule,
     optimizer: torch.optim.Optimizer,
     resident: Resident | None,
@@ -435,6 +440,8 @@ def _locate_optimizer(
         held: object = optimizer.state
         entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
     for parameter, own in entries.items():
+        if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+            continue  # what Adagrad begins with, of a parameter on the meta device
         for key, value in own.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
@@ -497,10 +504,10 @@ class _Ending:
     """What is left of a save when it is submitted: a thread of the controller waits for the parts
     of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
 
-    stated: _Stated
+    stated: _SaveOptions
     writing: Writing
     saving: Saving
-    state: _State
+    state: _Located
     own: dict[str, Any]
     size: int
     session: MeshSession | None
@@ -767,7 +774,6 @@ def _fill_ranks(
         tensors[label].is_meta for label in resident.specs.keys() - values.keys()
     )
     resident.unsaved = False
-    resident.saved = f"{checkpoint.path} has what was loaded", model.steps.present()
 
 
 def _leave_other_holder(tensor: Tensor, resident: Resident) -> None:

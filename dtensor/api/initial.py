@@ -7,7 +7,7 @@
 What initialises the model runs once, here, and is recorded; each rank carries out what its own
 shards need of it, by counter-based numbers. No process holds the model, no rank needs the user's
 code, and the values are the same bits on every mesh. What `load_state_dict` brings replaces them;
-so does a checkpoint (`OnDisk`), of which ranks read their own shards when they need them.
+so does a checkpoint (on_disk.py), of which ranks read their own shards when they need them.
 
 Rejected: running it on every rank on real memory, one module at a time. Then each rank makes the
 whole model, a function that keeps state or asks numpy gives each rank other values, one that reads
@@ -19,8 +19,7 @@ Not here: recording and making (frontend.initial).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -33,36 +32,10 @@ from dtensor.frontend.initial.recipe import Recipe, make
 from dtensor.frontend.initial.recording import Init, record
 from dtensor.sharding.ops.philox import Pieces, Place
 
-__all__ = ["Init", "Initial", "OnDisk"]
+if TYPE_CHECKING:
+    from dtensor.api.on_disk import OnDisk
 
-
-@dataclass(frozen=True, slots=True)
-class OnDisk:
-    """A tensor of a checkpoint in ``folder``, ``name`` there: of this shape, and read as this
-    dtype."""
-
-    folder: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def part(self, pieces: Pieces) -> torch.Tensor:
-        """What is at these intervals of each dim, read from the files, on the CPU."""
-        from dtensor.runtime.saving import opened, read_shard
-
-        return read_shard(opened(self.folder), self.name, pieces, self.dtype)
-
-    def whole(self) -> torch.Tensor:
-        return self.part(Place.whole(self.shape).pieces)
-
-
-def read_whole(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of an optimizer's state, those on disk read."""
-    return {key: v.whole() if isinstance(v, OnDisk) else v for key, v in entries.items()}
-
-
-Source = Recipe | OnDisk
-"""Where ranks get their shards of a value from."""
+__all__ = ["Init", "Initial"]
 
 
 class MetaHolder(Protocol):
@@ -92,7 +65,7 @@ class Initial:
             seed = initial_seed()
             self.recipes = record(module, init, lambda name: key_of(seed, "init", name))
 
-    def source(self, name: str) -> Source | None:
+    def source(self, name: str) -> Recipe | OnDisk | None:
         """How a rank makes its shard; None where the whole value is at hand."""
         if name in self.loaded or self._changed(name):
             return None
@@ -158,9 +131,11 @@ def names_in_state(module: nn.Module) -> dict[str, str]:
 
 
 def init_program(
-    shards: Sequence[Mapping[str, tuple[Source, Pieces]]], device: torch.device
+    shards: Sequence[Mapping[str, tuple[Recipe | OnDisk, Pieces]]], device: torch.device
 ) -> Program:
     """One call per parameter and rank, each giving the shard under the parameter's name."""
+    from dtensor.api.on_disk import OnDisk, part_of
+
     functions: dict[tuple[str, Pieces], Function] = {}
     ranks: list[RankProgram] = []
     for wanted in shards:
@@ -170,10 +145,10 @@ def init_program(
             match recipe:
                 case Recipe():
                     lines = [step.source for step in recipe.steps if step.source]
-                    size, dtype, verb = recipe.view.size, recipe.view.dtype, "initialise"
+                    size, dtype, verb, by = recipe.view.size, recipe.view.dtype, "initialise", make
                 case OnDisk():
-                    lines, size, dtype, verb = [], recipe.shape, recipe.dtype, "read"
-            given = {"device": device, "make": made, "pieces": pieces, "recipe": recipe}
+                    lines, size, dtype, verb, by = [], recipe.shape, recipe.dtype, "read", part_of
+            given = {"device": device, "make": by, "pieces": pieces, "recipe": recipe}
             function = Function(
                 name=f"init_{len(functions)}",
                 source="def forward():\n    return (make(recipe, pieces, device),)\n",
@@ -193,12 +168,3 @@ def init_program(
         functions=tuple((f.name, f) for f in functions.values()),
         stage_of=(0,) * len(ranks),
     )
-
-
-def made(source: Source, pieces: Pieces, device: torch.device) -> torch.Tensor:
-    """A rank's shard."""
-    match source:
-        case Recipe():
-            return make(source, pieces, device)
-        case OnDisk():
-            return source.part(pieces).to(device)

@@ -8,24 +8,32 @@ where nothing is, or a role whose dims a program shows. With ZeRO-3 a parameter 
 axis besides, and stages say which ranks have it. Where a plan then says something else,
 `keep_as_planned` has the ranks cut the values anew among themselves.
 
+An optimizer's state that is in a checkpoint's files is read by the ranks as a plan keeps it.
+
 Not here: putting values there (session.py), moving them to another mesh (replica.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from dtensor.api.away import as_it_is
+from dtensor.api.on_disk import OnDisk
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.resident import Resident
+from dtensor.api.resident import Named, OptimizerHome, Resident
+from dtensor.errors import PlanningError
 from dtensor.frontend.graph import first_names, named_tensors
 from dtensor.runtime.between_meshes import bucket_bytes, sync_program
+from dtensor.runtime.shard_optimizer import NUMBERS
+from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.named_values import Side, plan_sync
 from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.shards import held
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 Keeping = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
@@ -96,3 +104,30 @@ def _as_stated(
         return spec, everyone
     mine = {model.homes[stage] for stage in stages.held[label]}
     return spec, tuple(r for r in everyone if model.mesh.coordinates(r)[stages.axis] in mine)
+
+
+def shards_on_disk(
+    home: OptimizerHome,
+    parameters: Mapping[str, torch.Tensor],
+    new: dict[tuple[str, str], Named],
+) -> list[dict[str, tuple[OnDisk, Pieces]]]:
+    """By rank, the shards that it is to read of an optimizer's state, by their names in its table:
+    of ``new`` values those that are in files. They are noted as made."""
+    mesh = home.resident.mesh
+    read: list[dict[str, tuple[OnDisk, Pieces]]] = [{} for _ in range(mesh.size)]
+    for (label, key), (name, spec, ranks) in list(new.items()):
+        stored = home.rest.get(parameters[label], {}).get(key)
+        if not isinstance(stored, OnDisk):
+            continue
+        if stored.shape != spec.shape:
+            raise PlanningError(
+                f"{key} of {label} has the shape {list(stored.shape)}, and is read as {spec}.\n"
+                f"fix: load the state of the same optimizer and model"
+            )
+        if stored.dtype.is_floating_point and key not in NUMBERS:
+            stored = replace(stored, dtype=spec.dtype)
+        new[label, key] = name, replace(spec, dtype=stored.dtype), ranks
+        home.made |= {(label, key)}
+        for rank in ranks:
+            read[rank][name] = stored, held(spec, mesh.coordinates(rank))
+    return read

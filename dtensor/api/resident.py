@@ -42,7 +42,6 @@ from dtensor.api.away import (
     plainly,
     send_away,
 )
-from dtensor.api.initial import OnDisk, read_whole
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
@@ -72,7 +71,7 @@ class OptimizerHome:
     ``keys``: of the state, by group; ``named``: by parameter and key, the table's name of each
     value, how it is cut and which ranks have it, before its first step as well; ``updated``: those
     that the last plan updates; ``made``: those that are there, but for steps under way; ``rest``:
-    entries that no program here has used; ``placed``: the last plan.
+    entries that no program here has used, perhaps ``on_disk``; ``placed``: the last plan.
     """
 
     optimizer: torch.optim.Optimizer
@@ -87,14 +86,12 @@ class OptimizerHome:
     named: dict[tuple[str, str], Named] = field(default_factory=dict[tuple[str, str], Named])
     updated: frozenset[tuple[str, str]] = frozenset()
     made: frozenset[tuple[str, str]] = frozenset()
+    on_disk: bool = False
     state: AwayState = field(init=False)
     _ended: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self, given: Entries) -> None:
-        on_disk = any(isinstance(v, OnDisk) for entries in given.values() for v in entries.values())
         self.state = AwayState(given, lambda: self.resident.gather_optimizer(self))
-        if on_disk:
-            self.state.changed()
         self.optimizer.state = cast(Any, self.state)
 
     @property
@@ -330,7 +327,12 @@ class Resident:
         parameters = dict(self.model.named_parameters())
         held = [p for group in home.optimizer.param_groups for p in group["params"]]
         gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
-        gathered |= {parameter: read_whole(entries) for parameter, entries in home.rest.items()}
+        rest = home.rest
+        if home.on_disk:
+            from dtensor.api.on_disk import read_whole
+
+            rest = {parameter: read_whole(entries) for parameter, entries in rest.items()}
+        gathered |= {parameter: dict(entries) for parameter, entries in rest.items()}
         which = {name: key for key, (name, _, _) in home.named.items()}
         specs = {name: spec for name, spec, _ in home.named.values()}
         asked = {name: covering(spec, ranks) for name, spec, ranks in home.named.values()}

@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from dtensor.api.away import AwayState, Entries
-from dtensor.api.initial import OnDisk, Source, init_program
+from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
 from dtensor.api.resident import Named, OptimizerHome, Resident
@@ -70,22 +70,6 @@ class Returned:
 
 Backend = Literal["inprocess", "ray"]
 LocalKind = Literal["generated", "inductor"]
-
-
-class UnderWay(Protocol):
-    """A save (checkpoint.py), for whose end the launch waits."""
-
-    def settle(self) -> None:
-        """Wait; raises what failed, unless somebody has read it."""
-        ...
-
-    def over(self) -> bool:
-        """Whether nobody need wait for it, or be told of it."""
-        ...
-
-    def told(self) -> str:
-        """Wait; what failed, if nobody has read it, or ""."""
-        ...
 
 
 class MeshSession:
@@ -302,7 +286,7 @@ class MeshSession:
         resident = self.resident(model)
         tensors = named_tensors(model.module)
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        made: list[dict[str, tuple[Source, Pieces]]] = [{} for _ in range(self.mesh.size)]
+        made: list[dict[str, tuple[Any, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
         for name, (spec, ranks) in wanted.items():
             known = resident.specs.get(name)
@@ -335,7 +319,7 @@ class MeshSession:
         resident.keep({label: tensors[label] for label in put})
 
     def _make(
-        self, made: Sequence[Mapping[str, tuple[Source, Pieces]]], names: Mapping[str, str]
+        self, made: Sequence[Mapping[str, tuple[Any, Pieces]]], names: Mapping[str, str]
     ) -> None:
         """The ranks make their own shards, or read them, and keep them under these names."""
         handle = self.cluster.load(init_program(made, self.cluster.device))
@@ -388,6 +372,9 @@ class MeshSession:
             new = {**known, **updated}
             kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
             home = OptimizerHome(*kept_by)
+            if isinstance(held, AwayState) and held.on_disk is not None:
+                home.on_disk = True
+                home.state.changed()
             resident.optimizers[id(optimizer)] = home
             kind = type(optimizer)
             self.put([{name: ShardOptimizer(kind, masters)} for _ in range(self.mesh.size)])
@@ -405,8 +392,16 @@ class MeshSession:
         """Put values of the state, those that there are out of ``home.rest``."""
         parameters, nothing = dict(model.module.named_parameters()), absent("cpu")
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        read: list[dict[str, tuple[Source, Pieces]]] = [{} for _ in range(self.mesh.size)]
+        read = frozenset[tuple[str, str]]()
+        if home.on_disk:
+            from dtensor.api.kept import shards_on_disk
+
+            own = shards_on_disk(home, parameters, new)
+            self._make(own, {name: name for wanted in own for name in wanted})
+            read = home.made & new.keys()
         for (label, key), (name, spec, ranks) in list(new.items()):
+            if (label, key) in read:
+                continue
             entries = home.rest.get(parameters[label], {})
             if entries:
                 entries = _with_memory(entries, label, home.optimizer)
@@ -421,14 +416,9 @@ class MeshSession:
                 new[label, key] = name, spec, ranks
             for rank in ranks:
                 here = self.mesh.coordinates(rank)
-                if isinstance(value, OnDisk):
-                    read[rank][name] = value, held_at(spec, here)
-                else:
-                    values[rank][name] = nothing if value is None else shard_of(value, spec, here)
+                values[rank][name] = nothing if value is None else shard_of(value, spec, here)
         if any(values):
             self.put(values)
-        if any(read):
-            self._make(read, {name: name for own in read for name in own})
         if home.rest:
             home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
 
@@ -504,18 +494,16 @@ def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str,
     )
 
 
-def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor | OnDisk:
+def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
-    if not isinstance(value, torch.Tensor | OnDisk):
+    if not isinstance(value, torch.Tensor):
         value = torch.tensor(value)
     if tuple(value.shape) != spec.shape:
         raise PlanningError(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = key in NUMBERS or not value.dtype.is_floating_point
-    if isinstance(value, OnDisk):
-        return value if keeps else replace(value, dtype=spec.dtype)
+    keeps = key in NUMBERS or not value.is_floating_point()
     return value.detach() if keeps else value.detach().to(spec.dtype)
 
 
@@ -531,7 +519,7 @@ class Launch:
         self.mode: Mode = mode
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
-        self.saves: list[UnderWay] = []
+        self.saves: list[Any] = []  # `Saved`s (checkpoint.py), for whose end the launch waits
         self.closed = False
         self.failure_was_read = False
         self.said_lost = False

@@ -149,13 +149,14 @@ class Checkpoint:
         self._reads.append(nbytes)
 
 
-def latest(folder: str | os.PathLike[str]) -> str | None:
-    """The path of the checkpoint made last in a folder by dtensor; None if there is none.
-    CheckpointError if a manifest there is damaged: which was the last is not known then."""
+def latest(folder: str | os.PathLike[str], layout: str | None = None) -> str | None:
+    """The path of the checkpoint made last in a folder by dtensor, of those in the files of this
+    layout ("dcp" or "hf"), if it is stated; None if there is none. CheckpointError if a manifest there is damaged: which was the last is not known then."""
     try:
         made = made_in(Path(folder), skip_damaged=False)
     except FileNotFoundError:
         return None
+    made = [head for head in made if layout in (None, head.layout)]
     return os.path.join(os.fspath(folder), made[-1].name) if made else None
 
 

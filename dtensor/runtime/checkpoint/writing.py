@@ -157,8 +157,8 @@ class Writing:
     def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
         """Publish what all ranks have written; then remove the oldest beyond ``keep``.
 
-        Removed are checkpoints that dtensor made in this folder and that still have the name under
-        which it made them: one that was renamed or copied stays. On an error the folder is removed.
+        Removed are checkpoints of the same files that dtensor made in this folder and that still
+        have the name under which it made them: one that was renamed or copied stays. On an error the folder is removed.
         """
         try:
             if keep is not None:
@@ -172,7 +172,8 @@ class Writing:
             raise
         if keep is not None:
             parent = self._claim.target.parent
-            for head in made_in(parent, skip_damaged=True)[:-keep]:
+            made = made_in(parent, skip_damaged=True)
+            for head in [head for head in made if head.layout == self._head.layout][:-keep]:
                 try:
                     remove_folder(parent / head.name)
                 except OSError as error:
