@@ -11,8 +11,10 @@ Calls of several threads take turns.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -21,6 +23,10 @@ from dtensor.daft.errors import DaftError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
+
+if TYPE_CHECKING:
+    from dtensor.daft.status.one_process import Running
+    from dtensor.daft.status.status import Status
 
 Made: TypeAlias = tuple[Any, Exception | None]
 """What a call gave, or raised."""
@@ -34,11 +40,15 @@ class InProcessCluster(HostedCluster):
         self._actor_of = tuple(
             actor for actor, ranks in enumerate(hosts_of(size, ranks_per_actor)) for _ in ranks
         )
-        self._worker = Worker(everyone, device, LocalTransport(), lent=True)
+        self._counter = memoryview(bytearray(8)).cast("q")
+        self._running: Running | None = None
+        self._worker = Worker(everyone, device, LocalTransport(), self._counter, lent=True)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
+        if run is not None:
+            self._running = part[0], run, threading.get_native_id(), time.monotonic()
         try:
             return method(self._worker, *part), None
         except DaftError as error:
@@ -48,6 +58,8 @@ class InProcessCluster(HostedCluster):
             if not read:
                 raise
             return None, error
+        finally:
+            self._running = None
 
     def _count(self, ranks: Sequence[int]) -> int:
         return len({self._actor_of[rank] for rank in ranks})
@@ -74,3 +86,10 @@ class InProcessCluster(HostedCluster):
 
     def _end(self) -> None:
         self._worker.close()
+
+    def status(self, seconds: float) -> Status:
+        from dtensor.daft.status.one_process import status_here
+
+        return status_here(
+            self.size, self._handles, lambda: (self._counter[0], self._running), seconds
+        )

@@ -27,6 +27,7 @@ from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
+from dtensor.daft.ray.launch_folder import LaunchSeen
 from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home
@@ -36,6 +37,8 @@ from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Worker
+from dtensor.daft.status.lines import Lines
+from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Site, instruction_at
 
 
@@ -87,6 +90,8 @@ class RayCluster(HostedCluster):
         for host, ranks in enumerate(self.hosts):
             process = self._home.spawn(Ranks, ranks, str(self.device), options=options)
             process.serve(self._channel.invitation(host))
+        files = [process.counter.path.name for process in self._home.processes]
+        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)))
         join = Join(
             address=own_address(),
             port=self._home.store.port,
@@ -120,6 +125,7 @@ class RayCluster(HostedCluster):
             while own and self._channel.came_back(host, own[0][0]):
                 own.popleft()
             own.append((reply.number, run))
+            self._home.processes[host].counter.asks(run)
         return Asked(self._home.processes[host], reply, self.runs)
 
     def _count(self, ranks: Sequence[int]) -> int:
@@ -166,6 +172,10 @@ class RayCluster(HostedCluster):
     def unload(self, handle: Handle) -> None:
         super().unload(handle)
         self._sent.forget(handle.id)
+        self._home.folder.forget_lines(handle.id)
+
+    def status(self, seconds: float) -> Status:
+        return LaunchSeen(self._home.folder.path).status(seconds)
 
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
@@ -187,6 +197,7 @@ class RayCluster(HostedCluster):
             self.calls += 1
             self._tell(host, Ranks.load, handle.id, handle.report.lists[host], program)
         self._tags.update(new)
+        self._home.folder.write_lines(handle.id, Lines.of(handle.program, handle.report.lists))
         return asked
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.ray.same_host import SameHostTransport
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
 
@@ -92,6 +93,8 @@ class Ranks:
     def connect(self, join: Join, index: int) -> None:
         self._joined = Joined.by(join, index, self._ranks, self._device)
         transport, counter = self._joined.transport, self._counter.view
+        if isinstance(transport, SameHostTransport):
+            transport.tell_whom_it_awaits(self._counter.awaits)
         self._worker = Worker(self._ranks, self._device, transport, counter)
 
     def open(self, tags: Mapping[Key, int]) -> None:
@@ -117,7 +120,7 @@ class Ranks:
         self._counter.begin(handle, run)
         with joined.running(run):
             made = method(worker, handle, *arguments)
-        self._counter.end()
+        self._counter.end(measured=method is Worker.run)
         return made
 
     def run_program(
