@@ -14,7 +14,7 @@ Invariants: the directory is the user's and nobody else may enter it (0700), or 
 launch then has a folder of its own that others do not find, with a warning, and who looks gets a
 `PermissionError`. All that is read there is data. A file appears whole. A launch holds a lock on
 its folder, which ends with its process however that ends; what nobody holds is removed by whoever
-looks or launches next. It does not import Ray.
+looks or launches next. The directory itself stays. It does not import Ray.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from dtensor.daft.status.status import Status
 
 YOUNG_S = 60.0
 """A folder without a lock that is no older is about to get one."""
+ALSO = "/tmp"  # is looked at: who looks may have another TMPDIR
 _LOCK, _LAUNCH = "lock", "launch.json"
 
 
@@ -89,7 +90,6 @@ class LaunchFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
-            _remove_empty(self.path.parent)
 
     def _write(self, name: str, data: object) -> None:
         part = self.path / f".{name}"
@@ -175,7 +175,7 @@ def launches() -> list[LaunchSeen]:
     is removed. `PermissionError` where the directory is not the user's own."""
     found: list[LaunchSeen] = []
     refused: list[PermissionError] = []
-    for directory in dict.fromkeys((own_directory(), own_directory("/tmp"))):
+    for directory in dict.fromkeys((own_directory(), own_directory(ALSO))):
         if not directory.exists():
             continue
         try:
@@ -206,13 +206,10 @@ def _born(path: Path) -> float:
 def _new_folder() -> Path:
     directory, prefix = own_directory(), f"{os.getpid()}-"
     try:
-        while True:
-            directory.mkdir(mode=0o700, exist_ok=True)
-            _check_own(directory)
-            try:
-                return Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
-            except FileNotFoundError:  # the last launch in it has just ended
-                continue
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        _check_own(directory)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
     except PermissionError as error:
         warnings.warn(
             f"{error}\n`python -m dtensor status` will not find this launch.",
@@ -255,9 +252,3 @@ def _sweep(directory: Path) -> None:
             pass
         finally:
             os.close(lock)
-
-
-def _remove_empty(directory: Path) -> None:
-    if directory == own_directory():
-        with suppress(OSError):  # others are there, or it is gone
-            directory.rmdir()

@@ -80,6 +80,10 @@ class _Host:
     def down(self) -> bool:
         return self.does in ("is stopped", "is lost")
 
+    @property
+    def unseen(self) -> bool:
+        return self.does == "is elsewhere"
+
 
 def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) -> Status:
     hosts = {b.host: _host(launch, b, a, after) for b, a in zip(before, after, strict=True)}
@@ -88,7 +92,7 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
     rank_of = {h: _rank(launch, hosts[h]) for h in hosts}
     path = _path(root, hosts, roots)
     link = None
-    if root is not None and len(path) > 1 and hosts[path[-2]].does == "waits for a message":
+    if len(path) > 1 and hosts[path[-2]].does == "waits for a message" and not hosts[path[-1]].down:
         link = rank_of[path[-1]], rank_of[path[-2]]
     waiting = [rank for h in roots if h != root and root in roots[h] for rank in launch.hosts[h]]
     controller = _controller(launch.controller)
@@ -104,7 +108,7 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
         title=launch.title,
         pid=launch.pid,
         ranks=tuple(ranks),
-        waited_for=None if root is None else rank_of[root],
+        waited_for=None if root is None or hosts[root].unseen else rank_of[root],
         chain=tuple(rank_of[h] for h in path),
         link=link,
         hangs=hangs,
@@ -189,10 +193,11 @@ def _root(
     if not candidates:
         return None
 
-    def worth(root: int) -> tuple[bool, bool, int, float]:
+    def worth(root: int) -> tuple[bool, bool, bool, int, float]:
+        host = hosts[root]
         waiting = sum(root in own for h, own in roots.items() if h != root)
-        standing = hosts[root].does in ("computes", "sleeps", "waits", "waits for a message")
-        return hosts[root].down, standing, waiting, hosts[root].progress.standing_s or 0.0
+        standing = host.does in ("computes", "sleeps", "waits", "waits for a message")
+        return host.down, not host.unseen, standing, waiting, host.progress.standing_s or 0.0
 
     return max(candidates, key=worth)
 
@@ -325,7 +330,11 @@ def _reason(
         return f"Nothing is under way: the ranks were asked for nothing {done}{told}."
     host = hosts[root]
     name = f"Rank {rank_of[root]}"
-    if link is not None and not host.down:
+    if host.unseen:
+        ranks = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}".capitalize()
+        where = "it is on another machine, and not seen from here"
+        return f"{ranks} for rank {rank_of[root]}, or for a message of it: {where}."
+    if link is not None:
         fact = (
             f"A message of rank {link[0]} to rank {link[1]} is held back: both have started it, "
             f"and it has not come"

@@ -70,9 +70,10 @@ class RankStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """`waited_for`: the rank that others wait for, or the controller alone; None where no run is
-    under way. `chain`: of ranks, each waits for the next; it ends there. `link`: the ranks (from,
-    to) of a message that is held back. `hangs`: whether that takes too long. `reason` says all of
-    it. `controller`: what the thread of the controller does that calls the ranks."""
+    under way, and where it is on another machine, which is not seen from here. `chain`: of ranks,
+    each waits for the next; it ends there. `link`: the ranks (from, to) of a message that is held
+    back. `hangs`: whether that takes too long. `reason` says all of it. `controller`: what the main
+    thread of the process does that has launched the ranks."""
 
     title: str
     pid: int
