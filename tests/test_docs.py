@@ -20,6 +20,7 @@ PAGES = (
     "composition",
     "eager",
     "generation",
+    "hangs",
     "kernels",
     "performance",
     "precision",

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtensor.daft.status.lines import Line, Lines
+from dtensor.daft.status.lines import Lines, ListLine
 from dtensor.daft.status.seen import Progress, Seen, ThreadSeen, cpu_share
 from dtensor.daft.status.status import Doing, RankStatus, Status
 
@@ -64,7 +64,7 @@ class _Host:
     seen: Seen
     does: Doing
     cpu: float
-    line: Line | None
+    line: ListLine | None
     blockers: tuple[int, ...] = ()
 
     @property

@@ -2,7 +2,7 @@
 whom, and the user's lines.
 
     lines = Lines.of(program, report.lists)
-    lines.at(0, 7)        # Line(rank=0, index=7, kind="wait", text="wait s", partners=((1, 1, 4),))
+    lines.at(0, 7)        # ListLine(rank=0, index=7, kind="wait", text="wait s", partners=((1, 1, 4),))
     Lines.read(json.loads(json.dumps(lines.data())))             # the same
 
 Rank 0's host stands at a wait there, and goes on when rank 1 has started what is at position 4 of
@@ -36,7 +36,7 @@ Partner: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ListLine:
     """An instruction: `index` counts those of its rank's own list; `source` is the user's line, of
     a wait that of what it waits for."""
 
@@ -58,7 +58,7 @@ class Lines:
         self.program = program
         self.known_as = tuple(known_as)
         self._sources = sources
-        self._rows = rows  # by host, of each position: the fields of a `Line`
+        self._rows = rows  # by host, of each position: the fields of a `ListLine`
 
     @staticmethod
     def of(program: Program, lists: Sequence[Sequence[Site]]) -> Lines:
@@ -110,13 +110,13 @@ class Lines:
             "hosts": self._rows,
         }
 
-    def at(self, host: int, position: int) -> Line | None:
+    def at(self, host: int, position: int) -> ListLine | None:
         """None where the list has no such position."""
         own = self._rows[host] if host < len(self._rows) else ()
         if not 0 <= position < len(own):
             return None
         rank, index, kind, text, label, source, partners = own[position]
-        return Line(
+        return ListLine(
             rank=rank,
             index=index,
             kind=kind,
