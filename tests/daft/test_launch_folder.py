@@ -3,6 +3,7 @@ that takes too long. No Ray: this process plays the hosts."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -168,6 +169,24 @@ def test_somebody_elses_directory_is_refused(scratch: Path) -> None:
     os.chown(own_directory(), 4321, -1)
     with pytest.raises(PermissionError, match="belongs to user 4321, and this is user 0"):
         launches()
+
+
+def test_a_program_whose_lines_find_no_room_runs_all_the_same(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with launched() as (folder, _):
+        folder.forget_lines(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", full)
+            with pytest.warns(RuntimeWarning, match="lines of program 'test' could not be written"):
+                folder.write_lines(0, Lines.of(ALL, verify(ALL).lists))
+        status = launches()[0].status(0.05)
+        assert [each.does for each in status.ranks] == ["sleeps"] * 3
+        assert (status.waited_for, status.ranks[0].instruction) == (None, "")
+        assert "the lines of its program are not there" in status.reason
 
 
 # -- the command -----------------------------------------------------------------------------------

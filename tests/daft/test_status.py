@@ -206,8 +206,13 @@ def test_a_rank_that_was_not_called() -> None:
     )
     status = at(2, 2, 3, run=RUN - 1)
     assert status.reason == "Rank 2 sleeps before run 7; ranks 0 and 1 wait for it."
+    assert at(2, 2, 3, run=RUN - 1, standing_s=FIRST_S + 1).hangs and not status.hangs
     earlier = at(2, 2, 2, run=RUN - 1, program=3)  # in another program, whose lines are not there
-    assert (earlier.waited_for, earlier.ranks[2].does) == (2, "sleeps")
+    assert (earlier.waited_for, earlier.ranks[2].does) == (None, "sleeps")
+    assert earlier.reason == (
+        "Rank 2 sleeps, and for whom it may wait is not known: the lines of its program are not "
+        "there; ranks 0 and 1 wait for it."
+    )
 
 
 def test_a_message_of_one_of_several() -> None:

@@ -90,8 +90,7 @@ class RayCluster(HostedCluster):
         for host, ranks in enumerate(self.hosts):
             process = self._home.spawn(Ranks, ranks, str(self.device), options=options)
             process.serve(self._channel.invitation(host))
-        files = [process.counter.path.name for process in self._home.processes]
-        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)))
+        self._say_hosts()
         join = Join(
             address=own_address(),
             port=self._home.store.port,
@@ -102,6 +101,11 @@ class RayCluster(HostedCluster):
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
         self._joined([self._ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
+
+    def _say_hosts(self) -> None:
+        """Whoever looks at the launch hears which process has which ranks."""
+        files = [process.counter.path.name for process in self._home.processes]
+        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)))
 
     def _joined(self, asked: Sequence[Asked]) -> None:
         if asked:

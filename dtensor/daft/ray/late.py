@@ -33,7 +33,10 @@ class Late:
 
     def look(self, waited_s: float) -> None:
         """`waited_s`: by whoever looks, so far."""
-        launch = LaunchSeen(self._folder)
+        try:
+            launch = LaunchSeen(self._folder)
+        except FileNotFoundError:  # another thread has closed it, as whoever waits will hear
+            return
         at = launch.progress()
         running = [each for each in at if each.position >= 0 and each.running_s is not None]
         took_s = max((each.running_s or 0.0 for each in running), default=0.0)

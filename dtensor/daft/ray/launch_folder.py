@@ -79,7 +79,16 @@ class LaunchFolder:
         self._write(_LAUNCH, facts)
 
     def write_lines(self, program: int, lines: Lines) -> None:
-        self._write(f"program{program}.json", lines.data())
+        """With a warning where there is no room for them: the program runs all the same."""
+        try:
+            self._write(f"program{program}.json", lines.data())
+        except OSError as error:
+            warnings.warn(
+                f"The lines of program {lines.program!r} could not be written ({error}): "
+                f"dt.status() will not know for whom its ranks wait.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def forget_lines(self, program: int) -> None:
         (self.path / f"program{program}.json").unlink(missing_ok=True)

@@ -81,8 +81,10 @@ class _Host:
         return self.does in ("is stopped", "is lost")
 
     @property
-    def unseen(self) -> bool:
-        return self.does == "is elsewhere"
+    def unknown(self) -> bool:
+        """Whether it waits for somebody itself."""
+        unread = self.progress.position >= 0 and self.line is None
+        return self.does == "is elsewhere" or (unread and not self.down)
 
 
 def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) -> Status:
@@ -108,7 +110,7 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
         title=launch.title,
         pid=launch.pid,
         ranks=tuple(ranks),
-        waited_for=None if root is None or hosts[root].unseen else rank_of[root],
+        waited_for=None if root is None or hosts[root].unknown else rank_of[root],
         chain=tuple(rank_of[h] for h in path),
         link=link,
         hangs=hangs,
@@ -197,7 +199,7 @@ def _root(
         host = hosts[root]
         waiting = sum(root in own for h, own in roots.items() if h != root)
         standing = host.does in ("computes", "sleeps", "waits", "waits for a message")
-        return host.down, not host.unseen, standing, waiting, host.progress.standing_s or 0.0
+        return host.down, not host.unknown, standing, waiting, host.progress.standing_s or 0.0
 
     return max(candidates, key=worth)
 
@@ -224,6 +226,11 @@ def _hangs(
         return True
     if launch.patient or hosts[root].does == "moves on":
         return False
+    if hosts[root].does == "is between runs":
+        busy = hosts[root].cpu >= COMPUTES
+        standing_s = hosts[root].progress.standing_s or 0.0
+        if standing_s > (FIRST_COMPUTES_S if busy else FIRST_S):
+            return True
     concerned = {root, *(h for h, own in roots.items() if root in own)}
     running = [hosts[h].progress for h in concerned if hosts[h].progress.position >= 0]
     computes = hosts[root].does == "computes"
@@ -330,7 +337,9 @@ def _reason(
         return f"Nothing is under way: the ranks were asked for nothing {done}{told}."
     host = hosts[root]
     name = f"Rank {rank_of[root]}"
-    if host.unseen:
+    if host.unknown and launch.patient:
+        return "For whom spawned actors wait is not seen from here."
+    if host.does == "is elsewhere":
         ranks = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}".capitalize()
         where = "it is on another machine, and not seen from here"
         return f"{ranks} for rank {rank_of[root]}, or for a message of it: {where}."
@@ -343,6 +352,8 @@ def _reason(
         others = sorted({*waiting, link[1]} - {link[0]})
         return f"{fact}; {_wait_for(others, 'it')}."
     fact = f"{name} {_does(host, ())}"
+    if host.unknown:
+        fact += ", and for whom it may wait is not known: the lines of its program are not there"
     if host.does == "is idle":
         fact = f"{name} is idle: the controller has not called it"
         fact += f", which {controller}" if controller else ""

@@ -2,7 +2,8 @@
 whom, and the user's lines.
 
     lines = Lines.of(program, report.lists)
-    lines.at(0, 7)        # ListLine(rank=0, index=7, kind="wait", text="wait s", partners=((1, 1, 4),))
+    lines.at(0, 7)        # ListLine(rank=0, index=7, kind="wait", text="wait s", ...)
+    lines.at(0, 7).partners                                      # ((1, 1, 4),)
     Lines.read(json.loads(json.dumps(lines.data())))             # the same
 
 Rank 0's host stands at a wait there, and goes on when rank 1 has started what is at position 4 of
