@@ -248,6 +248,35 @@ def test_late_is_what_takes_several_times_as_long() -> None:
     assert limit_s(usual) == 15.0
 
 
+def test_runs_on_ranks_of_their_own() -> None:
+    """Rank 2 computes in a run of its own; rank 0 waits for rank 1, which was not called."""
+
+    def status(**of_two: Any) -> Status:
+        alone = Progress(0, 0, 9, 0.1, 1, 1, running_s=1.0, standing_s=8.0, asked=9)
+        far = Seen(2, replace(alone, **of_two), ThreadSeen("S", 0.2), 10.0)
+        idle = seen(1, 3, 3, run=RUN - 1, asked=RUN - 1)
+        return status_of(LINES, HOSTS, [seen(0, 2, 3), idle, far])
+
+    assert (status().waited_for, status().hangs) == (1, False)
+    late = status(running_s=60.0, usual_s=0.5)
+    assert (late.waited_for, late.hangs) == (2, True)
+    assert late.reason == "Rank 2 computes in a call; the controller waits for it."
+
+
+def test_a_controller_that_is_stopped() -> None:
+    found = [seen(h, 3, 3) for h in range(3)]
+    launched = Launched(
+        title="Launch",
+        pid=1,
+        hosts=HOSTS,
+        lines=lambda program: LINES,
+        controller=(ThreadSeen("T", 1.0), ThreadSeen("T", 1.0)),
+    )
+    status = diagnose(launched, found, found)
+    assert (status.waited_for, status.hangs, status.controller) == (None, True, "is stopped")
+    assert status.reason.endswith("since run 7 has ended; the controller is stopped.")
+
+
 def test_nothing_is_under_way() -> None:
     status = at(3, 3, 3)
     assert (status.waited_for, status.chain, status.hangs) == (None, (), False)

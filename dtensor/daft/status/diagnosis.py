@@ -90,7 +90,7 @@ class _Host:
 def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) -> Status:
     hosts = {b.host: _host(launch, b, a, after) for b, a in zip(before, after, strict=True)}
     roots = {h: _roots(h, hosts) for h, host in hosts.items() if _concerned(host)}
-    root = _root(hosts, roots)
+    root = _root(launch, hosts, roots)
     rank_of = {h: _rank(launch, hosts[h]) for h in hosts}
     path = _path(root, hosts, roots)
     link = None
@@ -99,6 +99,8 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
     waiting = [rank for h in roots if h != root and root in roots[h] for rank in launch.hosts[h]]
     controller = _controller(launch.controller)
     hangs = root is not None and _hangs(launch, root, hosts, roots)
+    if root is None or hosts[root].does == "is idle":
+        hangs |= controller == "is stopped"
     ranks = [
         _status(launch, hosts[h], rank, rank_of)
         for h, own in enumerate(launch.hosts)
@@ -188,18 +190,20 @@ def _roots(start: int, hosts: Mapping[int, _Host]) -> dict[int, tuple[int, ...]]
 
 
 def _root(
-    hosts: Mapping[int, _Host], roots: Mapping[int, Mapping[int, tuple[int, ...]]]
+    launch: Launched,
+    hosts: Mapping[int, _Host],
+    roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> int | None:
-    """The one that most wait for; first of all one that is down."""
+    """The one that most wait for; first of all one that is down, or late."""
     candidates = sorted({root for own in roots.values() for root in own})
     if not candidates:
         return None
 
     def worth(root: int) -> tuple[bool, bool, bool, int, float]:
         host = hosts[root]
+        hangs = _hangs(launch, root, hosts, roots)
         waiting = sum(root in own for h, own in roots.items() if h != root)
-        standing = host.does in ("computes", "sleeps", "waits", "waits for a message")
-        return host.down, not host.unknown, standing, waiting, host.progress.standing_s or 0.0
+        return host.down, not host.unknown, hangs, waiting, host.progress.standing_s or 0.0
 
     return max(candidates, key=worth)
 
