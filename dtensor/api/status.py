@@ -27,7 +27,8 @@ def status(seconds: float = 0.3) -> Status:
     others wait for, ``.chain`` who waits for whom, ``.link`` the ranks of a message that is held
     back, ``.hangs`` whether it takes too long. It prints as a table.
 
-    Raises PlanningError outside of a launch, and for seconds that are none.
+    Raises PlanningError outside of a launch, and for seconds that are none; where a rank was lost,
+    and with it the launch, the error that says so.
     """
     check_number("seconds", seconds, above=0, fix="dt.status(seconds=0.3)")
     session = launched()

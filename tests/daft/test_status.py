@@ -260,7 +260,7 @@ def test_runs_on_ranks_of_their_own() -> None:
     assert (status().waited_for, status().hangs) == (1, False)
     late = status(running_s=60.0, usual_s=0.5)
     assert (late.waited_for, late.hangs) == (2, True)
-    assert late.reason == "Rank 2 computes in a call; the controller waits for it."
+    assert late.reason == "Rank 2 computes in a call; no other rank waits for it."
 
 
 def test_a_controller_that_is_stopped() -> None:

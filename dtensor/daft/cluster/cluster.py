@@ -198,7 +198,8 @@ class Cluster(ABC):
 
     @abstractmethod
     def status(self, seconds: float) -> Status:
-        """What the ranks do, looked at twice, so many seconds apart; by any thread, at any time."""
+        """What the ranks do, looked at twice, so many seconds apart; by any thread, as long as the
+        cluster has not failed."""
 
     @abstractmethod
     def close(self) -> None:

@@ -90,6 +90,7 @@ class InProcessCluster(HostedCluster):
     def status(self, seconds: float) -> Status:
         from dtensor.daft.status.one_process import status_here
 
+        self._check()
         return status_here(
             self.size, self._handles, lambda: (self._counter[0], self._running), seconds
         )

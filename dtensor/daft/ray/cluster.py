@@ -179,6 +179,7 @@ class RayCluster(HostedCluster):
         self._home.folder.forget_lines(handle.id)
 
     def status(self, seconds: float) -> Status:
+        self._check()
         return LaunchSeen(self._home.folder.path).status(seconds)
 
     def came(self, asked: Sequence[Asked]) -> bool:

@@ -361,7 +361,7 @@ def _reason(
     if host.does == "is idle":
         fact = f"{name} is idle: the controller has not called it"
         fact += f", which {controller}" if controller else ""
-    others = _wait_for(waiting, "it") if waiting else "the controller waits for it"
+    others = _wait_for(waiting, "it") if waiting else "no other rank waits for it"
     if not waiting and not host.at_work:
         others = "nobody waits for it yet"
     return f"{fact}; {others}."

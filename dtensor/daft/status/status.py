@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 HEAD = ("rank", "does", "since", "cpu", "instruction", "at")
-WIDEST = (28, 34, 9, 5, 44, 60)
+WIDEST = (40, 34, 9, 5, 44, 60)
 """Of each column, in characters."""
 
 Doing: TypeAlias = Literal[
@@ -161,4 +161,4 @@ def _row(each: RankStatus) -> tuple[str, ...]:
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 4] + " ..."
+    return text if len(text) <= most else text[: most - 4].rstrip() + " ..."
