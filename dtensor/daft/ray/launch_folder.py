@@ -13,8 +13,9 @@ program what stands at each position of its lists (`program3.json`, `status/line
 Invariants: the directory is the user's and nobody else may enter it (0700), or it is not used: a
 launch then has a folder of its own that others do not find, with a warning, and who looks gets a
 `PermissionError`. All that is read there is data. A file appears whole. A launch holds a lock on
-its folder, which ends with its process however that ends; what nobody holds is removed by whoever
-looks or launches next. The directory itself stays. It does not import Ray.
+its folder, which ends with its process however that ends, and which keeps systemd from removing it
+for its age; what nobody holds is removed by whoever looks or launches next. The directory itself
+stays. It does not import Ray.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from dtensor.daft.status.seen import Progress, Seen, ThreadSeen, look, thread
 from dtensor.daft.status.status import Status
 
 YOUNG_S = 60.0
-"""A folder without a lock that is no older is about to get one."""
+"""A folder without a lock and a launch that is no older is about to get both."""
 ALSO = "/tmp"  # is looked at: who looks may have another TMPDIR
-_LOCK, _LAUNCH = "lock", "launch.json"
+_LAUNCH = "launch.json"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def own_directory(parent: str | None = None) -> Path:
@@ -58,14 +60,12 @@ class LaunchFolder:
 
     @staticmethod
     def make() -> LaunchFolder:
-        while True:
-            path = _new_folder()
-            lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        path = _new_folder()
+        lock = os.open(path, _FOLDER)
+        with suppress(OSError):  # a file system without locks: then nobody takes it for dead
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (path / _LOCK).exists():
-                _sweep(path.parent)
-                return LaunchFolder(path, lock)
-            os.close(lock)  # a sweep came between the last two
+        _sweep(path.parent)
+        return LaunchFolder(path, lock)
 
     def say(self, kind: str, hosts: Mapping[str, Sequence[int]]) -> None:
         """What the launch is: "ranks" or "actors"; and the file of each host's counter, with the
@@ -215,9 +215,7 @@ def _born(path: Path) -> float:
 def _new_folder() -> Path:
     directory, prefix = own_directory(), f"{os.getpid()}-"
     try:
-        with suppress(FileExistsError):
-            directory.mkdir(mode=0o700)
-        _check_own(directory)
+        make_own(directory)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
     except PermissionError as error:
         warnings.warn(
@@ -226,6 +224,13 @@ def _new_folder() -> Path:
             stacklevel=2,
         )
         return Path(tempfile.mkdtemp(prefix="dtensor-"))
+
+
+def make_own(directory: Path) -> None:
+    """A directory that nobody else may enter. `PermissionError` if there is another."""
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    _check_own(directory)
 
 
 def _check_own(directory: Path) -> None:
@@ -248,16 +253,16 @@ def _sweep(directory: Path) -> None:
     if directory.name != own_directory().name:  # it is not ours alone: a launch was refused one
         return
     for path in directory.glob("*-*"):
+        if not (path / _LAUNCH).exists() and time.time() - _born(path) < YOUNG_S:
+            continue  # it is about to be locked
         try:
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            lock = os.open(path, _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
-            if time.time() - _born(path) > YOUNG_S:
-                shutil.rmtree(path, ignore_errors=True)
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:  # it runs
+        except OSError:  # it runs, or that cannot be told
             pass
         finally:
             os.close(lock)
