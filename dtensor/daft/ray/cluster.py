@@ -94,6 +94,7 @@ class RayCluster(HostedCluster):
         join = Join(
             address=own_address(),
             port=self._home.store.port,
+            secret=self._home.secret,
             prefix="ranks",
             hosts=tuple(range(len(self.hosts))),
             host_of=self._host_of,
