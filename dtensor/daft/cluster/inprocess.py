@@ -33,6 +33,9 @@ Made: TypeAlias = tuple[Any, Exception | None]
 
 
 class InProcessCluster(HostedCluster):
+    _last: tuple[int | None, Part, int, float] = (None, (), 0, 0.0)
+    """The last call: the run that it was of, its part, in which thread, since when."""
+
     def __init__(
         self, size: int, device: torch.device, *, ranks_per_actor: int = 1, seed: int = 0
     ) -> None:
@@ -40,15 +43,12 @@ class InProcessCluster(HostedCluster):
         self._actor_of = tuple(
             actor for actor, ranks in enumerate(hosts_of(size, ranks_per_actor)) for _ in ranks
         )
-        self._counter = memoryview(bytearray(8)).cast("q")
-        self._running: Running | None = None
-        self._worker = Worker(everyone, device, LocalTransport(), self._counter, lent=True)
+        self._worker = Worker(everyone, device, LocalTransport(), lent=True)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
-        if run is not None:
-            self._running = part[0], run, threading.get_native_id(), time.monotonic()
+        self._last = run, part, threading.get_native_id(), time.monotonic()
         try:
             return method(self._worker, *part), None
         except DaftError as error:
@@ -58,8 +58,6 @@ class InProcessCluster(HostedCluster):
             if not read:
                 raise
             return None, error
-        finally:
-            self._running = None
 
     def _count(self, ranks: Sequence[int]) -> int:
         return len({self._actor_of[rank] for rank in ranks})
@@ -91,6 +89,12 @@ class InProcessCluster(HostedCluster):
         from dtensor.daft.status.one_process import status_here
 
         self._check()
-        return status_here(
-            self.size, self._handles, lambda: (self._counter[0], self._running), seconds
-        )
+        return status_here(self.size, self._handles, self._where, seconds)
+
+    def _where(self) -> tuple[int, Running | None]:
+        """The position in the list, and the run that another thread makes while it has the lock."""
+        if idle := self._lock.acquire(blocking=False):
+            self._lock.release()
+        run, part, thread, began = self._last
+        running = None if idle or run is None else (part[0], run, thread, began)
+        return self._worker.counter[0], running
