@@ -27,6 +27,7 @@ from dtensor.api.rule import rule
 from dtensor.api.session import launch
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.stating.stages import Auto
+from dtensor.api.status import Status, status
 from dtensor.api.timing import calibrate, simulate, trace
 from dtensor.api.training import Loss, TrainStep, train_step
 from dtensor.errors import PlanningError
@@ -91,6 +92,7 @@ __all__ = [
     "Schedule",
     "Searched",
     "Shard",
+    "Status",
     "SyncPlan",
     "TensorSpec",
     "Topology",
@@ -120,6 +122,7 @@ __all__ = [
     "save",
     "simulate",
     "spec",
+    "status",
     "sync",
     "sync_plan",
     "testing",

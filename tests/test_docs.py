@@ -21,6 +21,7 @@ PAGES = (
     "composition",
     "eager",
     "generation",
+    "hangs",
     "kernels",
     "performance",
     "precision",

@@ -54,6 +54,7 @@ from dtensor.daft.verification.verifier import Report, check_state, verify
 if TYPE_CHECKING:
     from dtensor.daft.cluster.changes import Changes
     from dtensor.daft.cluster.counting import Counting
+    from dtensor.daft.status.status import Status
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
 """timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
@@ -228,6 +229,11 @@ class Cluster(ABC):
     def check_undone(self) -> None:
         """Wait for all runs on all ranks; raises the failure of the first that was undone and that
         no future has raised. Each is raised once."""
+
+    @abstractmethod
+    def status(self, seconds: float) -> Status:
+        """What the ranks do, looked at twice, so many seconds apart; by any thread, as long as the
+        cluster has not failed."""
 
     @abstractmethod
     def close(self) -> None:

@@ -12,8 +12,10 @@ there is nobody else, each change is kept, whichever number it is.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -24,11 +26,18 @@ from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
 
+if TYPE_CHECKING:
+    from dtensor.daft.status.one_process import Running
+    from dtensor.daft.status.status import Status
+
 Made: TypeAlias = tuple[Any, Exception | None]
 """What a call gave, or raised."""
 
 
 class InProcessCluster(HostedCluster):
+    _last: tuple[int | None, Part, int, float] = (None, (), 0, 0.0)
+    """The last call: the run that it was of, its part, in which thread, since when."""
+
     def __init__(
         self,
         size: int,
@@ -49,6 +58,7 @@ class InProcessCluster(HostedCluster):
         self.number_changes(None if copies is None else 1)
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
+        self._last = run, part, threading.get_native_id(), time.monotonic()
         try:
             return method(self._worker, *part), None
         except DaftError as error:
@@ -87,3 +97,17 @@ class InProcessCluster(HostedCluster):
 
     def _end(self) -> None:
         self._worker.close()
+
+    def status(self, seconds: float) -> Status:
+        from dtensor.daft.status.one_process import status_here
+
+        self._check()
+        return status_here(self.size, self._handles, self._where, seconds)
+
+    def _where(self) -> tuple[int, Running | None]:
+        """The position in the list, and the run that another thread makes while it has the lock."""
+        if idle := self._lock.acquire(blocking=False):
+            self._lock.release()
+        run, part, thread, began = self._last
+        running = None if idle or run is None else (part[0], run, thread, began)
+        return self._worker.counter[0], running

@@ -42,6 +42,7 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
+from dtensor.daft.status.status import Status
 
 
 class Part(Cluster):
@@ -152,6 +153,10 @@ class Part(Cluster):
 
     def check_undone(self) -> None:
         self.whole.check_undone()
+
+    def status(self, seconds: float) -> Status:
+        """Of the whole."""
+        return self.whole.status(seconds)
 
     def close(self) -> None:
         self._closed = True

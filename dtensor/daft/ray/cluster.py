@@ -31,6 +31,7 @@ from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.crew import Crew
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
+from dtensor.daft.ray.launch_folder import LaunchSeen
 from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home, HostProcess
@@ -41,6 +42,8 @@ from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Stored, Worker
+from dtensor.daft.status.lines import Lines
+from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Site, instruction_at
 
 
@@ -126,6 +129,7 @@ class RayCluster(HostedCluster):
 
     def meeting(self, epoch: int) -> Join:
         """How hosts find each other, after so many times that some were replaced."""
+        self._say_hosts()
         return Join(
             address=own_address(),
             port=self._home.store.port,
@@ -136,6 +140,11 @@ class RayCluster(HostedCluster):
             tags=self._tags,
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
+
+    def _say_hosts(self) -> None:
+        """Whoever looks at the launch hears which process has which ranks."""
+        files = [process.counter.path.name for process in self.crew.all]
+        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)))
 
     def _joined(self, asked: Sequence[Asked]) -> None:
         if asked:
@@ -182,6 +191,7 @@ class RayCluster(HostedCluster):
             while own and self.channel.came_back(process.index, own[0][0]):
                 own.popleft()
             own.append((reply.number, call.run))
+            process.counter.asks(call.run)
         return Asked(process, reply, self.runs)
 
     def _count(self, ranks: Sequence[int]) -> int:
@@ -262,6 +272,11 @@ class RayCluster(HostedCluster):
             self._tell(self.crew.host(host), Ranks.unload, handle.id)
         for spare in self.crew.spares:
             self._tell(spare, Ranks.unload, handle.id)
+        self._home.folder.forget_lines(handle.id)
+
+    def status(self, seconds: float) -> Status:
+        self._check()
+        return LaunchSeen(self._home.folder.path).status(seconds)
 
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
@@ -307,6 +322,7 @@ class RayCluster(HostedCluster):
             for spare in self.crew.spares:
                 self._tell(spare, Ranks.provide, needed)
                 self._tell(spare, Ranks.learn, handle.id, program)
+        self._home.folder.write_lines(handle.id, Lines.of(handle.program, handle.report.lists))
         return asked
 
     def ended(self, asked: Asked) -> bool:

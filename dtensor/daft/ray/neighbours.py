@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class Neighbours:
         self.host_of = tuple(host_of)
         self.segments = {index: own}
         self.heads = {index: own.map(0, self.head_bytes(index))}
+        self.told: Callable[[int], None] | None = None
         self._here = {index}
         for rank, host in enumerate(host_of):
             for other in range(len(host_of)) if host == index else ():
@@ -125,6 +126,11 @@ class Neighbours:
             raise RuntimeError(f"The process of rank {rank} has ended.")
         if self.heads[actor].bytes[FLAG]:
             raise RuntimeError(f"The connections of rank {rank}'s actor are closed.")
+
+    def tell(self, rank: int) -> None:
+        """Whoever looks at this actor hears that it waits for this rank; -1: nobody knows which."""
+        if self.told is not None:
+            self.told(rank)
 
     def close(self) -> None:
         """Whoever waits for this actor hears of it."""

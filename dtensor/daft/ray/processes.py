@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +30,7 @@ import ray.exceptions
 
 from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.host import Host
+from dtensor.daft.ray.launch_folder import LaunchFolder
 from dtensor.daft.ray.memory_folder import MemoryFolder
 from dtensor.daft.ray.messages import Invitation
 from dtensor.daft.ray.progress import ProgramCounter
@@ -73,10 +73,20 @@ class HostProcess:
         self.actor = actor
         self.started = time.monotonic()
         self.counts = True  # others rest on it: no spare, and none that was replaced
-        self.answered = False  # a call: then it has started, though its counter may not be seen
         self._serving: Any = None  # Ray's reference to the call that it ends with
         self._process: int | None = None
         self._ended = False  # before anybody held on to it
+        self._answered = False
+
+    @property
+    def answered(self) -> bool:
+        """A call: then it has started, though its counter may not be seen."""
+        return self._answered
+
+    @answered.setter
+    def answered(self, answered: bool) -> None:
+        if answered != self._answered:
+            self._answered = self.counter.answered = answered
 
     # -- calls ----------------------------------------------------------------------------------
     # Ray resolves references that are arguments of their own; each argument costs it 20 us.
@@ -222,8 +232,8 @@ class RayCalls:
 
 
 class Home:
-    """What a launch on Ray has on this machine: Ray, if it was started here, a folder of counter
-    files, its processes, and the store where those find each other."""
+    """What a launch on Ray has on this machine: Ray, if it was started here, its folder, its
+    processes, and the store where those find each other."""
 
     def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
@@ -233,8 +243,9 @@ class Home:
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None
         with ExitStack() as ending:
-            folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
-            self._folder = Path(ending.enter_context(folder))
+            self.folder = LaunchFolder.make()
+            ending.callback(self.folder.close)
+            self._folder = self.folder.path
             if start_ray(address, deadline_s):
                 ending.callback(end_ray)
             self._ending = ending.pop_all()

@@ -30,6 +30,7 @@ from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.ray.same_host import SameHostTransport
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
@@ -122,8 +123,13 @@ class Ranks:
         self._programs: dict[int, Program] = {}
 
     def connect(self, join: Join, index: int) -> None:
-        self._joined = Joined.by(join, index, self._ranks, self._device)
-        self._worker = self._made(self._joined)
+        self._worker = self._made(self._connect(join, index, self._ranks))
+
+    def _connect(self, join: Join, index: int, ranks: tuple[int, ...]) -> Joined:
+        joined = self._joined = Joined.by(join, index, ranks, self._device)
+        if isinstance(joined.transport, SameHostTransport):
+            joined.transport.tell_whom_it_awaits(self._counter.awaits)
+        return joined
 
     def _made(self, joined: Joined) -> Worker:
         store = None if self._memory is None else _store(self._memory, self._ranks)
@@ -152,7 +158,8 @@ class Ranks:
         process whose place this one takes."""
         self._plain.clear()
         self._ranks = ranks
-        joined = self._joined = Joined.by(join, index, ranks, self._device)
+        self._counter.start_over()
+        joined = self._connect(join, index, ranks)
         worker = self._worker = self._worker or self._made(joined)
         worker.transport = joined.transport
         for handle, sites in lists.items():
@@ -208,7 +215,7 @@ class Ranks:
         self._counter.begin(handle, run)
         with joined.running(run):
             made = method(worker, handle, *arguments)
-        self._counter.end()
+        self._counter.end(measured=method is Worker.run)
         return made
 
     def run_program(

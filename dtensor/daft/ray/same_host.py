@@ -105,8 +105,12 @@ class _Link:
     def take(self, number: int) -> None:
         """Wait for so many starts of the other's in all."""
         while self.taken < number:
-            take(self.inbox, self.check)
+            take(self.inbox, self._wait_on)
             self.taken += 1
+
+    def _wait_on(self) -> None:
+        self.neighbours.tell(self.rank)
+        self.check()
 
     def check(self) -> None:
         self.neighbours.check(self.rank)
@@ -128,6 +132,11 @@ class SameHostTransport(Transport):
     def open(self, tags: Mapping[Key, int]) -> None:
         """Make ready for the keys of a program that is about to be loaded."""
         self._others.open(tags)
+
+    def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:
+        """Every `SLICE_S` of a wait, `told` is called with the rank whose start it waits for, -1
+        where that is not known."""
+        self._neighbours.told = told
 
     def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
         here = self._neighbours
@@ -410,6 +419,7 @@ class _Begin:
     def _check(self) -> None:
         """Raises if one of the others is gone."""
         for link, _ in self._links:
+            link.neighbours.tell(-1)
             link.check()
 
     def _look(self, at: int) -> _Views:

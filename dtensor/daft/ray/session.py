@@ -79,7 +79,10 @@ class RaySession(Session):
         options["resources"] = {
             kind: n for kind, n in resources.items() if kind not in ("CPU", "GPU", "memory")
         }
-        return self._home.spawn(Objects, options=options).index
+        process = self._home.spawn(Objects, options=options)
+        hosts = {p.counter.path.name: (p.index,) for p in self._home.processes}
+        self._home.folder.say("actors", hosts)
+        return process.index
 
     def create(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]

@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeAlias
 
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ray.joining import HostFailed, lost_key
+from dtensor.daft.ray.late import Late
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.run_channel import CallLost, NotYet
@@ -136,6 +137,7 @@ class HostWatch:
         self._due = due
         self._seen: dict[int, _Sighting] = {}
         self._told: set[tuple[int, int, int]] = set()
+        self._late = Late(home.folder.path)
 
     def get(
         self,
@@ -148,7 +150,8 @@ class HostWatch:
         """What the calls give; raises the root cause of a failure, also if a host is lost that is
         `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
         `deadline_s`: for which these calls may stand still, if not as others."""
-        end = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        end = None if timeout is None else began + timeout
         while True:
             left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
             try:  # what else is raised is the caller's fault, such as an unknown name
@@ -169,6 +172,8 @@ class HostWatch:
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
             self.look(asked, self.deadline_s if deadline_s is None else deadline_s)
+            if self._due is not None:
+                self._late.look(time.monotonic() - began)
             if any(host.index in self.lost for host in needed):
                 raise self.root(asked, [host.index for host in needed])
 

@@ -140,7 +140,6 @@ class Engine:
         self.begin(inputs, self._timed_steps() if timed else None, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")
-        counter[0] = 0
         self._go(self._order, counter)
         results = self.finish(ranks)
         if timed and self._stamps is not None and not isinstance(results, Undone):

@@ -71,7 +71,7 @@ MOST_UNDONE = 64
 
 
 class Worker:
-    """`counter[0]`, if given, is always the position in the list that runs. `lent`: of inputs.
+    """`counter[0]` is always the position in the list that runs. `lent`: of inputs.
     `snapshots`: where copies of the table's values go; what a dead host's process has left there is
     in the table after `roll_back`."""
 
@@ -89,7 +89,7 @@ class Worker:
         self.device = device
         self.transport = transport
         self.engines: dict[int, Engine] = {}
-        self._counter = counter
+        self.counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
@@ -198,7 +198,7 @@ class Worker:
         engine = self.engines[handle]
         self._run = run
         fed = self._in(handle, inputs, keep, counted, returned)
-        made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
+        made = engine.run(fed, self.counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
 
     def begin(
@@ -220,8 +220,7 @@ class Worker:
         self.engines[handle].begin(fed, keeps=bool(keep))
 
     def step(self, handle: int, position: int) -> None:
-        if self._counter is not None:
-            self._counter[0] = position
+        self.counter[0] = position
         self.engines[handle].step(position)
 
     def finish(self, handle: int) -> dict[int, dict[str, object]] | Undone:

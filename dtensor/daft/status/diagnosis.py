@@ -1,0 +1,371 @@
+"""Who is it that hangs: what each rank does, for whom it waits, and the one that others wait for.
+
+    status = diagnose(launch, before, after)        # two looks at all hosts, 0.3 s apart
+    status.waited_for                               # 2
+    status.chain                                    # (0, 3, 2): rank 0 waits for 3, and 3 for 2
+
+A rank that stands at a wait waits for those that have not yet come to their part of it; these are
+followed to one that waits for nobody: it is stopped or lost, computes or sleeps in a call, or has
+nothing to do. Where all have come and it stands there still, a message is held back: by the one who
+sent it, which is named. The argument is the verifier's (`verification/pairing.py`): starts never
+block, and no program that is loaded waits in a circle.
+
+Invariants: pure. Who moves between the two looks does not stand; a chain through one that moves
+ends at it. `hangs` is said of a run that takes longer than `limit_s`, and of who is stopped or
+lost; not of who computes on and on in time. Positions are of one moment as far as nobody moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dtensor.daft.status.lines import Lines, ListLine
+from dtensor.daft.status.seen import Progress, Seen, ThreadSeen, cpu_share
+from dtensor.daft.status.status import Doing, RankStatus, Status
+
+TIMES = 5.0
+"""A run is late that takes so many times what earlier runs of its program took, ..."""
+LEAST_S = 5.0  # ... and more than this;
+FIRST_S = 15.0  # a first one, of which nobody knows how long it takes, after this,
+FIRST_COMPUTES_S = 60.0  # and where the one that is waited for computes: it may compile, say
+SILENT_S = 5.0
+"""A heartbeat this old, of a thread that uses no CPU, means that its process has stopped: frozen
+with its container, say. It comes every 0.25 s."""
+COMPUTES = 0.05  # of a core: less is what a sleeping thread needs to look around
+RUNS = 0.005  # the same, of one that was ready to run both times: on a loaded machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """What does not change while a launch is looked at. `hosts`: the ranks of each; `lines` of the
+    programs that are loaded, by their numbers. `controller`: its thread, seen twice. `patient`:
+    what runs may take as long as it likes, as methods of spawned actors may."""
+
+    title: str
+    pid: int
+    hosts: tuple[tuple[int, ...], ...]
+    lines: Callable[[int], Lines | None]
+    controller: tuple[ThreadSeen, ThreadSeen] | None = None
+    patient: bool = False
+
+
+def limit_s(progress: Progress, *, computes: bool = False) -> float:
+    """How long the run under way may take before it is late; `computes`: who is waited for does."""
+    if progress.usual_s is None:
+        return FIRST_COMPUTES_S if computes else FIRST_S
+    return max(TIMES * progress.usual_s, LEAST_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """`blockers`: the hosts that it waits for."""
+
+    seen: Seen
+    does: Doing
+    cpu: float
+    line: ListLine | None
+    blockers: tuple[int, ...] = ()
+
+    @property
+    def progress(self) -> Progress:
+        return self.seen.progress
+
+    @property
+    def at_work(self) -> bool:
+        """It has a run to end."""
+        return self.progress.position >= 0 or self.progress.asked > self.progress.run
+
+    @property
+    def down(self) -> bool:
+        return self.does in ("is stopped", "is lost")
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it waits for somebody itself."""
+        unread = self.progress.position >= 0 and self.line is None
+        return self.does == "is elsewhere" or (unread and not self.down)
+
+
+def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) -> Status:
+    hosts = {b.host: _host(launch, b, a, after) for b, a in zip(before, after, strict=True)}
+    roots = {h: _roots(h, hosts) for h, host in hosts.items() if _concerned(host)}
+    root = _root(launch, hosts, roots)
+    rank_of = {h: _rank(launch, hosts[h]) for h in hosts}
+    path = _path(root, hosts, roots)
+    link = None
+    if len(path) > 1 and hosts[path[-2]].does == "waits for a message" and not hosts[path[-1]].down:
+        link = rank_of[path[-1]], rank_of[path[-2]]
+    waiting = [rank for h in roots if h != root and root in roots[h] for rank in launch.hosts[h]]
+    controller = _controller(launch.controller)
+    hangs = root is not None and _hangs(launch, root, hosts, roots)
+    if root is None or hosts[root].does == "is idle":
+        hangs |= controller == "is stopped"
+    ranks = [
+        _status(launch, hosts[h], rank, rank_of)
+        for h, own in enumerate(launch.hosts)
+        for rank in own
+    ]
+    ranks.sort(key=lambda each: each.rank)
+    reason = _reason(launch, hosts, root, rank_of, link, sorted(waiting), controller)
+    return Status(
+        title=launch.title,
+        pid=launch.pid,
+        ranks=tuple(ranks),
+        waited_for=None if root is None or hosts[root].unknown else rank_of[root],
+        chain=tuple(rank_of[h] for h in path),
+        link=link,
+        hangs=hangs,
+        reason=reason,
+        controller=controller,
+    )
+
+
+# -- what a host does ------------------------------------------------------------------------------
+
+
+def _host(launch: Launched, before: Seen, after: Seen, all_seen: Sequence[Seen]) -> _Host:
+    now, share = after.progress, cpu_share(before, after)
+    ready = before.thread.state == after.thread.state == "R"
+    busy = share >= COMPUTES or (ready and share >= RUNS)
+    lines = launch.lines(now.program) if now.position >= 0 else None
+    line = None if lines is None else lines.at(after.host, now.position)
+
+    def is_now(does: Doing, blockers: Sequence[int] = ()) -> _Host:
+        return _Host(after, does, share, line, tuple(dict.fromkeys(blockers)))
+
+    if not now.pid:
+        return is_now("is elsewhere" if now.answered or now.asked >= 0 else "is starting")
+    if after.thread.state in ("", "Z", "X"):
+        return is_now("is lost")
+    silent = now.beat_s is not None and now.beat_s > SILENT_S and not busy
+    if after.thread.state in "Tt" or silent:
+        return is_now("is stopped")
+    if now.position < 0:
+        return is_now("is between runs" if now.asked > now.run else "is idle")
+    if before.progress.moving != now.moving:
+        return is_now("moves on")
+    if line is None or line.kind != "wait":
+        return is_now("computes" if busy else "sleeps")
+    there = {seen.host: seen.progress for seen in all_seen}
+    partners = [(rank, h, at) for rank, h, at in line.partners if h in there]
+    missing = [h for _, h, at in partners if not there[h].has_passed(now.run, at)]
+    if missing:
+        return is_now("waits", missing)
+    if busy or not partners:  # it copies what has come
+        return is_now("computes" if busy else "sleeps")
+    known = [h for rank, h, _ in partners if rank == now.peer]
+    return is_now("waits for a message", known or [h for _, h, _ in partners])
+
+
+def _concerned(host: _Host) -> bool:
+    """Whether anybody would wait for it, or it for somebody."""
+    return host.down or host.at_work
+
+
+# -- who is waited for -----------------------------------------------------------------------------
+
+
+def _roots(start: int, hosts: Mapping[int, _Host]) -> dict[int, tuple[int, ...]]:
+    """Those at which its waits end, each with a way there: hosts, from it to the root."""
+    found: dict[int, tuple[int, ...]] = {}
+    ways: list[tuple[int, ...]] = [(start,)]
+    passed = {start}
+    while ways:
+        way = ways.pop(0)
+        host = hosts[way[-1]]
+        if host.does == "waits for a message":
+            # one that is stopped holds back what it has half sent
+            down = [h for h in host.blockers if hosts[h].down]
+            for sender in down or host.blockers:
+                found.setdefault(sender, (*way, sender))
+        elif host.does == "waits":
+            for blocker in host.blockers:
+                if blocker not in passed:
+                    passed.add(blocker)
+                    ways.append((*way, blocker))
+        else:
+            found.setdefault(way[-1], way)
+    return found
+
+
+def _root(
+    launch: Launched,
+    hosts: Mapping[int, _Host],
+    roots: Mapping[int, Mapping[int, tuple[int, ...]]],
+) -> int | None:
+    """The one that most wait for; first of all one that is down, or late."""
+    candidates = sorted({root for own in roots.values() for root in own})
+    if not candidates:
+        return None
+
+    def worth(root: int) -> tuple[bool, bool, bool, int, float]:
+        host = hosts[root]
+        hangs = _hangs(launch, root, hosts, roots)
+        waiting = sum(root in own for h, own in roots.items() if h != root)
+        return host.down, not host.unknown, hangs, waiting, host.progress.standing_s or 0.0
+
+    return max(candidates, key=worth)
+
+
+def _path(
+    root: int | None,
+    hosts: Mapping[int, _Host],
+    roots: Mapping[int, Mapping[int, tuple[int, ...]]],
+) -> tuple[int, ...]:
+    """The longest way to it."""
+    if root is None:
+        return ()
+    ways = [own[root] for own in roots.values() if root in own]
+    return max(ways, key=len, default=(root,))
+
+
+def _hangs(
+    launch: Launched,
+    root: int,
+    hosts: Mapping[int, _Host],
+    roots: Mapping[int, Mapping[int, tuple[int, ...]]],
+) -> bool:
+    if hosts[root].down:
+        return True
+    if launch.patient or hosts[root].does == "moves on":
+        return False
+    if hosts[root].does == "is between runs":
+        busy = hosts[root].cpu >= COMPUTES
+        standing_s = hosts[root].progress.standing_s or 0.0
+        if standing_s > (FIRST_COMPUTES_S if busy else FIRST_S):
+            return True
+    concerned = {root, *(h for h, own in roots.items() if root in own)}
+    running = [hosts[h].progress for h in concerned if hosts[h].progress.position >= 0]
+    computes = hosts[root].does == "computes"
+    return any((p.running_s or 0.0) > limit_s(p, computes=computes) for p in running)
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def _rank(launch: Launched, host: _Host) -> int:
+    """The one of its ranks whose turn it is."""
+    return launch.hosts[host.seen.host][0] if host.line is None else host.line.rank
+
+
+def _status(launch: Launched, host: _Host, rank: int, rank_of: Mapping[int, int]) -> RankStatus:
+    now, line = host.progress, host.line
+    lines = launch.lines(now.program) if now.program >= 0 else None
+    known_as = lines.known_as[rank] if lines is not None and rank < len(lines.known_as) else ""
+    current = rank_of[host.seen.host]
+    peers = tuple(sorted({rank_of[h] for h in host.blockers}))
+    if line is not None and host.blockers:
+        peers = tuple(sorted({r for r, h, _ in line.partners if h in host.blockers}))
+    does, text = host.does, _does(host, peers)
+    if rank != current and now.position >= 0 and not host.down:
+        does, text, peers = "waits its turn", f"shares the process of rank {current}", (current,)
+    running = now.position >= 0
+    return RankStatus(
+        rank=rank,
+        known_as=known_as,
+        does=does,
+        text=text,
+        peers=peers,
+        program=lines.program if running and lines is not None else "",
+        run=now.run if now.run >= 0 else None,
+        index=line.index if line is not None and rank == current else None,
+        instruction=line.text if line is not None and rank == current else "",
+        label=line.label if line is not None and rank == current else "",
+        line=line.source if line is not None and rank == current else None,
+        since_s=now.standing_s,
+        cpu=host.cpu if now.pid else None,
+        running_s=now.running_s if running else None,
+        usual_s=now.usual_s if running else None,
+        pid=now.pid,
+    )
+
+
+def _does(host: _Host, peers: Sequence[int]) -> str:
+    whom = ranks_text(peers)
+    match host.does:
+        case "waits":
+            return f"waits for {whom}"
+        case "waits for a message":
+            return f"waits for a message of {whom}"
+        case "computes" | "sleeps":
+            kind = None if host.line is None else host.line.kind
+            where = {"call": " in a call", "start": " in a start", "wait": " in a wait"}
+            return host.does + where.get(kind or "", "")
+        case "is stopped" if host.seen.thread.state not in "Tt":
+            return f"is stopped: no heartbeat for {host.progress.beat_s or 0.0:.1f} s"
+        case "is between runs":
+            busy = "computes" if host.cpu >= COMPUTES else "sleeps"
+            return f"{busy} before run {host.progress.asked}"
+        case "is elsewhere":
+            return "is on another machine, and not seen from here"
+        case _:
+            return host.does
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1, 2 and 3`."""
+    *others, last = map(str, ranks or ("?",))
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def _controller(seen: tuple[ThreadSeen, ThreadSeen] | None) -> str:
+    if seen is None:
+        return ""
+    before, after = seen
+    if after.state in ("", "Z", "X"):
+        return "has ended"
+    if after.state in "Tt":
+        return "is stopped"
+    return "computes" if after.cpu_s - before.cpu_s > 0.01 else "sleeps"
+
+
+def _reason(
+    launch: Launched,
+    hosts: Mapping[int, _Host],
+    root: int | None,
+    rank_of: Mapping[int, int],
+    link: tuple[int, int] | None,
+    waiting: Sequence[int],
+    controller: str,
+) -> str:
+    if root is None:
+        if unseen := [h for h in hosts if hosts[h].does in ("is starting", "is elsewhere")]:
+            ranks = [rank for h in unseen for rank in launch.hosts[h]]
+            verb = "is" if len(ranks) == 1 else "are"
+            where = {hosts[h].does.removeprefix("is ") for h in unseen}
+            return f"{ranks_text(ranks)} {verb} {' or '.join(sorted(where))}.".capitalize()
+        last = max((host.progress.run for host in hosts.values()), default=-1)
+        done = f"since run {last} has ended" if last >= 0 else "yet"
+        told = f"; the controller {controller}" if controller else ""
+        return f"Nothing is under way: the ranks were asked for nothing {done}{told}."
+    host = hosts[root]
+    name = f"Rank {rank_of[root]}"
+    if host.unknown and launch.patient:
+        return "For whom spawned actors wait is not seen from here."
+    if host.does == "is elsewhere":
+        ranks = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}".capitalize()
+        where = "it is on another machine, and not seen from here"
+        return f"{ranks} for rank {rank_of[root]}, or for a message of it: {where}."
+    if link is not None:
+        fact = (
+            f"A message of rank {link[0]} to rank {link[1]} is held back: both have started it, "
+            f"and it has not come"
+        )
+        # who waits for it waits with its sender, too
+        others = sorted({*waiting, link[1]} - {link[0]})
+        return f"{fact}; {_wait_for(others, 'it')}."
+    fact = f"{name} {_does(host, ())}"
+    if host.unknown:
+        fact += ", and for whom it may wait is not known: the lines of its program are not there"
+    if host.does == "is idle":
+        fact = f"{name} is idle: the controller has not called it"
+        fact += f", which {controller}" if controller else ""
+    others = _wait_for(waiting, "it") if waiting else "no other rank waits for it"
+    if not waiting and not host.at_work:
+        others = "nobody waits for it yet"
+    return f"{fact}; {others}."
+
+
+def _wait_for(ranks: Sequence[int], whom: str) -> str:
+    return f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for {whom}"

@@ -1,0 +1,317 @@
+"""The folders of launches, as other processes of their user's find them, and what is told of a run
+that takes too long. No Ray: this process plays the hosts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.__main__ import main
+from dtensor.daft.ray import launch_folder
+from dtensor.daft.ray.late import Late
+from dtensor.daft.ray.launch_folder import LaunchFolder, launches, own_directory
+from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.status.lines import Lines
+from dtensor.daft.verification.verifier import verify
+from tests.daft.programs import function
+from tests.daft.test_status import ALL
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, and nothing is yet; /tmp is not looked at."""
+    (own := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+    monkeypatch.setattr(launch_folder, "ALSO", str(own))
+    return own
+
+
+@contextmanager
+def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
+    """Three hosts, all threads of this process: 0 and 1 wait for 2, which is in a call."""
+    folder = LaunchFolder.make()
+    counters = [ProgramCounter.make(folder.path / f"host{h}") for h in range(3)]
+    done = threading.Event()
+    threads = [threading.Thread(target=_host, args=(counter, done)) for counter in counters]
+    try:
+        folder.say("ranks", {f"host{h}": (h,) for h in range(3)})
+        folder.write_lines(0, Lines.of(ALL, verify(ALL).lists))
+        for counter, thread in zip(counters, threads, strict=True):
+            thread.start()
+            while not counter.pid:
+                time.sleep(0.001)
+            counter.asks(4)
+            counter.begin(0, 4)
+        counters[0].view[0] = counters[1].view[0] = 2
+        yield folder, counters
+    finally:
+        done.set()
+        for counter, thread in zip(counters, threads, strict=True):
+            thread.join()
+            counter.stop()
+        folder.close()
+
+
+def _host(counter: ProgramCounter, done: threading.Event) -> None:
+    counter.start()
+    done.wait()
+
+
+def running_for(counters: list[ProgramCounter], seconds: float, usual: float = 0.0) -> None:
+    for counter in counters:
+        counter.view[6] = time.monotonic_ns() - int(seconds * 1e9)
+        counter.view[7] = int(usual * 1e9)
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def test_a_launch_is_found_and_gone(scratch: Path) -> None:
+    assert launches() == []
+    with launched() as (folder, _):
+        assert folder.path.parent == own_directory() == scratch / f"dtensor-{os.geteuid()}"
+        assert own_directory().stat().st_mode & 0o777 == 0o700
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        (found,) = launches()
+        assert (found.pid, found.kind) == (os.getpid(), "ranks")
+        assert found.hosts == (("host0", (0,)), ("host1", (1,)), ("host2", (2,)))
+        assert found.status(0.05).waited_for == 2
+        folder.forget_lines(0)
+        assert launches()[0].lines(0) is None
+    assert launches() == [] and os.listdir(own_directory()) == []
+    folder.close()
+
+
+@pytest.mark.slow
+def test_what_a_dead_process_has_left_is_removed(scratch: Path) -> None:
+    code = """
+import sys, tempfile, time
+tempfile.tempdir = sys.argv[1]
+from dtensor.daft.ray.launch_folder import LaunchFolder
+folder = LaunchFolder.make()
+folder.say("ranks", {"host0": (0,)})
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+    path = os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(scratch)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert child.stdout is not None
+    try:
+        left = Path(child.stdout.readline().strip())
+        assert left.parent == own_directory() and left.exists()
+        assert [each.pid for each in launches()] == [child.pid]
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    mine = LaunchFolder.make()
+    assert not left.exists() and mine.path.exists()
+    mine.close()
+
+
+def test_a_folder_without_a_lock_is_left_while_it_is_young(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_directory().mkdir(mode=0o700)
+    for name in ("1-new", "ray"):  # one that is starting, and what is no launch
+        (own_directory() / name).mkdir()
+    assert launches() == []
+    assert sorted(os.listdir(own_directory())) == ["1-new", "ray"]
+    monkeypatch.setattr(launch_folder, "YOUNG_S", -1.0)
+    assert launches() == []
+    assert os.listdir(own_directory()) == ["ray"]
+
+
+def test_a_directory_that_others_may_enter_is_refused(scratch: Path) -> None:
+    own_directory().mkdir(mode=0o700)
+    own_directory().chmod(0o750)
+    with pytest.raises(PermissionError, match=r"is open to others \(mode 0750\).*\n.*chmod 700"):
+        launches()
+    assert main(["status"]) == 2
+    with pytest.warns(RuntimeWarning, match="will not find this launch"):
+        folder = LaunchFolder.make()
+    assert folder.path.parent == scratch and folder.path.stat().st_mode & 0o777 == 0o700
+    (scratch / "some-thing").mkdir()
+    folder.close()
+    assert sorted(os.listdir(scratch)) == [own_directory().name, "some-thing"]
+
+
+def test_a_link_to_elsewhere_is_refused(scratch: Path, tmp_path: Path) -> None:
+    own_directory().symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="is no directory"):
+        launches()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+def test_somebody_elses_directory_is_refused(scratch: Path) -> None:
+    own_directory().mkdir(mode=0o700)
+    os.chown(own_directory(), 4321, -1)
+    with pytest.raises(PermissionError, match="belongs to user 4321, and this is user 0"):
+        launches()
+
+
+def test_a_program_whose_lines_find_no_room_runs_all_the_same(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with launched() as (folder, _):
+        folder.forget_lines(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", full)
+            with pytest.warns(RuntimeWarning, match="lines of program 'test' could not be written"):
+                folder.write_lines(0, Lines.of(ALL, verify(ALL).lists))
+        status = launches()[0].status(0.05)
+        assert [each.does for each in status.ranks] == ["sleeps"] * 3
+        assert (status.waited_for, status.ranks[0].instruction) == (None, "")
+        assert "the lines of its program are not there" in status.reason
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 2
+    assert "No launch of yours runs on Ray on this machine" in capsys.readouterr().err
+    with launched() as (_, counters):
+        assert main(["status", "--seconds", "0.05"]) == 0
+        text = capsys.readouterr().out
+        assert f"Launch of process {os.getpid()}: 3 ranks on ray; run 4 of 'test'" in text
+        assert "Rank 2 sleeps in a call; ranks 0 and 1 wait for it.\n" in text
+        assert "net.py:3: y = f(x)" in text
+        running_for(counters, 6.0, usual=0.1)
+        assert main(["status", "--json", str(os.getpid()), "--seconds", "0.05"]) == 1
+        (found,) = json.loads(capsys.readouterr().out)
+        assert (found["waited_for"], found["hangs"]) == (2, True)
+        assert found["ranks"][0]["peers"] == [2]
+        assert main(["status", "12"]) == 2
+        error = capsys.readouterr().err
+        assert "is of process 12: those are of " in error
+    for wrong in ([], ["stat"], ["status", "--seconds", "0"], ["status", "--seconds", "x"]):
+        with pytest.raises(SystemExit) as left:
+            main(wrong)
+        assert left.value.code == 2
+
+
+# -- counters --------------------------------------------------------------------------------------
+
+
+def test_a_counter_says_since_when_and_how_long_usually(tmp_path: Path) -> None:
+    counter = ProgramCounter.make(tmp_path / "host0")
+    assert counter.read().moving == (-1, -1, -1) and counter.read().beat_s is None
+    counter.start()
+    for run, seconds in enumerate((0.0, 0.02, 0.04)):
+        counter.begin(3, run)
+        assert counter.read().usual_s == (None if run == 0 else pytest.approx(0.0, abs=0.2))
+        time.sleep(seconds)
+        counter.end(measured=True)
+    counter.begin(3, 3)
+    usual = counter.read().usual_s
+    assert usual is not None and 0.02 <= usual < 0.04
+    counter.end()
+    counter.begin(5, 4)
+    assert counter.read().usual_s is None and counter.read().run == 4
+    counter.view[0] = 9
+    time.sleep(0.6)
+    at = counter.read()
+    assert at.standing_s is not None and 0.0 < at.standing_s < 0.7 and at.peer is None
+    assert (at.pid, at.thread) == (os.getpid(), threading.get_native_id())
+    counter.awaits(2)
+    assert counter.read().peer == 2
+    counter.view[0] = 10
+    assert counter.read().peer is None
+    counter.stop()
+    counter.close()
+    assert not counter.path.exists()
+
+
+# -- what takes too long ---------------------------------------------------------------------------
+
+
+def told(late: Late, waited_s: float, times: int = 2) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            time.sleep(0.02)
+            late.look(waited_s)
+    return [str(each.message) for each in caught]
+
+
+def test_a_run_that_takes_too_long_is_told_of(scratch: Path) -> None:
+    with launched() as (folder, counters):
+        late = Late(folder.path)
+        assert told(late, 1.0) == []
+        running_for(counters, 6.0, usual=0.1)
+        (text,) = told(late, 1.0)
+        assert text.startswith("Rank 2 sleeps in a call; ranks 0 and 1 wait for it. This takes too")
+        assert f"python -m dtensor status {os.getpid()}" in text and "usually 0.10 s" in text
+        assert told(late, 1.0) == []
+        running_for(counters, 11.0, usual=0.1)
+        assert told(late, 1.0) == []
+        running_for(counters, 12.5, usual=0.1)
+        assert len(told(late, 1.0)) == 1
+        running_for(counters, 20.0, usual=0.1)
+        assert told(late, 1.0) == []
+        for counter in counters:  # another run, which is not late
+            counter.begin(0, 5)
+        assert told(late, 1.0) == []
+        running_for(counters, 6.0, usual=0.1)
+        assert len(told(late, 1.0)) == 1
+        running_for(counters, 6.0, usual=2.0)  # it takes as long as that
+        assert told(late, 30.0) == []
+
+
+# -- in one process --------------------------------------------------------------------------------
+
+
+def test_ranks_in_this_process() -> None:
+    with pytest.raises(dt.PlanningError, match="no launch is running in this process"):
+        dt.status()
+    with pytest.raises(dt.PlanningError, match="seconds=0 is not a number above 0"):
+        dt.status(0)
+    found: list[dt.Status] = []
+
+    def ask(x: torch.Tensor) -> tuple[torch.Tensor]:
+        """By another thread, while this one is in the call."""
+        thread = threading.Thread(target=lambda: found.append(dt.status(0.05)))
+        thread.start()
+        thread.join()
+        return (x,)
+
+    with dt.launch(dt.Mesh(tp=3)) as session:
+        assert dt.status(0.05).waited_for is None
+        cluster = session.launch.cluster
+        handle = cluster.load(_calling(ask))
+        cluster.run(handle, [{"x": torch.ones(1)}] * 3).get()
+        assert dt.status(0.05).waited_for is None
+    assert [status.waited_for for status in found] == [0, 1, 2]
+    assert found[1].ranks[1].text == "sleeps in a call"
+    assert found[1].ranks[1].line == "net.py:3: y = f(x)"
+    assert found[1].ranks[0].text == "shares the process of rank 1"
+
+
+def _calling(fn: object) -> dt.daft.Program:
+    f = function("f", "def forward(x):\n    return fn(x)", fn=fn)
+    return replace(ALL, functions=(("f", f),))
