@@ -140,6 +140,7 @@ class Resident:
     lost: str = ""  # `gone`, once the launch has ended
     saved: tuple[str, int] = ("", 0)  # the last state that is elsewhere too, and its step
     settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
+    trained_by: dict[int, Any] = field(default_factory=dict)  # by id(optimizer), its last step
     _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
     _versions: dict[str, int] = field(default_factory=dict[str, int])
     _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed
@@ -281,6 +282,21 @@ class Resident:
             self._note_slots()
 
     # -- the ranks' side --------------------------------------------------------------------------
+
+    def move(
+        self,
+        mesh: Mesh,
+        cluster: Cluster,
+        prefix: str,
+        now: Mapping[str, tuple[TensorSpec, tuple[int, ...]]],
+        planned: Mapping[str, tuple[TensorSpec, tuple[int, ...]]],
+    ) -> None:
+        """The shards of all that was put are on other ranks now, or cut otherwise: no touch."""
+        assert now.keys() == self.specs.keys()
+        self.mesh, self.cluster, self.prefix = mesh, cluster, prefix
+        self.specs = {label: spec for label, (spec, _) in now.items()}
+        self.ranks = {label: ranks for label, (_, ranks) in now.items()}
+        self.planned, self.placed = dict(planned), None
 
     def keep(self, tensors: dict[str, Tensor]) -> None:
         """Shards of these were put, and are the value from now on."""

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -48,6 +48,11 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtensor.api.stating.roles_of_weights import StatedRoles
+    from dtensor.api.switching import Optimizers
+    from dtensor.sharding.redistribute.named_values import SyncPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,9 @@ class MeshSession:
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
+        self.left = False  # a switch took its last model away
+        self._num_models = 0  # that were ever here
+        self.num_programs = 0  # with constants of their own
 
     @property
     def closed(self) -> bool:
@@ -150,6 +158,12 @@ class MeshSession:
         if not self.closed:
             self.garbage.append((name, ranks))
 
+    def drop(self) -> None:
+        """What nobody refers to, now."""
+        garbage = self._garbage()
+        if garbage:
+            self.cluster.delete([garbage.get(rank, ()) for rank in range(self.mesh.size)])
+
     def _garbage(self) -> dict[int, list[str]]:
         """What nobody refers to, by rank; whoever asks has it dropped."""
         names: dict[int, list[str]] = {}
@@ -218,8 +232,7 @@ class MeshSession:
     def resident(self, model: ParallelModule) -> Resident:
         found = self.residents.get(id(model))
         if found is None:
-            prefix = f"model {len(self.residents)}: "
-            found = Resident(model, prefix, self.mesh, self.cluster, model.loads)
+            found = Resident(model, self.new_prefix(), self.mesh, self.cluster, model.loads)
             self.residents[id(model)] = found
             found.saved = "the controller has what was put there", model.steps.present()
         if found.loads != model.loads:  # other values were loaded for what is on meta
@@ -227,6 +240,41 @@ class MeshSession:
             found.forget([label for label in model.initial.loaded if label in found.specs])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
+
+    def new_prefix(self) -> str:
+        """What the names of one more model's values begin with."""
+        self.left = False
+        self._num_models += 1
+        return f"model {self._num_models - 1}: "
+
+    def switch_plan(
+        self,
+        model: ParallelModule,
+        optimizer: Optimizers,
+        mesh: Mesh,
+        placements: Mapping[str, StatedRoles] | None = None,
+        **stated: Any,
+    ) -> SyncPlan:
+        """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
+        pair of ranks, the messages, and the price. Nothing is moved, and nothing changes."""
+        from dtensor.api.switching import switch_plan
+
+        return switch_plan(self.launch, model, optimizer, mesh, placements, **stated)
+
+    def switch(
+        self,
+        model: ParallelModule,
+        optimizer: Optimizers,
+        mesh: Mesh,
+        placements: Mapping[str, StatedRoles] | None = None,
+        **stated: Any,
+    ) -> SyncPlan:
+        """Between two steps: the model, its optimizer's state and the steps over them go on under
+        another mesh and other placements. See `dtensor.api.switching.switch`, whose arguments these
+        are. What was moved."""
+        from dtensor.api.switching import switch
+
+        return switch(self.launch, model, optimizer, mesh, placements, **stated)
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
@@ -402,6 +450,16 @@ class Launch:
             cluster = Part(cluster, ranks, f"part {len(self.sessions)}: ", str(mesh))
         self.sessions[mesh] = MeshSession(mesh, cluster, self)
         return self.sessions[mesh]
+
+    def grow(self, size: int) -> None:
+        """The cluster gets so many ranks; each mesh keeps those that it has."""
+        whole, self.sessions = self.cluster, dict(self.sessions)
+        whole.grow(size)
+        for mesh, session in self.sessions.items():
+            if session.cluster is whole:  # the only mesh so far: its names stay as they are
+                session.cluster = Part(whole, range(mesh.size), "", str(mesh))
+                for resident in session.residents.values():
+                    resident.cluster = session.cluster
 
     @property
     def places(self) -> dict[Mesh, tuple[int, ...]]:

@@ -51,7 +51,7 @@ from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
-from dtensor.runtime.schedule import Costs, GPipe, Schedule
+from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
 from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
@@ -200,16 +200,23 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.options = options
-        stages = model.stage_plan
-        ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
-        self.grid = options.schedule.grid(stages.num_stages, ranks)
         self.plans = PlanCache()
+        self._grid = model.switches, _grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
         self._groups()
         self._last: Planned | None = None
         self._running: deque[Loss] = deque()
         self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
+
+    @property
+    def grid(self) -> Grid:
+        """Its schedule, for the stages that the model has now."""
+        if self._grid[0] != self.model.switches:
+            found = _grid_of(self.options.schedule, self.model)
+            self.model.claim_homes(found.home())
+            self._grid = self.model.switches, found
+        return self._grid[1]
 
     def __repr__(self) -> str:
         schedule = self.options.schedule
@@ -250,23 +257,70 @@ class TrainStep:
         groups = self._groups()
         _refuse_early_hooks(self.optimizer)
 
-        def make(graph: Graph | None) -> Planned:
-            options = Options(
-                inputs=self.options.inputs,
-                num_microbatches=self.options.schedule.microbatches,
-                timetable=GridTimetable(self.grid),
-                topology=self.options.topology,
-                training=lambda graph: self._training(graph, groups),
-                search=self.options.search,
-                recompute=self.options.recompute,
-                graph=graph,
-                per_microbatch=self.options.batch_norm == "per_microbatch",
-            )
+        def make(found: Graph | None) -> Planned:
+            options = self._options(self.options, self.grid, groups, graph or found)
             return plan_call(call, self.model.mesh, "loss", options, self._name)
 
         if self.options.each_call:
             return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
-        return self.plans.get(call, groups, lambda: make(graph))
+        return self.plans.get(call, groups, make)
+
+    def _options(
+        self,
+        stated: StepOptions,
+        grid: Grid,
+        groups: Sequence[Sequence[str]],
+        graph: Graph | None,
+    ) -> Options:
+        return Options(
+            inputs=stated.inputs,
+            num_microbatches=stated.schedule.microbatches,
+            timetable=GridTimetable(grid),
+            topology=stated.topology,
+            training=lambda graph: self._training(graph, groups),
+            search=stated.search,
+            recompute=stated.recompute,
+            graph=graph,
+            per_microbatch=stated.batch_norm == "per_microbatch",
+        )
+
+    # -- another placement -----------------------------------------------------------------------
+
+    def planned_on(
+        self, other: ParallelModule, inputs: Mapping[str, Any] | None, schedule: Schedule | None
+    ) -> tuple[Planned, StepOptions]:
+        """What the last step would be with ``other`` in the model's place, and with what options;
+        ``inputs`` and ``schedule``: None leaves what was stated."""
+        last, stated = self._last, self.options
+        assert last is not None, "a step was taken"
+        stated = replace(
+            stated,
+            inputs=stated.inputs if inputs is None else inputs,
+            schedule=schedule or stated.schedule,
+        )
+        _check_recompute(other, stated.recompute)
+        grid = _grid_of(stated.schedule, other)
+        other.claim_homes(grid.home())
+        options = self._options(stated, grid, self._groups(), last.graph)
+        call = last.call.on(self.model, other)
+        return plan_call(call, other.mesh, "loss", options, self._name), stated
+
+    def switched(self, planned: Planned, options: StepOptions) -> None:
+        """The model is placed so now; ``planned`` is of that."""
+        before = self._last
+        assert before is not None and planned.grid is not None
+        self.options, self._last, self._session = options, planned, None
+        self._grid = self.model.switches, _grid_of(options.schedule, self.model)
+        if not self.options.each_call and not before.call.specs():
+            self.plans.put(planned, before)
+
+    def kept_by(self, session: MeshSession) -> dict[str, tuple[int, ...]]:
+        """The names of gradients that it keeps there, and the ranks that have them."""
+        if not self.options.keep_gradients or self._last is None or self._session is not session:
+            return {}
+        names = self._kept(session, self._last)
+        specs = _gradient_specs(self._last)
+        return {names[f"gradient {n}"]: holders_of(spec) for n, spec in specs.items()}
 
     @property
     def _name(self) -> str:
@@ -339,10 +393,12 @@ class TrainStep:
         if session.at_once:
             with suppress(DaftError):  # raised where it is read
                 loss.wait()
+        resident.trained_by[id(self.optimizer)] = self
         if session is not self._session:
             self._session = session
-            session.settling.append(self._settle)
-            resident.settling.append(self._settle)
+            for settling in (session.settling, resident.settling):
+                if self._settle not in settling:
+                    settling.append(self._settle)
         return loss
 
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
@@ -526,12 +582,7 @@ def train_step(
         check_masters(optimizer)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
-    if again and model.recompute:
-        raise PlanningError(
-            f"recompute is stated twice.\n"
-            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
-            f"fix: leave it out of one of them"
-        )
+    _check_recompute(model, again)
     options = StepOptions(
         inputs=inputs,
         schedule=schedule or GPipe(microbatches=1),
@@ -548,6 +599,21 @@ def train_step(
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
     return step
+
+
+def _grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
+    stages = model.stage_plan
+    ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
+    return schedule.grid(stages.num_stages, ranks)
+
+
+def _check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:
+    if again and model.recompute:
+        raise PlanningError(
+            f"recompute is stated twice.\n"
+            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
+            f"fix: leave it out of one of them"
+        )
 
 
 def _read_loss(loss: object) -> None:

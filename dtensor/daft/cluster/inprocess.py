@@ -21,6 +21,7 @@ from dtensor.daft.errors import DaftError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
+from dtensor.daft.verification.pairing import Hosts
 
 Made: TypeAlias = tuple[Any, Exception | None]
 """What a call gave, or raised."""
@@ -31,9 +32,8 @@ class InProcessCluster(HostedCluster):
         self, size: int, device: torch.device, *, ranks_per_actor: int = 1, seed: int = 0
     ) -> None:
         everyone = tuple(range(size))
-        self._actor_of = tuple(
-            actor for actor, ranks in enumerate(hosts_of(size, ranks_per_actor)) for _ in ranks
-        )
+        self._ranks_per_actor = ranks_per_actor
+        hosts_of(size, ranks_per_actor)  # checks them
         self._worker = Worker(everyone, device, LocalTransport(), lent=True)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
@@ -50,7 +50,7 @@ class InProcessCluster(HostedCluster):
             return None, error
 
     def _count(self, ranks: Sequence[int]) -> int:
-        return len({self._actor_of[rank] for rank in ranks})
+        return len({rank // self._ranks_per_actor for rank in ranks})
 
     def collect(self, asked: Sequence[Made], timeout: float | None = None) -> list[Any]:
         for _, error in asked:  # there is one host
@@ -71,6 +71,10 @@ class InProcessCluster(HostedCluster):
 
     def _joined(self, asked: Sequence[Any]) -> None:
         pass
+
+    def _grow(self, size: int) -> Hosts:
+        self._worker.ranks = tuple(range(size))
+        return (self._worker.ranks,)
 
     def _end(self) -> None:
         self._worker.close()

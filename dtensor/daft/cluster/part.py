@@ -140,6 +140,9 @@ class Part(Cluster):
     def check_undone(self) -> None:
         self.whole.check_undone()
 
+    def grow(self, size: int) -> None:
+        raise ValueError("A part has the ranks that it was made of; the whole grows.")
+
     def close(self) -> None:
         self._closed = True
 

@@ -1,0 +1,417 @@
+"""`run.switch`: between two steps, a model goes on under another mesh and other placements.
+
+    with dt.launch(dt.Mesh(dp=4)) as run:
+        step(x, y)
+        print(run.switch_plan(model, opt, dt.Mesh(dp=2), {}))    # who sends what to whom
+        run.switch(model, opt, dt.Mesh(dp=2), {})                # f32[64@dp,16]: [16,16] -> [32,16]
+        step(x, y)                                               # the same step goes on, on two ranks
+
+The parameters, the buffers and the optimizer's state that are on ranks go to where the other mesh
+keeps them, from rank to rank, as one verified program (runtime/between_meshes.py): what a rank is
+to have and has, stays there. The model, the optimizer, the steps and the compiled functions are the
+same objects; steps and calls keep their numbers, and so their random numbers.
+
+What is kept where afterwards is what the step that ran last is planned to keep there: it is planned
+anew first, with the graph that it has, so what cannot be planned is an error before anything moves.
+A value that no such step uses is kept as stated, as before any program (kept.py).
+
+The other mesh gets ranks of the launch: those that it has there, if it is one of its meshes; else
+those of the mesh that is left, in order, then free ones, then new ones, by which the launch grows.
+Ranks that a switch leaves keep nothing of the model, and are free.
+
+Invariants: what is under way ends first; all ranks agree that all have all before the new values
+count, so a switch that fails leaves everything as it was. The values are the same bits.
+
+Not here: values that were never put on ranks, which go there as ever, when a program needs them;
+DTensors, which stay on their mesh; generators, which are made anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dtensor.api.away import ONE_AT_A_TIME
+from dtensor.api.kept import Keeping, kept
+from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
+from dtensor.api.plan_call import Planned
+from dtensor.api.resident import Resident
+from dtensor.api.session import Launch, MeshSession, launched
+from dtensor.api.several_meshes import not_launched
+from dtensor.api.stating.roles_of_weights import StatedRoles
+from dtensor.api.stating.stages import Stages
+from dtensor.api.together import Models
+from dtensor.api.training import StepOptions, TrainStep
+from dtensor.daft import DaftError
+from dtensor.errors import PlanningError, check_kind
+from dtensor.runtime.between_meshes import bucket_bytes, values_program
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.runtime.schedule import Schedule
+from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def switch_plan(
+    launch: Launch,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    **stated: Any,
+) -> SyncPlan:
+    """What `switch` would send, with the same arguments. Nothing is moved, and nothing changes."""
+    with ONE_AT_A_TIME:
+        return _planned(launch, model, optimizer, mesh, placements, **stated).plan
+
+
+def switch(
+    launch: Launch,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    **stated: Any,
+) -> SyncPlan:
+    """The model goes on under ``mesh`` and ``placements``, with its optimizer's state; what was
+    moved. The arguments behind these two are those of `_planned`.
+
+    It waits for what is under way; a failure there that nobody has read raises here. Raises
+    PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing has
+    changed; daft's errors where moving fails, and then the model is where it was.
+    """
+    with ONE_AT_A_TIME:
+        _check_running(launch)
+        launch.settle()
+        found = _planned(launch, model, optimizer, mesh, placements, **stated)
+        found.carry_out()
+        return found.plan
+
+
+def _planned(
+    launch: Launch,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None,
+    *,
+    stages: Stages | None = None,
+    zero: Mapping[str, int] | None = None,
+    recompute: Sequence[str] | None = None,
+    misaligned: str = "error",
+    inputs: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+    ranks: Sequence[int] | None = None,
+    topology: Topology | None = None,
+) -> _Switch:
+    """What is to be done.
+
+    Args:
+        optimizer: that of the model, whose state moves; a list, where it has several; None, where
+            none has taken a step.
+        mesh, placements, stages, zero, recompute, misaligned: as of `parallelize`; what is left out
+            is as there, and not as it was.
+        inputs, schedule: of the steps that go on, where the present ones do not suit the mesh.
+        ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
+        topology: what the price is of.
+    """
+    _check_running(launch)
+    check_parallel("switch", model)
+    check_mesh(mesh)
+    check_topology(topology)
+    if model.source is not None:
+        raise PlanningError(
+            "a replica has the values of its policy, which dt.sync brings to any mesh.\n"
+            "fix: actor = dt.replica(policy, mesh, placements), and dt.sync(policy, actor)"
+        )
+    if model.mesh not in launch.sessions:
+        raise not_launched(model.mesh, launch.places)
+    if schedule is not None:
+        fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
+        check_kind("schedule", schedule, Schedule, "a schedule", fix)
+    here = launch.sessions[model.mesh]
+    numbers = _ranks_of(launch, here, mesh, ranks)
+    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+    other = parallelize(model.module, mesh, placements, **given)  # type: ignore[arg-type]
+    other.initial = model.initial
+    resident = here.residents.get(id(model))
+    optimizers = _optimizers(model, optimizer, resident)
+    if resident is not None:
+        resident.settle()
+    planned = _steps_planned(model, other, resident, optimizers, inputs, schedule)
+    found = _Switch(launch, model, other, here, numbers, resident, planned, topology)
+    found.check_stages()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedStep:
+    """A step that goes on, its plan for the other placement, and its options from then on."""
+
+    step: TrainStep
+    planned: Planned
+    options: StepOptions
+
+    def keeping(self, other: ParallelModule) -> Keeping:
+        """How it has the parameters and buffers of the module kept."""
+        plan = self.planned.plan
+        wanted = {
+            i.label: (on_mesh(plan, i.held), holders(plan, i))
+            for i in plan.inputs
+            if i.kind in ("parameter", "buffer")
+        }
+        return next(own for part, own in self.planned.models.by_part(wanted) if part is other)
+
+
+class _Switch:
+    """``other``: the same module, placed as it is to be; ``numbers``: of its mesh's ranks."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        model: ParallelModule,
+        other: ParallelModule,
+        here: MeshSession,
+        numbers: tuple[int, ...],
+        resident: Resident | None,
+        steps: Sequence[_PlannedStep],
+        topology: Topology | None,
+    ) -> None:
+        self.launch, self.model, self.other, self.here = launch, model, other, here
+        self.numbers, self.resident, self.steps = numbers, resident, steps
+        self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping(other).items()}
+        self.now: Keeping = {}
+        if resident is not None:
+            stated = kept(other, None)
+            self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
+        self.plan = self._plan(topology)
+
+    def _plan(self, topology: Topology | None) -> SyncPlan:
+        resident, homes = self.resident, dict[str, tuple[Side, Side]]()
+        for label, (spec, ranks) in self.now.items():
+            assert resident is not None
+            source = Side(resident.specs[label], resident.ranks[label], self.here.ranks)
+            homes[label] = source, Side(spec, ranks, self.numbers)
+        name = type(self.model.module).__name__
+        most = bucket_bytes(self.launch.cluster.device)
+        found = plan_sync(name, homes, topology=topology, bucket_bytes=most)
+        return replace(found, what="switch")
+
+    def check_stages(self) -> None:
+        if self.resident is not None and self.other.stage_plan.waiting:
+            raise PlanningError(
+                f'stages="auto": a step chooses them, and none has run with this model, whose '
+                f"values are on {self.model.mesh} and have to be somewhere.\n"
+                f"fix: state them, or take a step before"
+            )
+
+    # -- carrying it out --------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        launch, known = self.launch, self.other.mesh in self.launch.sessions
+        if max(self.numbers) >= launch.cluster.size:
+            launch.grow(max(self.numbers) + 1)
+        there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
+        try:
+            for home in self.resident.optimizers.values() if self.resident is not None else ():
+                home.come_home()
+            prefix = self._move(there)
+        except BaseException:
+            if not known:
+                del launch.sessions[self.other.mesh]
+            raise
+        self._forget(there)
+        self._restate()
+        if self.resident is not None:
+            now = self.now, self.by_steps
+            for home in self.resident.optimizers.values():
+                self.here.cluster.delete([[home.name]] * self.here.mesh.size)
+            self.resident.optimizers.clear()
+            self.resident.move(there.mesh, there.cluster, prefix, *now)
+            del self.here.residents[id(self.model)]
+            self.here.left = not self.here.residents
+            there.residents[id(self.model)], there.left = self.resident, False
+
+    def _move(self, there: MeshSession) -> str:
+        """The values go to the ranks that are to have them, beside the old ones; what their names
+        begin with there."""
+        resident, cluster = self.resident, self.launch.cluster
+        if resident is None:
+            return ""
+        prefix = resident.prefix if there is self.here else there.new_prefix()
+        moving = [n for n in self.now if there is not self.here or not self._stays(n)]
+        if not moving:
+            return prefix
+        plan = replace(self.plan, transfers={n: self.plan.transfers[n] for n in moving})
+        names = {
+            n: (inner_name(self.here, resident.name(n)), inner_name(there, f"{prefix}{n}"))
+            for n in moving
+        }
+        everyone = {*self.here.ranks, *self.numbers}
+        size, device = cluster.size, cluster.device
+        program = values_program(plan, size, device, names, state=True, also=everyone)
+        handle = load_across(cluster, program)
+        try:
+            empty: list[Mapping[str, object]] = [{} for _ in range(size)]
+            cluster.run(handle, empty, mode=there.mode).get()
+        except DaftError as error:
+            if cluster.failure is None:
+                error.add_note(f"it was a switch, which changed nothing: all is on {self.here.mesh}.")
+            raise self.here.told(error) from error.__cause__
+        finally:
+            if cluster.failure is None:
+                cluster.unload(handle)
+        return prefix
+
+    def _stays(self, label: str) -> bool:
+        assert self.resident is not None
+        return self.now[label] == (self.resident.specs[label], self.resident.ranks[label])
+
+    def _forget(self, there: MeshSession) -> None:
+        """What of the model is where it no longer is to be: values, and programs over it."""
+        here, resident = self.here, self.resident
+        if resident is None:
+            return
+        for key, value in list(here.loaded.items()):
+            match value:
+                case (Planned() as planned, LoadedProgram() as program):
+                    if self.model in planned.models.parts.values():
+                        program.unload()
+                        del here.loaded[key]
+                case _:
+                    pass
+        for label, ranks in resident.ranks.items():
+            stay = self.now[label][1] if there is here else ()
+            here.forget(resident.name(label), tuple(r for r in ranks if r not in stay))
+        for one in self.steps:
+            for name, ranks in one.step.kept_by(here).items():
+                here.forget(name, ranks)
+        here.drop()
+
+    def _restate(self) -> None:
+        """The objects that the user has are of the other placement from now on."""
+        model, other = self.model, self.other
+        model.restate(other)
+        for one in self.steps:
+            parts = one.planned.models.parts
+            models = Models({p: model if m is other else m for p, m in parts.items()})
+            call = one.planned.call.on(other, model)
+            own = replace(one.planned, models=models, call=call, switches=models.switches)
+            one.step.switched(own, one.options)
+
+
+# -- the steps that go on --------------------------------------------------------------------------
+
+
+def _steps_planned(
+    model: ParallelModule,
+    other: ParallelModule,
+    resident: Resident | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    inputs: Mapping[str, Any] | None,
+    schedule: Schedule | None,
+) -> list[_PlannedStep]:
+    """Of each optimizer's last step; ``other`` is settled by them, as by programs that ran."""
+    found: list[_PlannedStep] = []
+    for optimizer in optimizers:
+        step = resident.trained_by.get(id(optimizer)) if resident is not None else None
+        if step is None:
+            continue
+        assert isinstance(step, TrainStep)
+        planned, options = step.planned_on(other, inputs, schedule)
+        alone = len(planned.models.parts) == 1
+        stages = planned.stages if alone else other.stage_plan
+        for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
+            if part is other:
+                other.settle(chosen, planned.plan.stage_ranks, stages)
+        found.append(_PlannedStep(step, planned, options))
+    for name, given in (("inputs", inputs), ("schedule", schedule)):
+        if given is not None and not found:
+            raise PlanningError(
+                f"{name}= is of the steps that go on, and none has run with this model and "
+                f"optimizer.\n"
+                f"fix: leave it out, and dt.train_step(model, loss_fn, optimizer, {name}=...) "
+                f"afterwards"
+            )
+    return found
+
+
+def _optimizers(
+    model: ParallelModule, given: Optimizers, resident: Resident | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    fix = "run.switch(model, opt, mesh, placements)"
+    kinds = torch.optim.Optimizer | list | tuple | None
+    check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
+    listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    own = {id(p) for p in model.module.parameters()}
+    for one in listed:
+        check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)
+        held = (p for group in one.param_groups for p in group["params"])
+        if any(id(p) not in own for p in held):
+            raise PlanningError(
+                f"the {type(one).__name__} holds parameters that are not the model's.\n"
+                f"fix: pass the optimizer that was built over model.parameters()"
+            )
+    for home in resident.optimizers.values() if resident is not None else ():
+        if not any(home.optimizer is one for one in listed):
+            kind = type(home.optimizer).__name__
+            raise PlanningError(
+                f"the ranks have the state of a {kind} of this model that is not among the "
+                f"arguments, and would be left behind.\n"
+                f"fix: run.switch(model, opt, mesh, placements) with that {kind}, or a list of all"
+            )
+    return listed
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def _ranks_of(
+    launch: Launch, here: MeshSession, mesh: Mesh, stated: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The numbers of the mesh's ranks; those that the launch does not have yet are new ones."""
+    size = launch.cluster.size
+    check_kind("ranks", stated, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
+    known = launch.sessions.get(mesh)
+    if known is not None:
+        if stated is not None and tuple(stated) != known.ranks:
+            raise PlanningError(
+                f"{mesh} is on ranks {list(known.ranks)} of this launch, now "
+                f"ranks={list(stated)}.\n"
+                f"fix: leave ranks out, or give the other mesh a name of its own"
+            )
+        return known.ranks
+    if stated is not None:
+        found = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
+        new = sorted(rank for rank in found if rank >= size)
+        distinct = len(set(found)) == len(stated) == mesh.size
+        if not distinct or new != list(range(size, size + len(new))):
+            raise PlanningError(
+                f"ranks={list(stated)} for {mesh}, which has {mesh.size} ranks, in a launch of "
+                f"ranks 0..{size - 1}.\n"
+                f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
+            )
+        return found
+    used = [s for s in launch.sessions.values() if s is not here and not s.left]
+    others = {rank for session in used for rank in session.ranks}
+    free = (r for r in range(size) if r not in here.ranks and r not in others)
+    every = itertools.chain(here.ranks, free, itertools.count(size))
+    return tuple(itertools.islice(every, mesh.size))
+
+
+def _check_running(launch: Launch) -> None:
+    first = launched()
+    if first is None or first.launch is not launch:
+        raise RuntimeError(
+            "the launch has ended, and a switch is between two steps of a running one.\n"
+            "fix: call it inside the `with dt.launch(...) as run` block; outside, "
+            "dt.parallelize(model.module, mesh, placements)"
+        )
