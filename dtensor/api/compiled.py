@@ -29,7 +29,6 @@ from dtensor.api.eager.run import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
 from dtensor.api.loaded_program import load
-from dtensor.api.parallel import num_switches
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -42,6 +41,7 @@ from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Returned, session_for
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.stating.placing import Stated, check_fit
+from dtensor.api.switched import mesh_since, num_switches
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.graph import Graph
@@ -144,7 +144,7 @@ class CompiledFunction:
         """That which was stated, or where a switch has brought a module of the call since."""
         if num_switches() != self._since:
             for model in call.modules():
-                if (mesh := model.mesh_since(self.mesh, self._since)) != self.mesh:
+                if (mesh := mesh_since(model, self.mesh, self._since)) != self.mesh:
                     return mesh
         return self.mesh
 

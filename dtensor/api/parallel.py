@@ -51,8 +51,7 @@ class ParallelModule:
     ``settlement`` how often that grew;
     ``loads``: how often `load_state_dict` gave values to what is on the meta device;
     ``source``: of a replica (replica.py), whose values it takes, and ``version``, how often it has;
-    ``switches``: how often a switch placed it anew, and ``left``: at each, its number among all
-    switches and the mesh that was left;
+    ``switches``: how often a switch placed it anew (switched.py);
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
     ``zero``: the axis over which state is stored split, and the level;
@@ -84,25 +83,8 @@ class ParallelModule:
         self.loads = 0
         self.source: ParallelModule | None = None
         self.version = 0
-        self.left: list[tuple[int, Mesh]] = []
+        self.switches = 0
         self.steps = Counter()
-
-    @property
-    def switches(self) -> int:
-        return len(self.left)
-
-    def restate(self, other: ParallelModule) -> None:
-        """From now on it is placed as ``other`` is, which is of the same module."""
-        self.left.append((next_switch(), self.mesh))
-        self.mesh, self.placements, self.stage_plan = other.mesh, other.placements, other.stage_plan
-        self.zero, self.recompute, self.misaligned = other.zero, other.recompute, other.misaligned
-        self.settled, self.settlement = other.settled, self.settlement + other.settlement + 1
-
-    def mesh_since(self, mesh: Mesh, switch: int) -> Mesh:
-        """The mesh of a program that was made for ``mesh`` before that switch: where the module is
-        now, if it was there since."""
-        moved = any(number >= switch and before == mesh for number, before in self.left)
-        return self.mesh if moved else mesh
 
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:
@@ -261,21 +243,6 @@ def parallelize(
     check_word("misaligned", misaligned, get_args(OnMisaligned))
     stores = cast(OnMisaligned, misaligned)
     return ParallelModule(module, mesh, placed, plan, init, split, again, stores)
-
-
-_num_switches = 0
-
-
-def next_switch() -> int:
-    """Its number among all switches of this process."""
-    global _num_switches
-    _num_switches += 1
-    return _num_switches - 1
-
-
-def num_switches() -> int:
-    """So far, of all modules."""
-    return _num_switches
 
 
 def check_parallel(verb: str, model: object) -> None:

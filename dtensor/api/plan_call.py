@@ -120,12 +120,7 @@ class BoundCall:
 
     def shapes(self) -> BoundCall:
         """Such a call: of its tensors there are the shapes, of its DTensors the specs."""
-        leaves = (x.spec if isinstance(x, DTensor) else _shape_of(x) for x in self.leaves)
-        return replace(self, leaves=tuple(leaves))
-
-    def on(self, model: ParallelModule, other: ParallelModule) -> BoundCall:
-        """Such a call of ``other`` in the place of ``model``, with plain tensors."""
-        leaves = (other if leaf is model else _shape_of(leaf) for leaf in self.leaves)
+        leaves = (x.spec if isinstance(x, DTensor) else shape_of_leaf(x) for x in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
     def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
@@ -591,7 +586,7 @@ def for_capture(leaf: Any) -> Any:
             return leaf
 
 
-def _shape_of(leaf: Any) -> Any:
+def shape_of_leaf(leaf: Any) -> Any:
     """A tensor's, on the meta device; anything else as it is."""
     if isinstance(leaf, (TensorSpec, torch.Tensor)):
         with as_it_is():

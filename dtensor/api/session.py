@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -45,14 +45,10 @@ from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
-
-if TYPE_CHECKING:
-    from dtensor.api.stating.roles_of_weights import StatedRoles
-    from dtensor.api.switching import Optimizers
-    from dtensor.sharding.redistribute.named_values import SyncPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +66,10 @@ LocalKind = Literal["generated", "inductor"]
 class MeshSession:
     """See the module docstring. ``cluster``: the mesh's ranks; ``mode``: how programs run, compiled
     or interpreted."""
+
+    # of switching.py, which stands on this file
+    switch_plan: ClassVar[Callable[..., SyncPlan]]
+    switch: ClassVar[Callable[..., SyncPlan]]
 
     def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
         self.mesh = mesh
@@ -246,35 +246,6 @@ class MeshSession:
         self.left = False
         self._num_models += 1
         return f"model {self._num_models - 1}: "
-
-    def switch_plan(
-        self,
-        model: ParallelModule,
-        optimizer: Optimizers,
-        mesh: Mesh,
-        placements: Mapping[str, StatedRoles] | None = None,
-        **stated: Any,
-    ) -> SyncPlan:
-        """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
-        pair of ranks, the messages, and the price. Nothing is moved, and nothing changes."""
-        from dtensor.api.switching import switch_plan
-
-        return switch_plan(self.launch, model, optimizer, mesh, placements, **stated)
-
-    def switch(
-        self,
-        model: ParallelModule,
-        optimizer: Optimizers,
-        mesh: Mesh,
-        placements: Mapping[str, StatedRoles] | None = None,
-        **stated: Any,
-    ) -> SyncPlan:
-        """Between two steps: the model, its optimizer's state and the steps over them go on under
-        another mesh and other placements. See `dtensor.api.switching.switch`, whose arguments these
-        are. What was moved."""
-        from dtensor.api.switching import switch
-
-        return switch(self.launch, model, optimizer, mesh, placements, **stated)
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""

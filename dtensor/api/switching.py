@@ -2,9 +2,9 @@
 
     with dt.launch(dt.Mesh(dp=4)) as run:
         step(x, y)
-        print(run.switch_plan(model, opt, dt.Mesh(dp=2), {}))    # who sends what to whom
-        run.switch(model, opt, dt.Mesh(dp=2), {})                # f32[64@dp,16]: [16,16] -> [32,16]
-        step(x, y)                                               # the same step goes on, on two ranks
+        print(run.switch_plan(model, opt, dt.Mesh(dp=2), {}))   # who sends what to whom
+        run.switch(model, opt, dt.Mesh(dp=2), {})               # f32[64@dp,16]: [16,16] to [32,16]
+        step(x, y)                                              # the same step, on two ranks
 
 The parameters, the buffers and the optimizer's state that are on ranks go to where the other mesh
 keeps them, from rank to rank, as one verified program (runtime/between_meshes.py): what a rank is
@@ -40,19 +40,27 @@ from dtensor.api.kept import Keeping, kept
 from dtensor.api.loaded_program import LoadedProgram
 from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
-from dtensor.api.plan_call import Planned
+from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
 from dtensor.api.resident import Resident
 from dtensor.api.session import Launch, MeshSession, launched
 from dtensor.api.several_meshes import not_launched
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
+from dtensor.api.switched import restate
 from dtensor.api.together import Models
-from dtensor.api.training import StepOptions, TrainStep
+from dtensor.api.training import (
+    StepOptions,
+    TrainStep,
+    check_recompute,
+    gradient_specs,
+    grid_of,
+)
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import bucket_bytes, values_program
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.schedule import Schedule
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -61,47 +69,11 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def switch_plan(
-    launch: Launch,
+    run: MeshSession,
     model: ParallelModule,
     optimizer: Optimizers,
     mesh: Mesh,
     placements: Mapping[str, StatedRoles] | None = None,
-    **stated: Any,
-) -> SyncPlan:
-    """What `switch` would send, with the same arguments. Nothing is moved, and nothing changes."""
-    with ONE_AT_A_TIME:
-        return _planned(launch, model, optimizer, mesh, placements, **stated).plan
-
-
-def switch(
-    launch: Launch,
-    model: ParallelModule,
-    optimizer: Optimizers,
-    mesh: Mesh,
-    placements: Mapping[str, StatedRoles] | None = None,
-    **stated: Any,
-) -> SyncPlan:
-    """The model goes on under ``mesh`` and ``placements``, with its optimizer's state; what was
-    moved. The arguments behind these two are those of `_planned`.
-
-    It waits for what is under way; a failure there that nobody has read raises here. Raises
-    PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing has
-    changed; daft's errors where moving fails, and then the model is where it was.
-    """
-    with ONE_AT_A_TIME:
-        _check_running(launch)
-        launch.settle()
-        found = _planned(launch, model, optimizer, mesh, placements, **stated)
-        found.carry_out()
-        return found.plan
-
-
-def _planned(
-    launch: Launch,
-    model: ParallelModule,
-    optimizer: Optimizers,
-    mesh: Mesh,
-    placements: Mapping[str, StatedRoles] | None,
     *,
     stages: Stages | None = None,
     zero: Mapping[str, int] | None = None,
@@ -111,22 +83,84 @@ def _planned(
     schedule: Schedule | None = None,
     ranks: Sequence[int] | None = None,
     topology: Topology | None = None,
-) -> _Switch:
-    """What is to be done.
+) -> SyncPlan:
+    """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
+    pair of ranks, the messages, the price. Nothing is moved, and nothing changes.
 
     Args:
+        topology: what the price is of.
+    """
+    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+    how = _Stated(placements or {}, given, inputs, schedule, ranks, topology)
+    with ONE_AT_A_TIME:
+        return _switch_of(run.launch, model, optimizer, mesh, how).plan
+
+
+def switch(
+    run: MeshSession,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    *,
+    stages: Stages | None = None,
+    zero: Mapping[str, int] | None = None,
+    recompute: Sequence[str] | None = None,
+    misaligned: str = "error",
+    inputs: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+    ranks: Sequence[int] | None = None,
+) -> SyncPlan:
+    """Between two steps: the model, its optimizer and the steps over them go on under ``mesh`` and
+    ``placements``. What was moved.
+
+    It waits for what is under way; a failure there that nobody has read raises here. Raises
+    PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing has
+    changed; daft's errors where moving fails, and then the model is where it was.
+
+    Args:
+        run: what `launch` gives.
         optimizer: that of the model, whose state moves; a list, where it has several; None, where
             none has taken a step.
         mesh, placements, stages, zero, recompute, misaligned: as of `parallelize`; what is left out
             is as there, and not as it was.
         inputs, schedule: of the steps that go on, where the present ones do not suit the mesh.
         ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
-        topology: what the price is of.
     """
+    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+    how = _Stated(placements or {}, given, inputs, schedule, ranks, None)
+    with ONE_AT_A_TIME:
+        _check_running(run.launch)
+        run.launch.settle()
+        found = _switch_of(run.launch, model, optimizer, mesh, how)
+        found.carry_out()
+        return found.plan
+
+
+MeshSession.switch_plan = switch_plan
+MeshSession.switch = switch
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """``given``: what `parallelize` takes besides."""
+
+    placements: Mapping[str, StatedRoles]
+    given: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+    schedule: Schedule | None
+    ranks: Sequence[int] | None
+    topology: Topology | None
+
+
+def _switch_of(
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: _Stated
+) -> _Switch:
+    """What is to be done. PlanningError where it cannot be."""
     _check_running(launch)
     check_parallel("switch", model)
     check_mesh(mesh)
-    check_topology(topology)
+    check_topology(how.topology)
     if model.source is not None:
         raise PlanningError(
             "a replica has the values of its policy, which dt.sync brings to any mesh.\n"
@@ -134,33 +168,60 @@ def _planned(
         )
     if model.mesh not in launch.sessions:
         raise not_launched(model.mesh, launch.places)
-    if schedule is not None:
-        fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
-        check_kind("schedule", schedule, Schedule, "a schedule", fix)
+    fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
+    check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
     here = launch.sessions[model.mesh]
-    numbers = _ranks_of(launch, here, mesh, ranks)
-    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-    other = parallelize(model.module, mesh, placements, **given)  # type: ignore[arg-type]
+    numbers = _ranks_of(launch, here, mesh, how.ranks)
+    other = parallelize(model.module, mesh, how.placements, **how.given)
     other.initial = model.initial
     resident = here.residents.get(id(model))
     optimizers = _optimizers(model, optimizer, resident)
     if resident is not None:
         resident.settle()
-    planned = _steps_planned(model, other, resident, optimizers, inputs, schedule)
-    found = _Switch(launch, model, other, here, numbers, resident, planned, topology)
-    found.check_stages()
-    return found
+    steps = _planned_steps(model, other, resident, optimizers, how)
+    if resident is not None and other.stage_plan.waiting:
+        raise PlanningError(
+            f'stages="auto": a step chooses them, and none has run with this model, whose values '
+            f"are on {model.mesh} and have to be somewhere.\n"
+            f"fix: state them, or take a step before"
+        )
+    return _Switch(launch, model, other, here, numbers, resident, steps, how.topology)
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedStep:
-    """A step that goes on, its plan for the other placement, and its options from then on."""
+    """A step that goes on, its plan with ``other`` in the model's place, and its options then."""
 
     step: TrainStep
+    other: ParallelModule
     planned: Planned
     options: StepOptions
 
-    def keeping(self, other: ParallelModule) -> Keeping:
+    @staticmethod
+    def of(step: TrainStep, other: ParallelModule, how: _Stated) -> _PlannedStep:
+        last, options = step.last, step.options
+        assert last is not None, "it has run"
+        options = replace(
+            options,
+            inputs=options.inputs if how.inputs is None else how.inputs,
+            schedule=how.schedule or options.schedule,
+        )
+        try:
+            check_recompute(other, options.recompute)
+            grid = grid_of(options.schedule, other)
+            other.claim_homes(grid.home())
+            call = _call_with(last.call, step.model, other)
+            stated = step.planned_with(options, grid, last.graph)
+            planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
+        except PlanningError as error:
+            error.add_note(
+                f"so {last.plan.name}, which has trained the model, could not go on; run.switch "
+                f"takes inputs= and schedule= for it."
+            )
+            raise
+        return _PlannedStep(step, other, planned, options)
+
+    def keeping(self) -> Keeping:
         """How it has the parameters and buffers of the module kept."""
         plan = self.planned.plan
         wanted = {
@@ -168,7 +229,43 @@ class _PlannedStep:
             for i in plan.inputs
             if i.kind in ("parameter", "buffer")
         }
-        return next(own for part, own in self.planned.models.by_part(wanted) if part is other)
+        found = self.planned.models.by_part(wanted)
+        return next(own for part, own in found if part is self.other)
+
+    def settle(self) -> None:
+        """``other`` is as the plan has chosen, as by a program that ran."""
+        planned = self.planned
+        stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
+        for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
+            if part is self.other:
+                part.settle(chosen, planned.plan.stage_ranks, stages)
+
+    def kept_gradients(self, here: MeshSession) -> dict[str, tuple[int, ...]]:
+        """The names of those that the step keeps there, and the ranks that have them."""
+        step, last = self.step, self.step.last
+        if not step.options.keep_gradients or last is None or step._session is not here:
+            return {}
+        names = step._kept(here, last)
+        return {names[f"gradient {n}"]: holders_of(s) for n, s in gradient_specs(last).items()}
+
+    def go_on(self) -> None:
+        """The step is of the model as it is placed now."""
+        step, other, before = self.step, self.other, self.step.last
+        assert before is not None
+        parts = {p: step.model if m is other else m for p, m in self.planned.models.parts.items()}
+        models = Models(parts)
+        call = _call_with(self.planned.call, other, step.model)
+        planned = replace(self.planned, models=models, call=call, switches=models.switches)
+        step.options, step.last, step._session = self.options, planned, None
+        step._grid = step.model.switches, grid_of(self.options.schedule, step.model)
+        if not self.options.each_call and not before.call.specs():
+            step.plans.put(planned, before)
+
+
+def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
+    """Such a call of ``other`` in the place of ``model``, with plain tensors."""
+    leaves = (other if leaf is model else shape_of_leaf(leaf) for leaf in call.leaves)
+    return replace(call, leaves=tuple(leaves))
 
 
 class _Switch:
@@ -187,7 +284,7 @@ class _Switch:
     ) -> None:
         self.launch, self.model, self.other, self.here = launch, model, other, here
         self.numbers, self.resident, self.steps = numbers, resident, steps
-        self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping(other).items()}
+        self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping().items()}
         self.now: Keeping = {}
         if resident is not None:
             stated = kept(other, None)
@@ -205,14 +302,6 @@ class _Switch:
         found = plan_sync(name, homes, topology=topology, bucket_bytes=most)
         return replace(found, what="switch")
 
-    def check_stages(self) -> None:
-        if self.resident is not None and self.other.stage_plan.waiting:
-            raise PlanningError(
-                f'stages="auto": a step chooses them, and none has run with this model, whose '
-                f"values are on {self.model.mesh} and have to be somewhere.\n"
-                f"fix: state them, or take a step before"
-            )
-
     # -- carrying it out --------------------------------------------------------------------------
 
     def carry_out(self) -> None:
@@ -229,7 +318,9 @@ class _Switch:
                 del launch.sessions[self.other.mesh]
             raise
         self._forget(there)
-        self._restate()
+        restate(self.model, self.other)
+        for one in self.steps:
+            one.go_on()
         if self.resident is not None:
             now = self.now, self.by_steps
             for home in self.resident.optimizers.values():
@@ -264,7 +355,9 @@ class _Switch:
             cluster.run(handle, empty, mode=there.mode).get()
         except DaftError as error:
             if cluster.failure is None:
-                error.add_note(f"it was a switch, which changed nothing: all is on {self.here.mesh}.")
+                error.add_note(
+                    f"it was a switch, which changed nothing: all is on {self.here.mesh}."
+                )
             raise self.here.told(error) from error.__cause__
         finally:
             if cluster.failure is None:
@@ -292,48 +385,30 @@ class _Switch:
             stay = self.now[label][1] if there is here else ()
             here.forget(resident.name(label), tuple(r for r in ranks if r not in stay))
         for one in self.steps:
-            for name, ranks in one.step.kept_by(here).items():
+            for name, ranks in one.kept_gradients(here).items():
                 here.forget(name, ranks)
         here.drop()
-
-    def _restate(self) -> None:
-        """The objects that the user has are of the other placement from now on."""
-        model, other = self.model, self.other
-        model.restate(other)
-        for one in self.steps:
-            parts = one.planned.models.parts
-            models = Models({p: model if m is other else m for p, m in parts.items()})
-            call = one.planned.call.on(other, model)
-            own = replace(one.planned, models=models, call=call, switches=models.switches)
-            one.step.switched(own, one.options)
 
 
 # -- the steps that go on --------------------------------------------------------------------------
 
 
-def _steps_planned(
+def _planned_steps(
     model: ParallelModule,
     other: ParallelModule,
     resident: Resident | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    inputs: Mapping[str, Any] | None,
-    schedule: Schedule | None,
+    how: _Stated,
 ) -> list[_PlannedStep]:
-    """Of each optimizer's last step; ``other`` is settled by them, as by programs that ran."""
+    """Of each optimizer's last step; ``other`` is settled by them."""
     found: list[_PlannedStep] = []
     for optimizer in optimizers:
         step = resident.trained_by.get(id(optimizer)) if resident is not None else None
-        if step is None:
-            continue
-        assert isinstance(step, TrainStep)
-        planned, options = step.planned_on(other, inputs, schedule)
-        alone = len(planned.models.parts) == 1
-        stages = planned.stages if alone else other.stage_plan
-        for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
-            if part is other:
-                other.settle(chosen, planned.plan.stage_ranks, stages)
-        found.append(_PlannedStep(step, planned, options))
-    for name, given in (("inputs", inputs), ("schedule", schedule)):
+        if step is not None:
+            assert isinstance(step, TrainStep)
+            found.append(_PlannedStep.of(step, other, how))
+            found[-1].settle()
+    for name, given in (("inputs", how.inputs), ("schedule", how.schedule)):
         if given is not None and not found:
             raise PlanningError(
                 f"{name}= is of the steps that go on, and none has run with this model and "
@@ -364,8 +439,8 @@ def _optimizers(
         if not any(home.optimizer is one for one in listed):
             kind = type(home.optimizer).__name__
             raise PlanningError(
-                f"the ranks have the state of a {kind} of this model that is not among the "
-                f"arguments, and would be left behind.\n"
+                f"the ranks have the state of another optimizer of this model than is passed, "
+                f"{kind}, which would be left behind.\n"
                 f"fix: run.switch(model, opt, mesh, placements) with that {kind}, or a list of all"
             )
     return listed

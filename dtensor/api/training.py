@@ -201,10 +201,10 @@ class TrainStep:
         self.optimizer = optimizer
         self.options = options
         self.plans = PlanCache()
-        self._grid = model.switches, _grid_of(options.schedule, model)
+        self._grid = model.switches, grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
         self._groups()
-        self._last: Planned | None = None
+        self.last: Planned | None = None
         self._running: deque[Loss] = deque()
         self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
@@ -213,7 +213,7 @@ class TrainStep:
     def grid(self) -> Grid:
         """Its schedule, for the stages that the model has now."""
         if self._grid[0] != self.model.switches:
-            found = _grid_of(self.options.schedule, self.model)
+            found = grid_of(self.options.schedule, self.model)
             self.model.claim_homes(found.home())
             self._grid = self.model.switches, found
         return self._grid[1]
@@ -258,20 +258,16 @@ class TrainStep:
         _refuse_early_hooks(self.optimizer)
 
         def make(found: Graph | None) -> Planned:
-            options = self._options(self.options, self.grid, groups, graph or found)
+            options = self.planned_with(self.options, self.grid, graph or found)
             return plan_call(call, self.model.mesh, "loss", options, self._name)
 
         if self.options.each_call:
             return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
         return self.plans.get(call, groups, make)
 
-    def _options(
-        self,
-        stated: StepOptions,
-        grid: Grid,
-        groups: Sequence[Sequence[str]],
-        graph: Graph | None,
-    ) -> Options:
+    def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
+        """What a plan of it depends on besides the call."""
+        groups = self._groups()
         return Options(
             inputs=stated.inputs,
             num_microbatches=stated.schedule.microbatches,
@@ -283,44 +279,6 @@ class TrainStep:
             graph=graph,
             per_microbatch=stated.batch_norm == "per_microbatch",
         )
-
-    # -- another placement -----------------------------------------------------------------------
-
-    def planned_on(
-        self, other: ParallelModule, inputs: Mapping[str, Any] | None, schedule: Schedule | None
-    ) -> tuple[Planned, StepOptions]:
-        """What the last step would be with ``other`` in the model's place, and with what options;
-        ``inputs`` and ``schedule``: None leaves what was stated."""
-        last, stated = self._last, self.options
-        assert last is not None, "a step was taken"
-        stated = replace(
-            stated,
-            inputs=stated.inputs if inputs is None else inputs,
-            schedule=schedule or stated.schedule,
-        )
-        _check_recompute(other, stated.recompute)
-        grid = _grid_of(stated.schedule, other)
-        other.claim_homes(grid.home())
-        options = self._options(stated, grid, self._groups(), last.graph)
-        call = last.call.on(self.model, other)
-        return plan_call(call, other.mesh, "loss", options, self._name), stated
-
-    def switched(self, planned: Planned, options: StepOptions) -> None:
-        """The model is placed so now; ``planned`` is of that."""
-        before = self._last
-        assert before is not None and planned.grid is not None
-        self.options, self._last, self._session = options, planned, None
-        self._grid = self.model.switches, _grid_of(options.schedule, self.model)
-        if not self.options.each_call and not before.call.specs():
-            self.plans.put(planned, before)
-
-    def kept_by(self, session: MeshSession) -> dict[str, tuple[int, ...]]:
-        """The names of gradients that it keeps there, and the ranks that have them."""
-        if not self.options.keep_gradients or self._last is None or self._session is not session:
-            return {}
-        names = self._kept(session, self._last)
-        specs = _gradient_specs(self._last)
-        return {names[f"gradient {n}"]: holders_of(spec) for n, spec in specs.items()}
 
     @property
     def _name(self) -> str:
@@ -378,7 +336,7 @@ class TrainStep:
         numbers = numbers_fed(steps.advance(), "train")
         fed = program.feed(call, numbers, options)
         future = session.run(program.handle, fed, kept, counted)
-        self._last = planned
+        self.last = planned
         session.wrote(program.written, home)
         unsure = home.unsure
 
@@ -440,20 +398,20 @@ class TrainStep:
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
             found = session.run(program.handle, program.feed(call, numbers), {}, counted).get()
-            for label, spec in _gradient_specs(planned).items():
+            for label, spec in gradient_specs(planned).items():
                 shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)
         else:
             kept = self.options.keep_gradients and self._session is session
-            if not kept or self._last is None:
+            if not kept or self.last is None:
                 raise PlanningError(
                     "no gradients of a last step are kept.\n"
                     "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
                     "pass a batch: step.gradients(*batch)"
                 )
-            planned = self._last
+            planned = self.last
             names = self._kept(session, planned)
-            for label, spec in _gradient_specs(planned).items():
+            for label, spec in gradient_specs(planned).items():
                 ranks = holders_of(spec)
                 held = session.fetch(names[f"gradient {label}"], ranks)
                 gradients[label] = assemble_at(dict(zip(ranks, held, strict=True)), spec)
@@ -465,7 +423,7 @@ class TrainStep:
     def _kept(self, session: MeshSession, planned: Planned) -> dict[str, str]:
         """Program output to the table's name of a gradient that stays on the actors."""
         prefix = session.resident(self.model).prefix
-        return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
+        return {f"gradient {n}": f"{prefix}gradient {n}" for n in gradient_specs(planned)}
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):
@@ -582,7 +540,7 @@ def train_step(
         check_masters(optimizer)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
-    _check_recompute(model, again)
+    check_recompute(model, again)
     options = StepOptions(
         inputs=inputs,
         schedule=schedule or GPipe(microbatches=1),
@@ -601,13 +559,15 @@ def train_step(
     return step
 
 
-def _grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
+def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
+    """The schedule for the model's stages."""
     stages = model.stage_plan
     ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
     return schedule.grid(stages.num_stages, ranks)
 
 
-def _check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:
+def check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:
+    """PlanningError where both state what is computed again."""
     if again and model.recompute:
         raise PlanningError(
             f"recompute is stated twice.\n"
@@ -667,7 +627,7 @@ def _held(value: Any) -> Callable[[], Any]:
     return weakref.ref(value) if isinstance(value, torch.Tensor) else lambda: value
 
 
-def _gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
+def gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
     """Parameter name to the spec under which its gradient ends, on the user's mesh."""
     return {
         str(o.of): on_stage(planned.plan, o.spec, o.values[0][0])

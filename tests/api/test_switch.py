@@ -1,0 +1,556 @@
+"""`run.switch`: a model goes on under the other placement as one that was gathered and loaded there,
+to the bit; what is sent is what is missing; a switch that cannot be leaves all as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.api.resident import Resident
+from dtensor.api.session import MeshSession
+from dtensor.daft import Cluster, DaftError, Program, Send
+from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.runtime import between_meshes
+from dtensor.sharding.spec.shards import shard_of
+from tests.api.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
+from tests.models import GPT, DropoutGPT, loss_fn
+
+FOUR_STAGES = {
+    "pp": [
+        ["embed*", "positions*", "blocks.0.norm1.*", "blocks.0.attn.*"],
+        ["blocks.0.norm2.*", "blocks.0.mlp.*"],
+        ["blocks.1.*"],
+        ["norm*", "head*"],
+    ]
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A placement as `parallelize`, `train_step` and `switch` take it."""
+
+    axes: Mapping[str, int]
+    pins: Mapping[str, Mapping[str, dt.Placement]] = field(default_factory=dict)
+    how: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, dt.Placement] = field(default_factory=dict)
+    schedule: dt.Schedule = field(default_factory=lambda: dt.OneFOneB(microbatches=2))
+
+    @property
+    def mesh(self) -> dt.Mesh:
+        return dt.Mesh(**self.axes)
+
+    @property
+    def steps(self) -> dict[str, Any]:
+        return {"inputs": self.inputs, "schedule": self.schedule}
+
+
+ROWS = dict(dp=dt.Row())
+UNEVEN = {"*.up.weight": dict(tp=dt.Row()), "*.down.weight": dict(tp=dt.Column())}
+PLACES: dict[str, Place] = {
+    "single": Place(axes={}),
+    "dp2 zero1": Place(axes=dict(dp=2), how=dict(zero={"dp": 1}), inputs=ROWS),
+    "dp4": Place(axes=dict(dp=4), inputs=ROWS),
+    "dp4 zero3": Place(axes=dict(dp=4), how=dict(zero={"dp": 3}), inputs=ROWS),
+    "tp2": Place(axes=dict(tp=2), pins=MEGATRON),
+    "tp3 uneven": Place(axes=dict(tp=3), pins=UNEVEN),
+    "tp4": Place(axes=dict(tp=4), pins=MEGATRON, how=dict(recompute=["blocks.*"])),
+    "pp2": Place(axes=dict(pp=2), how=dict(stages=TWO_STAGES)),
+    "pp2 of 4": Place(
+        axes=dict(pp=2),
+        how=dict(stages=FOUR_STAGES),
+        schedule=dt.Interleaved1F1B(microbatches=2),
+    ),
+    "dp2 tp2 zero2": Place(
+        axes=dict(dp=2, tp=2), pins=MEGATRON, how=dict(zero={"dp": 2}), inputs=ROWS
+    ),
+}
+
+
+class Trained:
+    """A GPT that is trained, under one placement after another."""
+
+    def __init__(
+        self,
+        at: Place,
+        *,
+        module: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+        **options: Any,
+    ) -> None:
+        self.at = at
+        self.module = (make_model() if module is None else module).to(dtype)
+        self.model = dt.parallelize(self.module, at.mesh, at.pins, **at.how)
+        self.opt = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
+        options = {"clip_grad_norm": 1.0, **options}
+        self.step = dt.train_step(self.model, loss_fn, self.opt, **at.steps, **options)
+
+    def switch(self, run: MeshSession, at: Place, **stated: Any) -> dt.SyncPlan:
+        given = {**at.how, **at.steps, **stated}
+        expected = run.switch_plan(self.model, self.opt, at.mesh, at.pins, **given)
+        found = run.switch(self.model, self.opt, at.mesh, at.pins, **given)
+        assert str(found) == str(expected) and found.what == "switch"
+        self.at = at
+        return found
+
+    def losses(self, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+        return [float(loss) for loss in [self.step(*one) for one in data]]
+
+    def state(self) -> dict[str, Any]:
+        return dt.gather_state_dict(self.model, self.opt)
+
+
+def loaded_under(at: Place, state: Mapping[str, Any], like: Trained, **options: Any) -> Trained:
+    """A model of its own with that state, under that placement."""
+    dtype = next(like.module.parameters()).dtype
+    module = type(like.module)() if isinstance(like.module, DropoutGPT) else None
+    found = Trained(at, module=module, dtype=dtype, **options)
+    dt.load_state_dict(found.model, found.opt, state)
+    return found
+
+
+def tables(run: MeshSession) -> dict[int, list[str]]:
+    """The names that each rank of an in-process launch has."""
+    cluster = run.launch.cluster
+    assert isinstance(cluster, InProcessCluster)
+    found: dict[int, list[str]] = {rank: [] for rank in range(cluster.size)}
+    for rank, name in cluster._worker._table:
+        found[rank].append(name)
+    return found
+
+
+def homes(model: dt.ParallelModule, run: MeshSession) -> Resident:
+    return run.launch.sessions[model.mesh].residents[id(model)]
+
+
+def elements(resident: Resident, run: MeshSession) -> dict[tuple[str, int], set[int]]:
+    """Label and rank of the launch to the elements that the rank has, by cutting numbers."""
+    found: dict[tuple[str, int], set[int]] = {}
+    numbers = run.launch.sessions[resident.mesh].ranks
+    for label, spec in resident.specs.items():
+        whole = torch.arange(math.prod(spec.shape)).reshape(spec.shape)
+        for rank in resident.ranks[label]:
+            own = shard_of(whole, spec, resident.mesh.coordinates(rank))
+            found[label, numbers[rank]] = set(own.flatten().tolist())
+    return found
+
+
+@contextmanager
+def sends(monkeypatch: pytest.MonkeyPatch, kind: type[Cluster]) -> Iterator[dict[str, int]]:
+    """The bytes of the Sends of each program that is loaded meanwhile, by its name."""
+    found: dict[str, int] = {}
+    load = kind.load
+
+    def counted(self: Cluster, program: Program) -> Any:
+        sent = [i for own in program.ranks for i in own.instructions if isinstance(i, Send)]
+        found[program.name] = sum(i.buffer.nbytes for i in sent)
+        return load(self, program)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "load", counted)
+        yield found
+
+
+PAIRS = (
+    ("dp4 zero3", "dp2 zero1"),
+    ("tp2", "pp2"),
+    ("single", "tp2"),
+    ("tp2", "tp4"),
+    ("tp3 uneven", "dp4 zero3"),
+    ("pp2", "pp2 of 4"),
+    ("dp2 tp2 zero2", "pp2"),
+    ("dp4 zero3", "dp4"),
+    ("tp4", "single"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("here", "there"), PAIRS)
+def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, data = PLACES[here], PLACES[there], batches(5)
+    trained = Trained(a)
+    with dt.launch(a.mesh) as run:
+        trained.losses(data[:2])
+        before = elements(homes(trained.model, run), run)
+        with sends(monkeypatch, InProcessCluster) as sent:
+            plan = trained.switch(run, b)
+        resident = homes(trained.model, run)
+        after = elements(resident, run)
+        lacking = sum(
+            len(wanted - before.get(key, set())) * resident.specs[key[0]].dtype.itemsize
+            for key, wanted in after.items()
+        )
+        parameters = {n: t for n, t in plan.transfers.items() if n in resident.specs}
+        assert sum(t.bytes_sent for t in parameters.values()) == lacking
+        assert sent["switch of GPT"] == plan.bytes_sent
+        held = {rank for name in after for rank in name[1:]}
+        assert all(not names for rank, names in tables(run).items() if rank not in held)
+        at_switch = trained.state()
+        losses = trained.losses(data[2:4])
+        later = trained.state()
+        trained.switch(run, a)
+        assert_same_bits(trained.state(), later)
+        back = trained.losses(data[4:])
+        assert trained.model.mesh == a.mesh
+    assert_same_bits(dict(trained.module.state_dict()), trained.state()["model"])
+
+    fresh = Trained(a)
+    with dt.launch(a.mesh):
+        fresh.losses(data[:2])
+        assert_same_bits(fresh.state(), at_switch)
+    loaded = loaded_under(b, at_switch, trained)
+    with dt.launch(b.mesh):
+        assert loaded.losses(data[2:4]) == losses
+        assert_same_bits(loaded.state(), later)
+    again = loaded_under(a, later, trained)
+    with dt.launch(a.mesh):
+        assert again.losses(data[4:]) == back
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
+def test_shrink_and_grow(mode: Any) -> None:
+    """dp 4, 2, 4 with ZeRO: freed ranks are the same that are used again."""
+    four, two, data = PLACES["dp4 zero3"], PLACES["dp2 zero1"], batches(4)
+    trained = Trained(four)
+    with dt.launch(four.mesh, mode=mode) as run:
+        trained.losses(data[:1])
+        trained.switch(run, two)
+        trained.losses(data[1:2])
+        assert not tables(run)[2] and not tables(run)[3]
+        trained.switch(run, four)
+        trained.losses(data[2:3])
+        assert run.launch.cluster.size == 4
+        assert run.launch.places == {four.mesh: (0, 1, 2, 3), two.mesh: (0, 1)}
+        other = dt.Mesh(dp=2, name="others")
+        trained.switch(run, two)
+        run.switch(trained.model, trained.opt, other, {}, ranks=(2, 3))
+        assert not tables(run)[0] and not tables(run)[1]
+        assert len(trained.losses(data[3:])) == 1
+
+
+def test_new_ranks() -> None:
+    """A launch of one rank grows; what was on its mesh is there, programs too."""
+    one, data = PLACES["single"], batches(2)
+    trained = Trained(one)
+    double = dt.compile(lambda x: x * 2, one.mesh)
+    with dt.launch(one.mesh) as run:
+        x = dt.distribute(torch.arange(4.0), one.mesh)
+        y = double(x)
+        trained.losses(data[:1])
+        at = PLACES["tp4"]
+        plan = trained.switch(run, at)
+        assert run.launch.cluster.size == 4 and run.launch.places[at.mesh] == (0, 1, 2, 3)
+        assert {pair[0] for pair in plan.bytes_by_pair} == {0}
+        trained.losses(data[1:])
+        assert (double(x) + y).full_tensor().tolist() == [0, 4, 8, 12]
+
+
+@pytest.mark.slow
+def test_masters_and_kept_gradients() -> None:
+    a, b, data = PLACES["dp4 zero3"], PLACES["tp2"], batches(3)
+    options = dict(master_weights=True, keep_gradients=True)
+    trained = Trained(a, dtype=torch.bfloat16, **options)
+    with dt.launch(a.mesh) as run:
+        trained.losses(data[:2])
+        assert trained.step.gradients()
+        trained.switch(run, b)
+        with pytest.raises(dt.PlanningError, match="no gradients of a last step are kept"):
+            trained.step.gradients()
+        assert not tables(run)[2] and not tables(run)[3]
+        state = trained.state()
+        loss, later, gradients = trained.losses(data[2:]), trained.state(), trained.step.gradients()
+    loaded = loaded_under(b, state, trained, **options)
+    with dt.launch(b.mesh):
+        assert loaded.losses(data[2:]) == loss
+        assert_same_bits(loaded.state(), later)
+        assert_same_bits(loaded.step.gradients(), gradients)
+
+
+@pytest.mark.slow
+def test_random_numbers_go_on() -> None:
+    a, b, data = PLACES["dp4"], PLACES["tp2"], batches(4)
+    still, moved = Trained(a, module=DropoutGPT()), Trained(a, module=DropoutGPT())
+    moved.module.load_state_dict(still.module.state_dict())
+    with dt.launch(a.mesh):
+        losses = still.losses(data)
+    with dt.launch(a.mesh) as run:
+        found = moved.losses(data[:2])
+        moved.switch(run, b)
+        found += moved.losses(data[2:])
+    assert found[:2] == losses[:2]
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_compiled_function_follows() -> None:
+    a, b = PLACES["tp2"], PLACES["pp2"]
+    model = dt.parallelize(make_model(), a.mesh, a.pins)
+    x = batches(1)[0][0]
+    logits, early = (dt.compile(lambda m, x: m(x), a.mesh) for _ in range(2))
+    with dt.launch(a.mesh) as run:
+        first = logits(model, x)
+        run.switch(model, None, b.mesh, b.pins, **b.how)
+        second = logits(model, x)
+        assert first.spec.mesh == a.mesh and second.spec.mesh == b.mesh
+        torch.testing.assert_close(second.full_tensor(), first.full_tensor())
+        assert early(model, x).spec.mesh == b.mesh
+        assert logits.plan(model, x).mesh == b.mesh and len(logits.plans) == 1
+        late = dt.compile(lambda m, x: m(x), a.mesh)
+        with pytest.raises(dt.PlanningError, match="the model was parallelized on mesh"):
+            late(model, x)
+        with pytest.raises(dt.PlanningError, match="x is on mesh"):
+            logits(model, dt.distribute(x, a.mesh))
+        run.switch(model, None, a.mesh, a.pins)
+        assert torch.equal(logits(model, x).full_tensor(), first.full_tensor())
+        assert late(model, x).spec.mesh == a.mesh
+
+
+def test_nothing_on_the_ranks_yet() -> None:
+    a, b, data = PLACES["dp4"], PLACES["tp2"], batches(1)
+    trained, fresh = Trained(a), Trained(b)
+    with dt.launch(a.mesh) as run:
+        plan = run.switch(trained.model, trained.opt, b.mesh, b.pins)
+        assert str(plan) == "switch of GPT: no value is on the ranks yet"
+        with pytest.raises(dt.PlanningError, match='inputs names the axis "dp"'):
+            trained.losses(data)
+        step = dt.train_step(trained.model, loss_fn, trained.opt, clip_grad_norm=1.0, **b.steps)
+        loss = float(step(*data[0]))
+    with dt.launch(b.mesh):
+        assert fresh.losses(data) == [loss]
+
+
+def test_what_is_written_and_read_between() -> None:
+    a, b = PLACES["dp4"], PLACES["tp2"]
+    trained, data = Trained(a), batches(2)
+    with dt.launch(a.mesh) as run:
+        trained.losses(data[:1])
+        with torch.no_grad():
+            trained.module.norm.weight.fill_(0.5)
+        shown = trained.module.embed.weight.sum().item()
+        plan = trained.switch(run, b)
+        assert "norm.weight" not in plan.transfers  # the controller has it, and puts it there
+        assert trained.module.embed.weight.sum().item() == shown
+        assert torch.equal(trained.state()["model"]["norm.weight"], torch.full((16,), 0.5))
+        trained.losses(data[1:])
+        assert not torch.equal(trained.module.norm.weight, torch.full((16,), 0.5))
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "same mesh"])
+def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 cannot put together what came: nobody has anything new."""
+    data = batches(3)
+    mesh = dt.Mesh(tp=2)
+    at = Place(axes=dict(tp=2), pins=MEGATRON)
+    trained = Trained(at)
+    to = dt.Mesh(tp=2, name="other") if place == "elsewhere" else mesh
+    unpacked, calls = between_meshes.unpacked, []
+
+    def fails(*given: Any) -> tuple[Tensor, ...]:
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("no memory")
+        return unpacked(*given)
+
+    with dt.launch(mesh) as run:
+        trained.losses(data[:1])
+        before, names, places = trained.state(), tables(run), dict(run.launch.places)
+        monkeypatch.setattr(between_meshes, "unpacked", fails)
+        with pytest.raises(DaftError, match="no memory") as caught:
+            run.switch(trained.model, trained.opt, to, {})
+        assert "which changed nothing" in str(caught.value.__notes__)
+        monkeypatch.setattr(between_meshes, "unpacked", unpacked)
+        assert tables(run) == names and run.launch.places == places
+        assert trained.model.mesh == mesh and trained.step.plan(*data[1]).mesh == mesh
+        assert_same_bits(trained.state(), before)
+        losses = trained.losses(data[1:2])
+        run.switch(trained.model, trained.opt, to, {})
+        trained.losses(data[2:])
+    fresh = Trained(at)
+    with dt.launch(mesh):
+        assert fresh.losses(data[:2])[1:] == losses
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    a, data = PLACES["dp4"], batches(2)
+    trained = Trained(a)
+    model, opt, tp = trained.model, trained.opt, dt.Mesh(tp=2)
+    with dt.launch(a.mesh) as run:
+        trained.losses(data[:1])
+        names = tables(run)
+
+        def refused(match: str, *given: Any, **stated: Any) -> None:
+            for verb in (run.switch, run.switch_plan):
+                with pytest.raises(dt.PlanningError, match=match):
+                    verb(*given, **stated)
+
+        refused("matches no parameter", model, opt, tp, {"*.qkvv.weight": dict(tp=dt.Row())})
+        refused('names the axis "dp"', model, opt, tp, {"*.qkv.weight": dict(dp=dt.Row())})
+        refused('inputs names the axis "dp"', model, opt, tp, MEGATRON)
+        refused("has no axis 'dp'", model, opt, tp, MEGATRON, inputs={}, zero={"dp": 1})
+        refused("does not line up", model, opt, dt.Mesh(tp=3), MEGATRON, inputs={})
+        refused("stage 0 matches no", model, opt, dt.Mesh(pp=2), {}, stages={"pp": [["a"], ["b"]]})
+        refused("another optimizer of this model", model, None, tp, MEGATRON, inputs={})
+        other = torch.optim.SGD(trained.module.parameters(), lr=0.1)
+        refused("another optimizer of this model", model, other, tp, MEGATRON, inputs={})
+        stranger = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        refused("that are not the model's", model, [opt, stranger], tp, MEGATRON, inputs={})
+        refused("takes a parallelized module", trained.module, opt, tp, MEGATRON)
+        refused("not a Mesh", model, opt, MEGATRON)
+        refused("is the class GPipe", model, opt, tp, {}, inputs={}, schedule=dt.GPipe)
+        refused("which has 2 ranks", model, opt, tp, {}, inputs={}, ranks=(0,))
+        refused("new ones are 4, 5", model, opt, tp, {}, inputs={}, ranks=(0, 9))
+        refused("is on ranks", model, opt, a.mesh, {}, ranks=(3, 2, 1, 0))
+        refused("takes inputs|is a replica|replica has", dt.replica(model, tp, {}), None, tp, {})
+        elsewhere = dt.parallelize(make_model(), tp, {})
+        refused("the running launch is on", elsewhere, None, a.mesh, {})
+        never = dt.parallelize(make_model(), a.mesh, {})
+        refused("inputs= is of the steps that go on", never, None, tp, {}, inputs={})
+        with pytest.raises(TypeError, match="stage"):
+            run.switch(model, opt, tp, MEGATRON, stage={})
+        assert tables(run) == names and run.launch.places == {a.mesh: (0, 1, 2, 3)}
+        assert model.mesh == a.mesh and model.switches == 0
+        losses = trained.losses(data[1:])
+    with pytest.raises(RuntimeError, match="the launch has ended"):
+        run.switch(model, opt, tp, MEGATRON, inputs={})
+    fresh = Trained(a)
+    with dt.launch(a.mesh):
+        assert fresh.losses(data)[1:] == losses
+
+
+def test_a_step_that_fails_is_heard_of_first() -> None:
+    at, (tokens, targets) = PLACES["dp4"], batches(1)[0]
+    trained = Trained(at)
+    with dt.launch(at.mesh) as run:
+        trained.step(tokens, targets)
+        trained.step(tokens, targets + 1000)
+        with pytest.raises(DaftError):
+            run.switch(trained.model, trained.opt, dt.Mesh(tp=2), {}, inputs={})
+        assert trained.model.mesh == at.mesh
+        run.switch(trained.model, trained.opt, dt.Mesh(tp=2), {}, inputs={})
+        trained.losses([(tokens, targets)])
+        assert trained.model.steps.present() == 2
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_a_policy_and_its_replica() -> None:
+    train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
+    torch.manual_seed(0)
+    net = Pair()
+    policy = dt.parallelize(net, train, {}, zero={"dp": 3})
+    actor = dt.replica(policy, play, {"up.weight": dict(tp=dt.Row())})
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = dt.train_step(policy, lambda m, x: m(x).square().mean(), opt)
+    x = torch.randn(4, 8)
+    with dt.launch(train, play) as run:
+        step(x)
+        dt.sync(policy, actor)
+        run.switch(policy, opt, dt.Mesh(dp=4, name="more"), {}, zero={"dp": 1})
+        assert run.launch.places[dt.Mesh(dp=4, name="more")] == (0, 1, 4, 5)  # not the replica's
+        step(x)
+        dt.sync(policy, actor)
+        assert_same_bits(
+            dt.gather_state_dict(actor)["model"], dt.gather_state_dict(policy)["model"]
+        )
+        assert net.seen.item() == 2
+
+
+def test_a_teacher_is_switched_first() -> None:
+    a, b = dt.Mesh(dp=2), dt.Mesh(tp=2)
+    torch.manual_seed(0)
+    student, teacher = (dt.parallelize(Pair(), a, {}) for _ in range(2))
+    opt = torch.optim.SGD(student.parameters(), lr=0.1)
+    step = dt.train_step(student, lambda m, t, x: F.mse_loss(m(x), t(x).detach()), opt)
+    x = torch.randn(4, 8)
+    with dt.launch(a) as run:
+        float(step(teacher, x))
+        with pytest.raises(dt.PlanningError, match="was parallelized on mesh"):
+            run.switch(student, opt, b, {})
+        run.switch(teacher, None, b, {})
+        run.switch(student, opt, b, {})
+        float(step(teacher, x))
+        assert student.mesh == teacher.mesh == b
+
+
+def test_a_model_on_meta() -> None:
+    mesh, data = dt.Mesh(dp=2), batches(2)
+    with torch.device("meta"):
+        module = GPT()
+    model = dt.parallelize(module, mesh, {}, init="reset", zero={"dp": 3})
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = dt.train_step(model, loss_fn, opt)
+    with dt.launch(mesh) as run:
+        float(step(*data[0]))
+        before = dt.gather_state_dict(model)["model"]
+        run.switch(model, opt, dt.Mesh(tp=4), MEGATRON)
+        assert_same_bits(dt.gather_state_dict(model)["model"], before)
+        float(step(*data[1]))
+        after = dt.gather_state_dict(model, opt)
+    assert not torch.equal(after["model"]["norm.weight"], before["norm.weight"])
+
+
+def test_a_generator_is_made_anew() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    torch.manual_seed(0)
+    a, b = dt.Mesh(tp=2), dt.Mesh(tp=4)
+    pins = {"*.q_proj.weight": dict(tp=dt.Row()), "*.o_proj.weight": dict(tp=dt.Column())}
+    model = dt.parallelize(LlamaForCausalLM(config).eval(), a, pins)
+    gen = dt.generator(model, slots=2, length=16)
+    with dt.launch(a) as run:
+        first = gen([[1, 2, 3]], max_new_tokens=4)[0].tokens
+        request = gen.submit([1, 2, 3], max_new_tokens=4)
+        gen.step()
+        run.switch(model, None, b, pins)
+        for call in (lambda: gen([[1, 2, 3]]), gen.step, lambda: gen.plan("decode")):
+            with pytest.raises(dt.PlanningError, match=r"fix: gen = dt.generator\(model"):
+                call()
+        assert not request.done
+        again = dt.generator(model, slots=2, length=16)
+        assert again([[1, 2, 3]], max_new_tokens=4)[0].tokens == first
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dp 2, 1, 2 and a stage cut; bits as in-process."""
+    data = batches(4)
+    places = [PLACES["tp2"], PLACES["single"], PLACES["pp2"]]
+    found: list[tuple[list[float], Any]] = []
+    for backend in ("inprocess", "ray"):
+        trained = Trained(places[0])
+        with dt.launch(places[0].mesh, backend=backend) as run:
+            losses = trained.losses(data[:1])
+            for at, one in zip((places[1], places[0], places[2]), data[1:], strict=True):
+                loss = trained.step(*one)  # is under way
+                trained.switch(run, at)
+                losses.append(float(loss))
+            losses += trained.losses(data[:1])
+            found.append((losses, trained.state()))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[1][1], found[0][1])
