@@ -283,21 +283,6 @@ class Resident:
 
     # -- the ranks' side --------------------------------------------------------------------------
 
-    def move(
-        self,
-        mesh: Mesh,
-        cluster: Cluster,
-        prefix: str,
-        now: Mapping[str, tuple[TensorSpec, tuple[int, ...]]],
-        planned: Mapping[str, tuple[TensorSpec, tuple[int, ...]]],
-    ) -> None:
-        """The shards of all that was put are on other ranks now, or cut otherwise: no touch."""
-        assert now.keys() == self.specs.keys()
-        self.mesh, self.cluster, self.prefix = mesh, cluster, prefix
-        self.specs = {label: spec for label, (spec, _) in now.items()}
-        self.ranks = {label: ranks for label, (_, ranks) in now.items()}
-        self.planned, self.placed = dict(planned), None
-
     def keep(self, tensors: dict[str, Tensor]) -> None:
         """Shards of these were put, and are the value from now on."""
         for label, tensor in tensors.items():

@@ -422,16 +422,6 @@ class Launch:
         self.sessions[mesh] = MeshSession(mesh, cluster, self)
         return self.sessions[mesh]
 
-    def grow(self, size: int) -> None:
-        """The cluster gets so many ranks; each mesh keeps those that it has."""
-        whole, self.sessions = self.cluster, dict(self.sessions)
-        whole.grow(size)
-        for mesh, session in self.sessions.items():
-            if session.cluster is whole:  # the only mesh so far: its names stay as they are
-                session.cluster = Part(whole, range(mesh.size), "", str(mesh))
-                for resident in session.residents.values():
-                    resident.cluster = session.cluster
-
     @property
     def places(self) -> dict[Mesh, tuple[int, ...]]:
         """The ranks of each mesh."""

@@ -56,6 +56,7 @@ from dtensor.api.training import (
     grid_of,
 )
 from dtensor.daft import DaftError
+from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import bucket_bytes, values_program
 from dtensor.runtime.lower.program import holders, on_mesh
@@ -91,7 +92,7 @@ def switch_plan(
         topology: what the price is of.
     """
     given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-    how = _Stated(placements or {}, given, inputs, schedule, ranks, topology)
+    how = _Wanted(placements or {}, given, inputs, schedule, ranks, topology)
     with ONE_AT_A_TIME:
         return _switch_of(run.launch, model, optimizer, mesh, how).plan
 
@@ -128,7 +129,7 @@ def switch(
         ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
     """
     given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-    how = _Stated(placements or {}, given, inputs, schedule, ranks, None)
+    how = _Wanted(placements or {}, given, inputs, schedule, ranks, None)
     with ONE_AT_A_TIME:
         _check_running(run.launch)
         run.launch.settle()
@@ -142,7 +143,7 @@ MeshSession.switch = switch
 
 
 @dataclass(frozen=True, slots=True)
-class _Stated:
+class _Wanted:
     """``given``: what `parallelize` takes besides."""
 
     placements: Mapping[str, StatedRoles]
@@ -154,7 +155,7 @@ class _Stated:
 
 
 def _switch_of(
-    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: _Stated
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: _Wanted
 ) -> _Switch:
     """What is to be done. PlanningError where it cannot be."""
     _check_running(launch)
@@ -198,7 +199,7 @@ class _PlannedStep:
     options: StepOptions
 
     @staticmethod
-    def of(step: TrainStep, other: ParallelModule, how: _Stated) -> _PlannedStep:
+    def of(step: TrainStep, other: ParallelModule, how: _Wanted) -> _PlannedStep:
         last, options = step.last, step.options
         assert last is not None, "it has run"
         options = replace(
@@ -307,7 +308,7 @@ class _Switch:
     def carry_out(self) -> None:
         launch, known = self.launch, self.other.mesh in self.launch.sessions
         if max(self.numbers) >= launch.cluster.size:
-            launch.grow(max(self.numbers) + 1)
+            _grow(launch, max(self.numbers) + 1)
         there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
         try:
             for home in self.resident.optimizers.values() if self.resident is not None else ():
@@ -322,11 +323,10 @@ class _Switch:
         for one in self.steps:
             one.go_on()
         if self.resident is not None:
-            now = self.now, self.by_steps
             for home in self.resident.optimizers.values():
                 self.here.cluster.delete([[home.name]] * self.here.mesh.size)
             self.resident.optimizers.clear()
-            self.resident.move(there.mesh, there.cluster, prefix, *now)
+            self._settle_in(self.resident, there, prefix)
             del self.here.residents[id(self.model)]
             self.here.left = not self.here.residents
             there.residents[id(self.model)], there.left = self.resident, False
@@ -364,6 +364,13 @@ class _Switch:
                 cluster.unload(handle)
         return prefix
 
+    def _settle_in(self, resident: Resident, there: MeshSession, prefix: str) -> None:
+        """The values are there now, under such names: the module's tensors stay as they are."""
+        resident.mesh, resident.cluster, resident.prefix = there.mesh, there.cluster, prefix
+        resident.specs = {label: spec for label, (spec, _) in self.now.items()}
+        resident.ranks = {label: ranks for label, (_, ranks) in self.now.items()}
+        resident.planned, resident.placed = dict(self.by_steps), None
+
     def _stays(self, label: str) -> bool:
         assert self.resident is not None
         return self.now[label] == (self.resident.specs[label], self.resident.ranks[label])
@@ -398,7 +405,7 @@ def _planned_steps(
     other: ParallelModule,
     resident: Resident | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    how: _Stated,
+    how: _Wanted,
 ) -> list[_PlannedStep]:
     """Of each optimizer's last step; ``other`` is settled by them."""
     found: list[_PlannedStep] = []
@@ -480,6 +487,17 @@ def _ranks_of(
     free = (r for r in range(size) if r not in here.ranks and r not in others)
     every = itertools.chain(here.ranks, free, itertools.count(size))
     return tuple(itertools.islice(every, mesh.size))
+
+
+def _grow(launch: Launch, size: int) -> None:
+    """The cluster gets so many ranks; each mesh keeps those that it has."""
+    whole = launch.cluster
+    whole.grow(size)
+    for mesh, session in launch.sessions.items():
+        if session.cluster is whole:  # the only mesh so far: its names stay as they are
+            session.cluster = Part(whole, range(mesh.size), "", str(mesh))
+            for resident in session.residents.values():
+                resident.cluster = session.cluster
 
 
 def _check_running(launch: Launch) -> None:

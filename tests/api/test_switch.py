@@ -1,4 +1,4 @@
-"""`run.switch`: a model goes on under the other placement as one that was gathered and loaded there,
+"""`run.switch`: a model goes on under the other placement as one that was gathered and loaded,
 to the bit; what is sent is what is missing; a switch that cannot be leaves all as it was."""
 
 from __future__ import annotations
