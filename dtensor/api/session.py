@@ -529,6 +529,9 @@ def launch(
     mode: Mode = "compiled",
     bring_home: bool = True,
     local: LocalKind = "generated",
+    spares: int = 0,
+    snapshot_every: int | None = None,
+    max_restarts: int = 100,
 ) -> Iterator[MeshSession]:
     """Start the ranks of one or several meshes; what runs inside the block runs there.
 
@@ -564,6 +567,13 @@ def launch(
         local: "inductor": chains of elementwise ops, norms and sums are compiled by torch's
             compiler, on CPUs; a first call takes seconds longer. The same bits in all backends and
             modes, those of "generated" to a tolerance.
+        spares: processes that wait to take a lost rank's place, besides those of the ranks; with
+            some, ``snapshot_every=1`` unless it is stated.
+        snapshot_every: runs on all ranks after which each keeps a copy of what they wrote, in
+            memory that outlives its process. On Ray a rank that is lost, stopped or silent is then
+            replaced, by a spare or a new process, and the runs since are done again: a warning, and
+            no error (docs/recovery.md). By default nothing is kept.
+        max_restarts: how many ranks may be replaced before the loss of one is an error.
 
     Raises daft's errors: a failed rank, with its instruction and the model's source line.
     """
@@ -597,6 +607,17 @@ def launch(
     if local == "inductor":
         _check_inductor(device)
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
+    check_number("spares", spares, least=0, whole=True, fix="spares=1")
+    if snapshot_every is not None:
+        check_number("snapshot_every", snapshot_every, least=1, whole=True, fix="snapshot_every=1")
+    check_number("max_restarts", max_restarts, least=0, whole=True, fix="max_restarts=100")
+    recovers = backend == "ray" and (spares > 0 or snapshot_every is not None)
+    if recovers and (mode != "compiled" or device != "cpu"):
+        what = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
+        raise PlanningError(
+            f"{what} on Ray: ranks that are lost can be replaced in compiled mode on CPUs alone.\n"
+            f"fix: leave spares and snapshot_every out"
+        )
     if _launched:
         raise PlanningError("a launch is running already; leave it before starting another")
     cluster = launch_cluster(
@@ -606,6 +627,9 @@ def launch(
         address=address,
         deadline_s=deadline_s,
         call_deadline_s=call_deadline_s,
+        spares=spares,
+        snapshot_every=snapshot_every,
+        max_restarts=max_restarts,
     )
     running = Launch(cluster, mode, local)
     sessions = [running.add(mesh, own) for mesh, own in places.items()]

@@ -127,6 +127,9 @@ def launch_cluster(
     call_deadline_s: float = 3600.0,
     ranks_per_actor: int | None = None,
     seed: int = 0,
+    snapshot_every: int | None = None,
+    spares: int = 0,
+    max_restarts: int = 100,
 ) -> Cluster:
     """Start `size` ranks.
 
@@ -134,15 +137,33 @@ def launch_cluster(
     `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
     uses the CPU goes on, after a warning, for up to `call_deadline_s`.
     `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
-    `seed` picks one of the legal orders in which the ranks of a host run. ValueError for another
-    backend, and for seconds that are none.
+    `seed` picks one of the legal orders in which the ranks of a host run.
+    `snapshot_every`: copies of what runs write are kept, so that it can be undone that they did:
+    in-process before each run, so that one is undone wherever a call of it raises.
+    On Ray after each, where a lost rank's successor finds them: it is replaced, and runs since are
+    done again (`ray/recovery.py`). `spares`: processes that wait for that; with some, every run is
+    kept. `max_restarts`: how many processes may be replaced before the loss of one is an error.
+    ValueError for another backend, for seconds that are none, and for numbers out of range.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
+    if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
+        raise ValueError(
+            f"snapshot_every={snapshot_every!r} is no number of runs.\n  Fix: snapshot_every=1"
+        )
+    for name, number in (("spares", spares), ("max_restarts", max_restarts)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name}={number!r} is no number of processes.\n  Fix: {name}=1")
+    if spares and snapshot_every is None:
+        snapshot_every = 1
     match backend:
         case "inprocess":
             per_actor = 1 if ranks_per_actor is None else ranks_per_actor
             return InProcessCluster(
-                size, torch.device(device), ranks_per_actor=per_actor, seed=seed
+                size,
+                torch.device(device),
+                ranks_per_actor=per_actor,
+                seed=seed,
+                snapshot_every=snapshot_every,
             )
         case "ray":
             # Not at the top: Ray is an extra, and takes a second to import.
@@ -156,6 +177,9 @@ def launch_cluster(
                 call_deadline_s=call_deadline_s,
                 ranks_per_actor=ranks_per_actor,
                 seed=seed,
+                snapshot_every=snapshot_every,
+                spares=spares,
+                max_restarts=max_restarts,
             )
         case _:
             assert_never(backend)

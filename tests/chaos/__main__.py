@@ -2,6 +2,7 @@
 
     python -m tests.chaos                       # 200 cycles in-process, 20 on Ray, and their table
     python -m tests.chaos --inprocess 0 --ray 13
+    python -m tests.chaos --recover 200 --seed 0          # ranks that are replaced (`recover.py`)
 
 Kinds of cycles (`kinds.py`) take turns. After each, nothing may be left over (`watch.py`) relative
 to the state before it; a first cycle of each kind in-process, and two in each place on Ray, warm
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from dtensor.daft.ray.starting import start_ray
 from tests.chaos.kinds import KINDS, RAY_KINDS, Place
+from tests.chaos.recover import recover
 from tests.chaos.watch import alive, held, left
 
 PATIENCE_S = 20.0  # for what has been told to end
@@ -45,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--inprocess", type=int, default=200, help="cycles in this process")
     parser.add_argument("--ray", type=int, default=20, help="cycles on Ray")
     parser.add_argument("--kinds", default="", help="only kinds whose name has this")
+    parser.add_argument("--recover", type=int, default=0, help="faults that are recovered from")
+    parser.add_argument("--seed", type=int, default=0, help="of these")
+    parser.add_argument("--spares", type=int, default=1, help="of each launch with them")
     options = parser.parse_args(argv)
+    if options.recover:
+        return recover(options.recover, options.seed, spares=options.spares, only=options.kinds)
     warnings.simplefilter("ignore")
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     started = time.monotonic()

@@ -336,7 +336,7 @@ def test_a_connection_that_breaks(ray_session: None, monkeypatch: pytest.MonkeyP
     with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
         pids = _pids(cluster)
         assert isinstance(cluster, RayCluster)
-        cluster._channel._break(cluster._channel._lines[1])
+        cluster.channel._break(cluster.channel._lines[1])
         with pytest.raises(ActorLost, match="rank 1: its connection to the controller") as caught:
             cluster.run(cluster.load(_fragile()), _feed()).get()
         _check_failed(cluster, caught.value, pids)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -47,11 +48,19 @@ from dtensor.daft.errors import (
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.undone import Fault, Undone, first_fault
-from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
+from dtensor.daft.run.worker import (
+    NOTHING_DROPPED,
+    NOTHING_KEPT,
+    Change,
+    Counted,
+    Names,
+    Worker,
+)
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
 if TYPE_CHECKING:
+    from dtensor.daft.cluster.changes import Changes
     from dtensor.daft.cluster.counting import Counting
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
@@ -254,7 +263,16 @@ def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
 
 
 class HostedCluster(Cluster):
-    def __init__(self, size: int, device: torch.device, hosts: Hosts, seed: int) -> None:
+    """`changes`: of the hosts' tables, where these keep snapshots."""
+
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        hosts: Hosts,
+        seed: int,
+        snapshot_every: int | None = None,
+    ) -> None:
         self.size = size
         self.device = device
         self.hosts = hosts
@@ -272,12 +290,25 @@ class HostedCluster(Cluster):
         self._recent: dict[int, Handle] = {}  # by the number of a run
         self._counting: Counting | None = None  # none where one host knows of all runs
         self._lock = threading.RLock()
+        self.changes: Changes | None = None
+        self._unheard: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
+        self.number_changes(snapshot_every)
+
+    def number_changes(self, every: int | None) -> None:
+        """From the first on; once the hosts are known."""
+        if every is not None:
+            from dtensor.daft.cluster.changes import Changes
+
+            self.changes = Changes(len(self.hosts), every)
 
     # -- what a backend does --------------------------------------------------------------------
     @abstractmethod
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Any:
         """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
         `read`, what it raises must come with another call."""
+
+    def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
+        """These calls were made, one of each host concerned, with the lock held."""
 
     @abstractmethod
     def _count(self, ranks: Sequence[int]) -> int:
@@ -290,6 +321,10 @@ class HostedCluster(Cluster):
     @abstractmethod
     def came(self, asked: Sequence[Any]) -> bool:
         """Whether `collect` would not wait."""
+
+    @abstractmethod
+    def ended(self, asked: Any) -> bool:
+        """Whether a call has come back, and raised nothing."""
 
     @abstractmethod
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
@@ -321,7 +356,7 @@ class HostedCluster(Cluster):
                 ({rank: values[rank] for rank in ranks}, gone)
                 for (_, ranks), gone in zip(places, dropped, strict=True)
             ]
-            self._submit(Worker.put, places, parts, read=False)
+            self._change(Worker.put, places, parts)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         check_size(self.size, names, "get")
@@ -334,7 +369,10 @@ class HostedCluster(Cluster):
     def delete(self, names: Sequence[Sequence[str]]) -> None:
         check_size(self.size, names, "delete")
         unwanted = [tuple(own) for own in names]
-        self._submit_items(Worker.delete, unwanted, [bool(own) for own in names], read=False)
+        places = self._places([bool(own) for own in names])
+        parts = [({rank: unwanted[rank] for rank in ranks},) for _, ranks in places]
+        with self._lock:
+            self._change(Worker.delete, places, parts)
 
     def load(self, program: Program) -> Handle:
         self._check()
@@ -374,6 +412,11 @@ class HostedCluster(Cluster):
         drop: Names = NOTHING_DROPPED,
     ) -> Future:
         self._check()
+        if mode == "interpreted" and self.changes is not None and not self.immediate:
+            raise ValueError(
+                'mode="interpreted" is many calls for one run, which cannot be made again if a rank '
+                'is lost.\n  Fix: launch without spares= and snapshot_every=, or mode="compiled".'
+            )
         check_inputs(handle, inputs, self.size)
         fed = [{rank: inputs[rank] for rank in ranks} for _, ranks in handle.places]
         with self._lock:
@@ -391,7 +434,7 @@ class HostedCluster(Cluster):
                     (handle.id, own, kept, counted, timed, returned, gone, run)
                     for own, gone in zip(fed, dropped, strict=True)
                 ]
-                asked = self._each(Worker.run, handle.places, parts, run, True)
+                asked = self._run(Worker.run, handle, parts, run)
                 future = _Called(self, asked, dict)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
@@ -424,7 +467,8 @@ class HostedCluster(Cluster):
 
         With the lock held: an actor carries out one run at a time, and this one is many calls."""
         lists, places = handle.report.lists, handle.places
-        self.collect(self._submit(Worker.begin, places, parts))
+        self._check()
+        self.collect(self._run(Worker.begin, handle, parts, None))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
         everyone = (tuple(range(handle.program.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
@@ -433,7 +477,51 @@ class HostedCluster(Cluster):
             part = (handle.id, position)
             self.collect([self._call(host, run, True, Worker.step, part)])
         made = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
+        self._to_hear(places, made)
         return _Called(self, made, dict)
+
+    def _change(self, method: Method, places: Places, parts: Sequence[Part]) -> None:
+        """A put or a delete: of each host by itself. With the lock held."""
+        self._check()
+        parts = self._numbered(places, parts, together=False, commits=False)
+        self._each(method, places, parts, None, False)
+
+    def _run(
+        self, method: Method, handle: Handle, parts: Sequence[Part], run: int | None
+    ) -> list[Any]:
+        """A run, or its beginning, with the number of the change that it is. With the lock held."""
+        places = handle.places
+        commits = handle.told and len(places) > 1
+        parts = self._numbered(places, parts, together=True, commits=commits)
+        asked = self._each(method, places, parts, run, True)
+        if method is Worker.run:
+            self._to_hear(places, asked)
+        return asked
+
+    def _to_hear(self, places: Places, asked: Sequence[Any]) -> None:
+        """When these come back, their hosts have ended the last change."""
+        if self.changes is not None and not self.immediate:
+            number = self.changes.number
+            self._unheard.extend(
+                (host, each, number) for (host, _), each in zip(places, asked, strict=True)
+            )
+
+    def _numbered(
+        self, places: Places, parts: Sequence[Part], *, together: bool, commits: bool
+    ) -> Sequence[Part]:
+        if self.changes is None or not places:
+            return parts
+        while self._unheard and self.ended(self._unheard[0][1]):
+            host, _, number = self._unheard.popleft()
+            self.changes.heard(host, number)
+        hosts = [host for host, _ in places]
+        number, sure, taken = self.changes.add(
+            hosts, together=together, commits=commits, alone=self.immediate
+        )
+        return [
+            (*part, Change(number, committed, taken))
+            for part, committed in zip(parts, sure, strict=True)
+        ]
 
     def _settled(self, counted: Counted, handle: Handle) -> Counted:
         """What a run is counted as, for hosts that know which runs before it were undone, or are
@@ -475,6 +563,8 @@ class HostedCluster(Cluster):
                 self._undone_at(self._everywhere())  # they have done what they were asked
                 self.hosts = self._grow(size)
                 self.size = size
+                if self.changes is not None:
+                    self.changes.grow(len(self.hosts))
 
     def close(self) -> None:
         if not self._closed:
@@ -585,6 +675,8 @@ class HostedCluster(Cluster):
             if asked or not isinstance(error, Exception):
                 self._interrupted()  # hosts that were called would wait for the others
             raise
+        last = parts[0][-1] if parts and parts[0] else None
+        self._called(run, last.number if isinstance(last, Change) else None, asked)
         return asked
 
     def _check(self) -> None:

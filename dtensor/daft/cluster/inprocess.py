@@ -6,7 +6,8 @@ and collectives are plain device operations.
 Invariants: a run executes at once, in the order of the merged list (`seed` picks another legal
 order), and reads its inputs where they are; it gives a finished future. Deterministic. `calls`
 counts as if each actor concerned were called, so that programs of both backends can be compared.
-Calls of several threads take turns.
+Calls of several threads take turns. With `snapshot_every`, a run that fails anywhere is undone; as
+there is nobody else, each change is kept, whichever number it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import DaftError
 from dtensor.daft.ir.program import Program
+from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
 from dtensor.daft.verification.pairing import Hosts
@@ -29,13 +31,20 @@ Made: TypeAlias = tuple[Any, Exception | None]
 
 class InProcessCluster(HostedCluster):
     def __init__(
-        self, size: int, device: torch.device, *, ranks_per_actor: int = 1, seed: int = 0
+        self,
+        size: int,
+        device: torch.device,
+        *,
+        ranks_per_actor: int = 1,
+        seed: int = 0,
+        snapshot_every: int | None = None,
     ) -> None:
         everyone = tuple(range(size))
         self._ranks_per_actor = ranks_per_actor
         hosts_of(size, ranks_per_actor)  # checks them
-        self._worker = Worker(everyone, device, LocalTransport(), lent=True)
-        super().__init__(size, device, (everyone,), seed)
+        copies = None if snapshot_every is None else Copies()
+        self._worker = Worker(everyone, device, LocalTransport(), lent=True, snapshots=copies)
+        super().__init__(size, device, (everyone,), seed, None if copies is None else 1)
         self.immediate = True
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
@@ -60,6 +69,9 @@ class InProcessCluster(HostedCluster):
 
     def came(self, asked: Sequence[Any]) -> bool:
         return True
+
+    def ended(self, asked: Made) -> bool:
+        return asked[1] is None
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         pass

@@ -15,28 +15,44 @@ if for `deadline_s` no host moves that has to do something yet before it can end
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
-from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
+from dtensor.daft.cluster.log import Sent
+from dtensor.daft.errors import ActorLost, ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
+from dtensor.daft.ray.crew import Crew
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
-from dtensor.daft.ray.messages import ASKED, TOLD, Pickled
+from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
 from dtensor.daft.ray.operators import Needed
-from dtensor.daft.ray.processes import Home
+from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Ranks, SentInputs
+from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
+from dtensor.daft.ray.recovery import STOPPED_S, Recovered, Recovery
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Worker
-from dtensor.daft.verification.pairing import Site, instruction_at
+from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
+
+
+@dataclass(slots=True)
+class HostCall:
+    """A call of a host. `plain`: what is given in it of which hosts were sent the data before."""
+
+    kind: Kind
+    functions: tuple[Method, ...]
+    given: tuple[Any, ...] | Payload
+    run: int | None
+    plain: dict[tuple[int, int, str], tuple[int, bytes]] = field(default_factory=dict)
 
 
 class RayCluster(HostedCluster):
@@ -50,9 +66,12 @@ class RayCluster(HostedCluster):
         call_deadline_s: float = 3600.0,
         ranks_per_actor: int | None = None,
         seed: int = 0,
+        spares: int = 0,
+        snapshot_every: int | None = None,
+        max_restarts: int = 100,
     ) -> None:
         hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
-        super().__init__(size, device, hosts, seed)
+        super().__init__(size, device, hosts, seed, snapshot_every)
         if device not in (torch.device("cpu"), torch.device("cuda")):
             raise ValueError(
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
@@ -60,43 +79,109 @@ class RayCluster(HostedCluster):
             )
         self._tags: dict[Key, int] = {}
         self._sent = SentInputs()
+        self._recovery: Recovery | None = None
+        self._epoch = 0  # how often hosts met, without a recovery
+        self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
+        self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
         self._under_way: list[deque[tuple[int, int]]] = []
         self._home = Home(address, deadline_s)
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
-            self._channel = self._home.connect(len(self.hosts))
+                self.number_changes(snapshot_every)
+            self.channel = self._home.connect()
             self._under_way = [deque() for _ in self.hosts]
             self.watch = HostWatch(
                 self,
                 self._home,
-                self._channel,
+                self.channel,
                 deadline_s=deadline_s,
                 call_deadline_s=call_deadline_s,
                 due=self._due,
+                stopped_s=None if snapshot_every is None else STOPPED_S,
             )
             self._host_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
-            self._start()
+            options = {"num_gpus": 1} if device.type == "cuda" else {}
+            self.crew = Crew(
+                self._home,
+                self.channel,
+                self.hosts,
+                str(device),
+                spares=spares,
+                memory=None if self.changes is None else self._home.snapshots,
+                options=options,
+            )
+            join = self.meeting(0)
+            self._joined([self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
+            if self.changes is not None:
+                self._recovery = Recovery(self, self.changes, max_restarts)
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
-        options = {"num_gpus": 1} if self.device.type == "cuda" else {}
-        for host, ranks in enumerate(self.hosts):
-            process = self._home.spawn(Ranks, ranks, str(self.device), options=options)
-            process.serve(self._channel.invitation(host))
-        join = Join(
+    def meeting(self, epoch: int) -> Join:
+        """How hosts find each other, after so many times that some were replaced."""
+        return Join(
             address=own_address(),
             port=self._home.store.port,
-            prefix="ranks",
-            hosts=tuple(range(len(self.hosts))),
+            prefix=f"ranks {epoch}",
+            hosts=tuple(process.index for process in self.crew.all),
             host_of=self._host_of,
-            tags={},
+            tags=self._tags,
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
-        self._joined([self._ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
+
+    def _grow(self, size: int) -> Hosts:
+        """The new processes start; then all leave, and meet again with them."""
+        if self.device.type == "cuda":
+            raise ProgramError(
+                "Ranks that join while a launch runs are on CPUs: on GPUs NCCL's groups are those "
+                "of the beginning.\n  Fix: launch with as many ranks as are ever wanted."
+            )
+        each = len(self.hosts[0])
+        firsts = range(self.size, size, each)
+        new = tuple(tuple(range(first, min(first + each, size))) for first in firsts)
+        old = len(self.hosts)
+        processes = self.crew.add(new)
+        try:
+            self._await(old, processes)
+        except BaseException:
+            self.crew.dismiss(len(new))
+            raise
+        for process in processes:
+            process.counts = True
+        self._host_of = tuple(h for h, ranks in enumerate(self.crew.hosts) for _ in ranks)
+        self._joined([self.ask(host, Ranks.leave) for host in range(old)])
+        if self._recovery is None:
+            self._epoch += 1
+        else:
+            self._recovery.epoch += 1
+        join = self.meeting(self._epoch if self._recovery is None else self._recovery.epoch)
+        self._joined(
+            [
+                self.ask(host, Ranks.rejoin, join, host, ranks, self.lists(host))
+                for host, ranks in enumerate(self.crew.hosts)
+            ]
+        )
+        self.start_over()
+        for spare in self.crew.hire():
+            self.teach(spare)
+        return self.crew.hosts
+
+    def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
+        """Until these hosts answer; `ActorLost` if one does not, which is no failure of the
+        others."""
+        asked = [self.ask(first + i, Ranks.leave) for i in range(len(processes))]
+        end = time.monotonic() + max(START_S, self.watch.deadline_s)
+        while not self.channel.came([each.ref for each in asked], 0.25):
+            gone = [p for p in processes if p.gone or p.ended() is not None]
+            if gone or time.monotonic() > end:
+                reason = "a process that was to join did not start"
+                raise ActorLost(Failure(rank=None, reason=f"{reason}; all is as it was before."))
+        for process in processes:
+            process.answered = True
+            process.watch()
 
     def _joined(self, asked: Sequence[Asked]) -> None:
         if asked:
@@ -105,32 +190,51 @@ class RayCluster(HostedCluster):
     # -- how a call reaches a host --------------------------------------------------------------
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
         kind = ASKED if read else TOLD
+        plain: Plain = {}
         if run is None:
-            reply = self._channel.send(host, kind, (Ranks.ask, method), part)
+            functions, given = (Ranks.ask, method), part
+            if method in (Ranks.unload, Ranks.provide):
+                functions = (method,)
         elif method is Worker.run:
             handle, inputs, *rest = part
             inputs, plain = self._sent.split(handle, inputs)
-            given = (run, handle, inputs, plain, *rest)
-            reply = self._channel.send(host, kind, (Ranks.run_program,), given)
-            self._sent.note(run, handle, plain)
+            functions, given = (Ranks.run_program,), (run, handle, inputs, plain, *rest)
         else:
-            reply = self._channel.send(host, kind, (Ranks.run, method), (run, *part))
-        if run is not None:
+            functions, given = (Ranks.run, method), (run, *part)
+        if self._recovery is None:
+            asked = self._send(host, HostCall(kind, functions, given, run))
+        else:
+            payload = Payload.of(given)
+            asked = self._send(host, call := HostCall(kind, functions, payload, run))
+            call.given, asked.call = payload.kept(), call
+            call.plain = self._sent.known(part[0], plain) if plain else {}
+        if run is not None and plain:
+            self._sent.note(run, part[0], plain)
+        return asked
+
+    def _send(self, host: int, call: HostCall) -> Asked:
+        process = self.crew.host(host)
+        reply = self.channel.send(process.index, call.kind, call.functions, call.given)
+        if call.run is not None:
             own = self._under_way[host]
-            while own and self._channel.came_back(host, own[0][0]):
+            while own and self.channel.came_back(process.index, own[0][0]):
                 own.popleft()
-            own.append((reply.number, run))
-        return Asked(self._home.processes[host], reply, self.runs)
+            own.append((reply.number, call.run))
+        return Asked(process, reply, self.runs)
 
     def _count(self, ranks: Sequence[int]) -> int:
         return 1
 
-    def _ask(self, host: int, method: Method, *given: object) -> Asked:
-        reply = self._channel.send(host, ASKED, (method,), given)
-        return Asked(self._home.processes[host], reply, self.runs)
+    def ask(self, host: int, method: Method, *given: object) -> Asked:
+        process = self.crew.host(host)
+        reply = self.channel.send(process.index, ASKED, (method,), given)
+        return Asked(process, reply, self.runs)
 
-    def _tell(self, host: int, method: Method, *given: object) -> None:
-        self._channel.send(host, TOLD, (method,), given)
+    def ask_all(self, method: Method, *given: object) -> list[Asked]:
+        return [self.ask(host, method, *given) for host in range(len(self.hosts))]
+
+    def _tell(self, process: HostProcess, method: Method, *given: object) -> None:
+        self.channel.send(process.index, TOLD, (method,), given)
 
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:
@@ -146,7 +250,7 @@ class RayCluster(HostedCluster):
     def _raise_unread(self, asked: Sequence[Asked], note: str = "") -> None:
         """What these hosts were told may have failed, and a run that nobody reads have said so."""
         for each in asked:
-            if (unread := self._channel.unread(each.host.index)) is not None:
+            if (unread := self.channel.unread(each.host.index)) is not None:
                 if note:
                     unread.add_note(note)
                 raise unread from None
@@ -154,21 +258,53 @@ class RayCluster(HostedCluster):
     def _wait_for(
         self, asked: Sequence[Asked], timeout: float | None, deadline_s: float | None
     ) -> list[Any]:
+        end = None if timeout is None else time.monotonic() + timeout
         try:
-            needed = self._home.processes
-            return self.watch.get(asked, timeout, needed=needed, deadline_s=deadline_s)
-        except DaftError as error:
-            raise self._fail(error) from None
+            while True:
+                epoch = 0 if self._recovery is None else self._recovery.epoch
+                left = None if end is None else max(0.0, end - time.monotonic())
+                try:
+                    needed = self.crew.all
+                    return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
+                except DaftError as error:
+                    if self._recovery is None or not self._recovery.recover(error, epoch):
+                        raise self._fail(error) from None
         finally:
-            if self._channel.interrupted and self.failure is None:
+            if self.channel.interrupted and self.failure is None:
                 self._interrupted()
 
+    def _called(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
+        if self._recovery is not None:
+            self._recovery.note(run, change, asked)
+
     def unload(self, handle: Handle) -> None:
-        super().unload(handle)
-        self._sent.forget(handle.id)
+        with self._lock:
+            self._check()
+            del self._handles[handle.id]
+            self._sent.forget(handle.id)
+            if self._recovery is None:
+                self._unload(handle)
+            else:  # as long as it may have to run again, hosts have it
+                self._recovery.when_sure(lambda: self._unload(handle))
+
+    def _unload(self, handle: Handle) -> None:
+        self._programs.pop(handle.id, None)
+        for host, _ in handle.places:
+            self.calls += 1
+            self._tell(self.crew.host(host), Ranks.unload, handle.id)
+        for spare in self.crew.spares:
+            self._tell(spare, Ranks.unload, handle.id)
 
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
+
+    def ended(self, asked: Asked) -> bool:
+        return asked.ref.message is not None and not asked.ref.failed
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        """What was lost, and replaced, so far."""
+        return () if self._recovery is None else tuple(self._recovery.recovered)
 
     def _ship(self, handle: Handle) -> Sequence[Asked]:
         keys = check_routes(handle.program, self._host_of)
@@ -181,21 +317,35 @@ class RayCluster(HostedCluster):
             # all members of a key take part in each program that uses it
             tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
             if tags and self.device.type == "cuda":  # over NCCL the hosts connect here
-                asked.append(self._ask(host, Ranks.open, tags))
+                asked.append(self.ask(host, Ranks.open, tags))
             elif tags:
-                self._tell(host, Ranks.open, tags)
+                self._tell(self.crew.host(host), Ranks.open, tags)
             self.calls += 1
-            self._tell(host, Ranks.load, handle.id, handle.report.lists[host], program)
+            sites = handle.report.lists[host]
+            self._tell(self.crew.host(host), Ranks.load, handle.id, sites, program)
         self._tags.update(new)
+        if self._recovery is not None:
+            needed = self._needed.pop(id(handle.program))
+            self._programs[handle.id] = handle, program, needed
+            for spare in self.crew.spares:
+                self._tell(spare, Ranks.provide, needed)
+                self._tell(spare, Ranks.learn, handle.id, program)
         return asked
+
+    def ended(self, asked: Asked) -> bool:
+        return asked.ref.came and not asked.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = Needed.of(program, self.device)
+        if self._recovery is not None:
+            self._needed[id(program)] = needed
         if not needed.origins:
             for host in hosts if needed else ():  # nothing that could be lacking: no wait for it
-                self._tell(host, Ranks.provide, needed)
+                self._tell(self.crew.host(host), Ranks.provide, needed)
             return
-        asked = [self._ask(host, Ranks.provide, needed) for host in hosts]
+        with self._lock:
+            asked = [self._call(host, None, True, Ranks.provide, (needed,)) for host in hosts]
+            self._called(None, None, asked)
         lacking = self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
         if lost := dict(pair for each in lacking for pair in each):
             facts = "".join(f"\n  {name}: {reason}" for name, reason in sorted(lost.items()))
@@ -225,19 +375,60 @@ class RayCluster(HostedCluster):
         hosts_of: dict[int, list[int]] = {}
         for host, own in enumerate(self._under_way):
             for number, run in own.copy():  # other threads add to it
-                if run < limit and not self._channel.came_back(host, number):
+                line = self.crew.host(host).index
+                if run < limit and not self.channel.came_back(line, number):
                     hosts_of.setdefault(run, []).append(host)
         due: dict[int, int] = {}
-        past = {each.host.index for each in asked}
+        past = {self.crew.place(each.host.index) for each in asked}
         for run in sorted(hosts_of, reverse=True):
             if not past.isdisjoint(hosts_of[run]):
                 past.update(hosts_of[run])
                 for host in hosts_of[run]:
-                    due.setdefault(host, run)
+                    due.setdefault(self.crew.host(host).index, run)
         return due
+
+    # -- what recovery asks ---------------------------------------------------------------------
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def lock(self) -> threading.RLock:
+        return self._lock
+
+    def lists(self, host: int) -> dict[int, Sequence[Site]]:
+        programs = (handle for handle, _, _ in self._programs.values())
+        return {
+            handle.id: handle.report.lists[host]
+            for handle in (self._handles.values() if self._recovery is None else programs)
+            if any(place == host for place, _ in handle.places)
+        }
+
+    def teach(self, process: HostProcess) -> None:
+        for number, (_, program, needed) in self._programs.items():
+            if needed:
+                self._tell(process, Ranks.provide, needed)
+            self._tell(process, Ranks.learn, number, program)
+
+    def start_over(self) -> None:
+        self._sent = SentInputs()
+        self._under_way = [deque() for _ in self.crew.hosts]
+
+    def send_again(self, call: Sent) -> None:
+        message: HostCall = call.message
+        if message.plain:
+            self._tell(self.crew.host(call.host), Ranks.remember, message.plain)
+        asked = self._send(call.host, message)
+        call.number = asked.ref.number
+        if call.asked is not None:
+            call.asked.host, call.asked.ref, call.asked.since = asked.host, asked.ref, None
 
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        place = self.crew.place(host)
+        if place is None:
+            return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
+        host = place
         if (known := self._at(host, at)) is None:
             rank, reason = self.hosts[host][0], f"{reason} It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
@@ -245,7 +436,9 @@ class RayCluster(HostedCluster):
         return replace(describe(handle.program, site, reason), step=at.run)
 
     def at_work(self, host: int, at: Progress) -> bool:
-        known = self._at(host, at)  # between runs it may unpack what it is given, or load it
+        place = self.crew.place(host)
+        # between runs it may unpack what it is given, or load it
+        known = None if place is None else self._at(place, at)
         return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
 
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:

@@ -143,14 +143,34 @@ class Pickled:
         return pickle.loads(self.body, buffers=self.buffers)
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a message brings, pickled. `kept`: in memory of its own, to be sent again."""
+
+    body: bytes
+    buffers: Sequence[Data]
+
+    @staticmethod
+    def of(value: object) -> Payload:
+        body, large = _pickled(value)
+        return Payload(body, [buffer.raw() for buffer in large])
+
+    def kept(self) -> Payload:
+        return Payload(self.body, [bytes(buffer) for buffer in self.buffers])
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + sum(map(len, self.buffers))
+
+
 def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: object) -> list[Data]:
-    """The pieces of a message, in their order."""
+    """The pieces of a message, in their order. `value`: what it brings, or that as a `Payload`."""
     named = _named(functions)
-    body, large = _pickled(value)
-    head = _HEAD.pack(number, kind, len(large), len(named), len(body))
-    if not large:
+    brings = value if isinstance(value, Payload) else Payload.of(value)
+    body, buffers = brings.body, brings.buffers
+    head = _HEAD.pack(number, kind, len(buffers), len(named), len(body))
+    if not buffers:
         return [b"".join((head, named, body))]
-    buffers = [buffer.raw() for buffer in large]
     lengths = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
     return [b"".join((head, lengths, named, body)), *buffers]
 

@@ -29,7 +29,9 @@ import ray
 import ray.exceptions
 from torch._C._distributed_c10d import TCPStore
 
+from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.host import Host
+from dtensor.daft.ray.memory_folder import MemoryFolder
 from dtensor.daft.ray.messages import Invitation
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
@@ -63,6 +65,7 @@ class HostProcess:
         self.counter = counter
         self.actor = actor
         self.started = time.monotonic()
+        self.counts = True  # others rest on it: no spare, and none that was replaced
         self.answered = False  # a call: then it has started, though its counter may not be seen
         self._serving: Any = None  # Ray's reference to the call that it ends with
         self._process: int | None = None
@@ -217,8 +220,10 @@ class Home:
 
     def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
+        self._closed = False
         self._store: TCPStore | None = None
         self._channel: RunChannel | None = None
+        self._snapshots: Path | None = None
         with ExitStack() as ending:
             folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
             self._folder = Path(ending.enter_context(folder))
@@ -233,6 +238,8 @@ class Home:
         options: Mapping[str, object] = NO_OPTIONS,
     ) -> HostProcess:
         """A host of what `kind` makes, in a process of its own; nothing is waited for."""
+        if self._closed:
+            raise ClusterClosed("This launch is closed.")
         index = len(self.processes)
         path = self._folder / f"host{index}"
         counter = ProgramCounter.make(path)
@@ -240,11 +247,11 @@ class Home:
         self.processes.append(HostProcess(index, counter, actor))
         return self.processes[-1]
 
-    def connect(self, count: int) -> RunChannel:
-        """To processes 0, 1, ... `count` of this launch, which are told to serve it."""
+    def connect(self) -> RunChannel:
+        """To processes of this launch, which are told to serve it."""
         address = own_address()
         elsewhere = address if address != LOOPBACK else None
-        self._channel = RunChannel(self._folder, count, elsewhere)
+        self._channel = RunChannel(self._folder, 0, elsewhere)
         return self._channel
 
     def hang_up(self) -> None:
@@ -258,6 +265,13 @@ class Home:
             self._store = TCPStore(own_address(), 0, None, True, wait_for_workers=False)
         return self._store
 
+    @property
+    def snapshots(self) -> Path:
+        """The launch's own folder in memory, 0700, for what outlives a process."""
+        if self._snapshots is None:
+            self._snapshots = self._ending.enter_context(MemoryFolder()).path
+        return self._snapshots
+
     def announce(self, key: str) -> None:
         """To those that wait at the store, if anybody does."""
         if self._store is not None:
@@ -265,6 +279,7 @@ class Home:
 
     def close(self) -> None:
         """End all of it, waiting until it has ended. Twice is fine."""
+        self._closed = True
         processes, self.processes = self.processes, []
         self.hang_up()
         self._store = None  # and its port: somebody may hold on to a future, and so to this

@@ -18,15 +18,18 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from dtensor.daft.ir.instructions import Key
+from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
 
@@ -62,6 +65,16 @@ class SentInputs:
                 if isinstance(data, bytes):
                     self._sent[handle, rank, name] = run, data
 
+    def known(self, handle: int, plain: Plain) -> dict[tuple[int, int, str], tuple[int, bytes]]:
+        """What was sent before, of a run's plain data that is as it was: by program, rank and name,
+        the run that it was sent for, and the data."""
+        return {
+            (handle, rank, name): self._sent[handle, rank, name]
+            for rank, named in plain.items()
+            for name, data in named.items()
+            if not isinstance(data, bytes)
+        }
+
     def forget(self, handle: int) -> None:
         for key in [key for key in self._sent if key[0] == handle]:
             del self._sent[key]
@@ -80,19 +93,86 @@ def _is_plain(value: Any) -> bool:
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
+def _store(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
+    """What a dead process of these ranks has left, or a new one."""
+    try:
+        return SnapshotFile.open(folder, ranks)
+    except FileNotFoundError:
+        return SnapshotFile.create(folder, ranks)
+
+
 class Ranks:
-    def __init__(self, counter: ProgramCounter, ranks: tuple[int, ...], device: str) -> None:
+    """`memory`: the folder where copies of the ranks' values are kept, that outlive this."""
+
+    def __init__(
+        self,
+        counter: ProgramCounter,
+        ranks: tuple[int, ...],
+        device: str,
+        memory: Path | None = None,
+    ) -> None:
         self._counter = counter
+        self._memory = memory
         self._ranks = ranks
         self._device = torch.device(device)
         self._joined: Joined | None = None
         self._worker: Worker | None = None
         self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+        self._programs: dict[int, Program] = {}
 
     def connect(self, join: Join, index: int) -> None:
         self._joined = Joined.by(join, index, self._ranks, self._device)
-        transport, counter = self._joined.transport, self._counter.view
-        self._worker = Worker(self._ranks, self._device, transport, counter)
+        self._worker = self._made(self._joined)
+
+    def _made(self, joined: Joined) -> Worker:
+        store = None if self._memory is None else _store(self._memory, self._ranks)
+        counter = self._counter.view
+        return Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
+
+    # -- after a host was lost ------------------------------------------------------------------
+    def leave(self) -> None:
+        """Break the connections, so that others that wait for this host fail too; programs keep
+        nothing of them."""
+        if self._joined is None or self._worker is None:
+            return
+        self._joined.transport.close()
+        for handle in tuple(self._worker.engines):
+            self._worker.unload(handle)
+
+    def rejoin(
+        self,
+        join: Join,
+        index: int,
+        ranks: tuple[int, ...],
+        lists: Mapping[int, Sequence[Site]],
+    ) -> int:
+        """Connect anew, as the host of these ranks, and make the programs ready, of which `lists`
+        has this host's; blocks until all have come. The last change that has ended here, or in the
+        process whose place this one takes."""
+        self._plain.clear()
+        self._ranks = ranks
+        joined = self._joined = Joined.by(join, index, ranks, self._device)
+        worker = self._worker = self._worker or self._made(joined)
+        worker.transport = joined.transport
+        for handle, sites in lists.items():
+            worker.load(handle, sites, self._programs[handle])
+        return worker.ended()
+
+    def roll_back(self, to: int) -> int:
+        """To right after change `to`, or one before; which it was."""
+        return self._connected[1].roll_back(to)
+
+    def ended(self) -> int:
+        """The last change that has ended here."""
+        return self._connected[1].ended()
+
+    def learn(self, handle: int, program: Pickled) -> None:
+        """A program that this host is to have, whether it hosts ranks yet or not."""
+        self._programs[handle] = program.value()
+
+    def remember(self, sent: Mapping[tuple[int, int, str], tuple[int, bytes]]) -> None:
+        """Plain data that other hosts were sent before."""
+        self._plain.update(sent)
 
     def open(self, tags: Mapping[Key, int]) -> None:
         self._connected[0].open(tags)
@@ -108,7 +188,13 @@ class Ranks:
         return method(worker, *arguments)
 
     def load(self, handle: int, sites: Sequence[Site], program: Pickled) -> None:
-        self.ask(Worker.load, handle, sites, program.value())
+        self.learn(handle, program)
+        self.ask(Worker.load, handle, sites, self._programs[handle])
+
+    def unload(self, handle: int) -> None:
+        self._programs.pop(handle, None)
+        if self._worker is not None and handle in self._worker.engines:
+            self._worker.unload(handle)
 
     def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
         """Call one that runs a program, or a step of it."""

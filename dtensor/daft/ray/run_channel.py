@@ -43,6 +43,7 @@ from dtensor.daft.ray.messages import (
     Invitation,
     Kind,
     Message,
+    Payload,
     claimed,
     encoded,
     incoming,
@@ -100,6 +101,7 @@ class _Connection:
         self.expected: deque[Reply] = deque()
         self.unread: list[Reply] = []  # that brought what a told call has raised, to nobody yet
         self.unwritten: deque[memoryview] = deque()
+        self.deaf = False  # nothing can be written any more; what it has said is still read
         self.broken = False
 
 
@@ -143,10 +145,16 @@ class RunChannel:
             self._address = sock.getsockname()[:2]
 
     def _listen(self, sock: socket.socket) -> None:
-        sock.listen(len(self._lines))
+        sock.listen(socket.SOMAXCONN)
         sock.setblocking(False)
         self._listening[sock.fileno()] = sock
         self._poll.register(sock, select.EPOLLIN)
+
+    def add(self) -> int:
+        """One more host; its number."""
+        with self._changed:
+            self._lines.append(_Connection())
+            return len(self._lines) - 1
 
     def invitation(self, host: int) -> Invitation:
         return Invitation(index=host, path=self._path, address=self._address, key=self._key)
@@ -154,7 +162,11 @@ class RunChannel:
     # -- calls ------------------------------------------------------------------------------------
 
     def send(
-        self, host: int, kind: Kind, functions: tuple[Function, ...], given: tuple[Any, ...]
+        self,
+        host: int,
+        kind: Kind,
+        functions: tuple[Function, ...],
+        given: tuple[Any, ...] | Payload,
     ) -> Reply:
         """Call the first of the functions with the others and what is given, which may be changed
         as soon as this returns. Functions are kept, so they must be methods that there are anyway.
@@ -169,7 +181,8 @@ class RunChannel:
             if kind == ASKED:
                 line.expected.append(reply)
             try:
-                self._write(line, pieces)
+                if not line.deaf:
+                    self._write(line, pieces)
             except BaseException:
                 self._break(line, interrupted=True)
                 raise
@@ -204,6 +217,10 @@ class RunChannel:
         replies, self._lines[host].unread = self._lines[host].unread, []
         return self.failure(replies[0]) if replies else None
 
+    def forget_unread(self, host: int) -> None:
+        """What told calls of a host have raised so far is nobody's concern any more."""
+        self._lines[host].unread = []
+
     def failure(self, reply: Reply) -> Exception | None:
         """What a call has raised, as far as is known."""
         if reply.lost:
@@ -214,8 +231,12 @@ class RunChannel:
         error.__cause__ = RaisedThere(text)
         return error
 
-    def came(self, replies: Sequence[Reply]) -> bool:
-        return self._wait(lambda: all(reply.came for reply in replies), 0.0)
+    def came(self, replies: Sequence[Reply], seconds: float = 0.0) -> bool:
+        """Whether they have, or will never, after so long at most."""
+        return self._wait(lambda: all(reply.came for reply in replies), seconds)
+
+    def is_broken(self, host: int) -> bool:
+        return self._lines[host].broken
 
     def broken(self) -> list[int]:
         """The hosts whose connections broke."""
@@ -324,11 +345,19 @@ class RunChannel:
             except BlockingIOError:
                 pass
             except (ConnectionError, TimeoutError):
-                self._break(line)
+                self._stop_writing(line)
                 return
         if pieces:
             line.unwritten.extend(memoryview(bytes(piece)) for piece in pieces)
             self._write_later(line)
+
+    def _stop_writing(self, line: _Connection) -> None:
+        """Its host has ended. It breaks as soon as what that has said is read: results may be among
+        it that no other host has."""
+        line.deaf = True
+        line.unwritten.clear()
+        if line.sock is not None:
+            self._poll.modify(line.sock, select.EPOLLIN)
 
     def _write_later(self, line: _Connection) -> None:
         if line.sock is None:
@@ -362,7 +391,7 @@ class RunChannel:
         except BlockingIOError:
             return
         except (ConnectionError, TimeoutError):
-            self._break(line)
+            self._stop_writing(line)
             return
         except BaseException:
             self._break(line, interrupted=True)

@@ -54,6 +54,7 @@ class Asked:
     ref: Any
     before: int = 0
     since: float | None = None
+    call: Any = None  # to be made again, where that may be
 
 
 Due: TypeAlias = Callable[[Sequence[Asked]], Mapping[int, int]]
@@ -111,7 +112,7 @@ class Calls(Protocol):
 
 class HostWatch:
     """`due`: None if hosts need not move on; a method of a spawned actor may take as long as it
-    likes."""
+    likes. `stopped_s`: for which a signal may stop one, if not for `deadline_s`."""
 
     def __init__(
         self,
@@ -122,8 +123,10 @@ class HostWatch:
         deadline_s: float,
         call_deadline_s: float,
         due: Due | None,
+        stopped_s: float | None = None,
     ) -> None:
         self.deadline_s = deadline_s
+        self.stopped_s = stopped_s
         self.call_deadline_s = call_deadline_s
         self.lost: dict[int, ActorLost] = {}
         self._controller = controller
@@ -152,9 +155,9 @@ class HostWatch:
             except NotYet:
                 pass
             except HostFailed as failed:
-                raise self._root(asked, failed.hosts) from None
+                raise self.root(asked, failed.hosts) from None
             except CallLost as lost:
-                raise self._root(asked, (), str(lost)) from None
+                raise self.root(asked, (), str(lost)) from None
             else:
                 for each in asked:
                     each.host.answered = True
@@ -164,9 +167,9 @@ class HostWatch:
                 raise self._controller.failure
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
-            self._look(asked, self.deadline_s if deadline_s is None else deadline_s)
+            self.look(asked, self.deadline_s if deadline_s is None else deadline_s)
             if any(host.index in self.lost for host in needed):
-                raise self._root(asked, [host.index for host in needed])
+                raise self.root(asked, [host.index for host in needed])
 
     def find(self, hosts: Collection[int]) -> ActorLost | None:
         """The first of these that is lost, if any is."""
@@ -179,12 +182,12 @@ class HostWatch:
         """Whether all these calls have come back."""
         return self._calls.came([each.ref for each in asked])
 
-    def _look(self, asked: Sequence[Asked], deadline_s: float) -> None:
+    def look(self, asked: Sequence[Asked], deadline_s: float) -> None:
         """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
         have to move and none is at work, stands still."""
         now = time.monotonic()
         for host in self._home.processes:
-            if host.index not in self.lost:
+            if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
         if self._due is not None:
             self._look_for_one_that_stands(self._due, asked, now, deadline_s)
@@ -208,7 +211,9 @@ class HostWatch:
             seen.measured, seen.cpu_s = now, seen.cpu_s + used_s
         at_work = self._controller.at_work(host.index, at)
         seen.at_work = at_work and seen.computes
-        if at.beat_s > self.deadline_s and (
+        if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
+            self.end(host, f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s.")
+        elif at.beat_s > self.deadline_s and (
             host.stopped or (at.beat_s > STALE_S and not seen.computes)
         ):
             self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
@@ -285,7 +290,7 @@ class HostWatch:
             fact = f"made no progress for more than {deadline_s:g} s, though it is alive."
             self.end(host, f"the process {fact}")
 
-    def _root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
+    def root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
         """What a failure follows from, among these hosts, or those that Ray's `text` names; a death
         may show a moment later than what comes of it."""
         end = time.monotonic() + SETTLE_S
@@ -299,14 +304,15 @@ class HostWatch:
                         text = text or str(lost)
                     case _:
                         pass
-            processes = self._home.processes
+            processes = [host for host in self._home.processes if host.counts]
             for host in processes:
                 if host.gone or host.id in text or host.ended() is not None:
                     self._lose_dead(host, text)
             named = [host.index for host in processes if host.id in text]
-            among = (*named, *(sorted(hosts) or range(len(processes))))
+            among = (*named, *(sorted(hosts) or [host.index for host in processes]))
             roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
-            roots += [self.lost[index] for index in among if index in self.lost]
+            there = {host.index for host in processes}
+            roots += [self.lost[i] for i in among if i in self.lost and i in there]
             if roots or time.monotonic() > end:
                 break
             time.sleep(0.05)

@@ -11,7 +11,9 @@ through its list, calls nothing, and sends zeros of the declared shapes where it
 that nobody waits for it. At the commit point all ranks hear of it and are spoiled too, before any
 has written state. `run` then gives `Undone`, and the next run finds all as it was. That holds for
 programs with a commit point, and for those that write no state. In others, and after a rank has
-voted, what is half written is lost, and the error is raised.
+voted, what is half written is lost, and the error is raised; unless `undoes`, and all ranks of the
+program are here: then they go on in the same way, all of them, and `late` says that what they wrote
+is to be undone (`worker.py`).
 
 Invariants: the program is verified, so no step looks for what is not there. Of the table it
 touches its state alone: all other values of a run are its own (`values`), so that programs on the
@@ -74,7 +76,9 @@ CPU = torch.device("cpu")
 
 class Engine:
     """`device`: of the ranks here, and of what they send in place of values that were not made.
-    `number`: of the program, among those that its hosts load over this transport."""
+    `number`: of the program, among those that its hosts load over this transport. `undoes`: who
+    owns the table can make it again what it was; `late`: it has to, after the run that has ended.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,8 @@ class Engine:
         transport: Transport,
         device: torch.device = CPU,
         number: int = 0,
+        *,
+        undoes: bool = False,
     ) -> None:
         self.program = program
         self.sites = tuple(sites)
@@ -106,7 +112,10 @@ class Engine:
         self._steps = [self._prepare(site) for site in self.sites]
         self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
         self._undoable = _undoable(program, ranks)
-        self._leaks = _communicates(program) and not _commits(program)
+        self._undoes = undoes and self._alone
+        leaks = _communicates(program) and not _commits(program)
+        self._leaks = leaks and not self._undoes
+        self.late = False
         self._stamps: Stamps | None = None  # of timed runs
         self._stamped: list[Step] = []
         # of the run under way
@@ -155,7 +164,7 @@ class Engine:
     ) -> None:
         self._running = self._steps if steps is None else steps
         self._keeps = keeps
-        self._spoiled, self._faults = set(), []
+        self._spoiled, self._faults, self.late = set(), [], False
         for rank, values in inputs.items():
             for name in tuple(values):
                 value = self.values[rank, name] = values.pop(name)
@@ -190,11 +199,16 @@ class Engine:
                 isinstance(instruction, Call) and not isinstance(error, torch.AcceleratorError)
             )
             leaks = self._leaks and self._keeps
-            if not ours or leaks or rank in self._spoiled or index >= self._undoable[rank]:
+            late = leaks or rank in self._spoiled or index >= self._undoable[rank]
+            if not ours or (late and not self._undoes):
                 raise self._error(position, error) from shortened(error)
             fault = self._error(position, error)
             fault.__cause__ = shortened(error)
             self._faults.append(Fault((rank, index), fault))
+            if late:  # nothing that it would make is needed
+                self.late = True
+                for other in {site[0] for site in self.sites} - self._spoiled - {rank}:
+                    self._spoil(other)
         self._spoil(rank)
 
     def _spoil(self, rank: int) -> None:
@@ -203,6 +217,12 @@ class Engine:
             self._prepare_spoiled(site, step) if site[0] == rank else step
             for site, step in zip(self.sites, self._running, strict=True)
         ]
+
+    def abandon(self) -> None:
+        """The run under way will not be ended."""
+        self.values.clear()
+        self._pending.clear()
+        self._running, self._spoiled, self._faults, self.late = self._steps, set(), [], False
 
     def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]] | Undone:
         """The outputs of these ranks; drops outputs and inputs, but no state."""

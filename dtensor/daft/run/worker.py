@@ -15,6 +15,10 @@ was to keep, where there was no value before. Runs may be counted (`Counted`): a
 number of the run among those that were not undone, whether the controller knows of all that were or
 not; for it may be two runs ahead. Numbers of runs come with them: a host need not have all.
 
+With `snapshots`, puts, deletes and runs are changes with a number each, and the table can be again
+what it was after one of the last (`roll_back`); a run all of whose ranks are here is undone
+wherever a call of it fails.
+
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
 the CPU; nothing outside aliases the table. Where whoever asks for a run waits for its end, its
 inputs may be `lent`: they are read where they are, but for those that a call writes to. It is used
@@ -23,17 +27,17 @@ by one thread at a time.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
 from dtensor.daft.errors import Failure, TaskError
-from dtensor.daft.ir.instructions import Call
+from dtensor.daft.ir.instructions import Call, outputs_of
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
+from dtensor.daft.run.snapshots import COUNTERS, Counters, Key, Keys, Snapshots, Store
 from dtensor.daft.run.transport import Transport
 from dtensor.daft.run.undone import Fault, Spoiled, Undone, with_run
 from dtensor.daft.verification.pairing import Site
@@ -68,12 +72,71 @@ class Counted:
     since: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a host is told of a change of its table: its number; `committed`: once it has ended
+    here, nobody asks for a state before that one; `taken`: the state after it is to be kept."""
+
+    number: int
+    committed: int = 0
+    taken: bool = True
+
+
+UNNUMBERED = Change(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """What a program's runs write in the table: state, of which some by replayable writes alone,
+    and of inputs that are changed those that stand there. `calls`: what calls write, by name."""
+
+    calls: frozenset[str]
+    state: Keys
+    replayable: Keys
+    inputs: tuple[tuple[Key, bool], ...]
+    """With whether it is replayable."""
+
+    @staticmethod
+    def of(program: Program, ranks: Sequence[int]) -> _Writes:
+        calls: set[str] = set()
+        state: list[Key] = []
+        replayable: list[Key] = []
+        for rank in ranks:
+            own = program.ranks[rank]
+            made: set[str] = set()
+            for i in own.instructions:
+                made.update(i.writes if isinstance(i, Call) else (), outputs_of(i))
+            known = set(own.replayable)
+            state += [(rank, n) for n in dict.fromkeys(own.state) if n in made and n not in known]
+            replayable += [(rank, n) for n in dict.fromkeys(own.state) if n in made and n in known]
+        for own in program.ranks:
+            calls.update(n for i in own.instructions if isinstance(i, Call) for n in i.writes)
+        inputs = tuple(
+            ((rank, name), name in program.ranks[rank].replayable)
+            for rank in ranks
+            for name in program.ranks[rank].changed
+        )
+        return _Writes(frozenset(calls), tuple(state), tuple(replayable), inputs)
+
+    def keys(self, inputs: Values) -> tuple[Keys, Keys]:
+        """In a run with these inputs: what belongs to it, and what is replayable."""
+        if not self.inputs:
+            return self.state, self.replayable
+        stored: tuple[list[Key], list[Key]] = ([], [])
+        for (rank, name), replayable in self.inputs:
+            if isinstance(value := inputs[rank][name], Stored):
+                stored[replayable].append((rank, value.name))
+        return (*self.state, *stored[0]), (*self.replayable, *stored[1])
+
+
 MOST_UNDONE = 64
 """Runs that were undone of which a host remembers why."""
 
 
 class Worker:
-    """`counter[0]`, if given, is always the position in the list that runs. `lent`: of inputs."""
+    """`counter[0]`, if given, is always the position in the list that runs. `lent`: of inputs.
+    `snapshots`: where copies of the table's values go; what a dead host's process has left there is
+    in the table after `roll_back`."""
 
     def __init__(
         self,
@@ -83,6 +146,7 @@ class Worker:
         counter: memoryview | None = None,
         *,
         lent: bool = False,
+        snapshots: Store | None = None,
     ) -> None:
         self.ranks = ranks
         self.device = device
@@ -90,19 +154,28 @@ class Worker:
         self.engines: dict[int, Engine] = {}
         self._counter = counter
         self._lent = lent
-        self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
+        self._writes: dict[int, _Writes] = {}  # by program
         self._table: Table = {}
+        self._snapshots = None if snapshots is None else Snapshots(self._table, snapshots)
+        self._change = UNNUMBERED  # of the run under way, as what follows
+        self._dropped: Names = NOTHING_DROPPED
+        self._writing: tuple[Keys, Keys] = (), ()
         self._run = 0  # the number of the last one here
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
         self._returned: Collection[str] = ()  # of the run under way, as `_now` is
-        self._undone: deque[Undone] = deque(maxlen=MOST_UNDONE)
-        self._runs_undone: dict[str, list[int]] = {}  # of what is counted
 
-    def put(self, values: Values, drop: Names = NOTHING_DROPPED) -> None:
-        self.delete(drop)
-        for rank, named in values.items():
-            for name, value in named.items():
-                self._table[rank, name] = copy_to(value, self.device)
+    def put(
+        self, values: Values, drop: Names = NOTHING_DROPPED, change: Change = UNNUMBERED
+    ) -> None:
+        keys = (*self._keys(drop), *self._keys(values))
+        self._begins(change, keys)
+        try:
+            self._drop(drop)
+            for rank, named in values.items():
+                for name, value in named.items():
+                    self._table[rank, name] = copy_to(value, self.device)
+        finally:
+            self._ends(change, alone=keys)
 
     def get(self, names: Names) -> dict[int, tuple[object, ...]] | Undone:
         found = {rank: tuple(self._find(rank, n) for n in own) for rank, own in names.items()}
@@ -114,13 +187,66 @@ class Worker:
 
     def undone(self) -> tuple[Undone, ...]:
         """The last runs that were undone."""
-        return tuple(self._undone)
+        return self._counters.undone
 
     def undone_since(self, key: str, since: int) -> list[int]:
         """The runs that are counted under `key` and were undone, as far as is known here."""
-        return [run for run in self._runs_undone.get(key, ()) if run >= since]
+        return [run for run in self._counters.runs.get(key, ()) if run >= since]
 
-    def delete(self, names: Names) -> None:
+    @property
+    def _counters(self) -> Counters:
+        found = self._table.get(COUNTERS)
+        return found if isinstance(found, Counters) else NO_COUNTERS
+
+    def delete(self, names: Names, change: Change = UNNUMBERED) -> None:
+        keys = self._keys(names)
+        self._begins(change, keys)
+        try:
+            self._drop(names)
+        finally:
+            self._ends(change, alone=keys)
+
+    def ended(self) -> int:
+        """The last change that ended here; 0 without snapshots."""
+        return 0 if self._snapshots is None else self._snapshots.ended
+
+    def roll_back(self, to: int) -> int:
+        """The table, and what is known of runs that were undone, bit for bit as right after the
+        last change here whose number is at most ``to`` and that was taken; its number. What
+        replayable writes wrote stays as it is, unless another change wrote it since. A run under
+        way is forgotten; what of it is still in connections is not this one's to know.
+
+        ValueError if that state is not kept any more, or there are no snapshots.
+        """
+        if self._snapshots is None:
+            raise ValueError("This host keeps no snapshots.")
+        for engine in self.engines.values():
+            engine.abandon()
+        return self._snapshots.roll_back(to)
+
+    def _keys(self, names: Mapping[int, Iterable[str]]) -> Keys:
+        if self._snapshots is None:
+            return ()
+        return tuple((rank, name) for rank, own in names.items() for name in own)
+
+    def _begins(self, change: Change, keys: Keys) -> None:
+        if self._snapshots is not None:
+            self._snapshots.begin(change.number, keys)
+
+    def _ends(
+        self, change: Change, written: Keys = (), alone: Keys = (), replayed: Keys = ()
+    ) -> None:
+        if self._snapshots is not None:
+            self._snapshots.end(
+                change.number,
+                written=written,
+                alone=alone,
+                replayed=replayed,
+                committed=change.committed,
+                take=change.taken,
+            )
+
+    def _drop(self, names: Names) -> None:
         for rank, unwanted in names.items():
             for name in unwanted:
                 self._find(rank, name)
@@ -128,13 +254,15 @@ class Worker:
 
     def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
         transport, device = self.transport, self.device
-        self.engines[handle] = Engine(program, sites, self._table, transport, device, handle)
-        calls = (i for own in program.ranks for i in own.instructions if isinstance(i, Call))
-        self._written[handle] = frozenset(name for call in calls for name in call.writes)
+        undoes = self._snapshots is not None
+        self.engines[handle] = Engine(
+            program, sites, self._table, transport, device, handle, undoes=undoes
+        )
+        self._writes[handle] = _Writes.of(program, self.ranks)
 
     def unload(self, handle: int) -> None:
         self.engines.pop(handle).close()
-        del self._written[handle]
+        del self._writes[handle]
 
     def run(
         self,
@@ -146,12 +274,13 @@ class Worker:
         returned: Collection[str] = (),
         drop: Names = NOTHING_DROPPED,
         run: int = 0,
+        change: Change = UNNUMBERED,
     ) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
         `returned`. `run` is its number."""
-        self.delete(drop)
         engine = self.engines[handle]
         self._run = run
+        self._begin_run(handle, inputs, keep, drop, change)
         fed = self._in(handle, inputs, keep, counted, returned)
         made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
@@ -165,9 +294,10 @@ class Worker:
         returned: Collection[str],
         drop: Names,
         run: int,
+        change: Change = UNNUMBERED,
     ) -> None:
-        self.delete(drop)
         self._run = run
+        self._begin_run(handle, inputs, keep, drop, change)
         fed = self._in(handle, inputs, keep, counted, returned)
         self.engines[handle].begin(fed, keeps=bool(keep))
 
@@ -183,7 +313,35 @@ class Worker:
     def close(self) -> None:
         self.engines.clear()
         self._table.clear()
+        if self._snapshots is not None:
+            self._snapshots.close()
         self.transport.close()
+
+    def _begin_run(
+        self,
+        handle: int,
+        inputs: Values,
+        keep: Mapping[str, str],
+        drop: Names,
+        change: Change,
+    ) -> None:
+        if self._snapshots is not None:
+            self._change, self._dropped = change, drop
+            state, _ = self._writing = self._writes[handle].keys(inputs)
+            kept = self._kept(handle, keep)
+            self._begins(change, (*state, *kept, *self._keys(drop)) if kept or drop else state)
+        self._drop(drop)
+
+    def _kept(self, handle: int, keep: Mapping[str, str]) -> Keys:
+        if not keep:
+            return ()
+        program = self.engines[handle].program
+        return tuple(
+            (rank, name)
+            for rank in self._ranks_of(program)
+            for output, name in keep.items()
+            if output in program.ranks[rank].outputs
+        )
 
     def _in(
         self,
@@ -194,18 +352,22 @@ class Worker:
         returned: Collection[str],
     ) -> dict[int, dict[str, object]]:
         self._now, self._returned = (keep, counted), returned
-        written = self._written[handle]
-        fed = {
-            rank: {
-                name: self._find(rank, value.name)
-                if isinstance(value, Stored)
-                else self._lend(value)
-                if self._lent and name not in written
-                else copy_to(value, self.device)
-                for name, value in named.items()
+        written = self._writes[handle].calls
+        try:
+            fed = {
+                rank: {
+                    name: self._find(rank, value.name)
+                    if isinstance(value, Stored)
+                    else self._lend(value)
+                    if self._lent and name not in written
+                    else copy_to(value, self.device)
+                    for name, value in named.items()
+                }
+                for rank, named in inputs.items()
             }
-            for rank, named in inputs.items()
-        }
+        except LookupError:
+            self._ends(self._change, alone=self._keys(self._dropped))
+            raise
         if counted is not None:
             unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
             for named in fed.values():
@@ -229,10 +391,13 @@ class Worker:
         keep, counted = self._now
         if isinstance(results, Undone):
             return self._undo(handle, results, keep, counted)
+        kept = self._kept(handle, keep) if self._snapshots is not None else ()
         for rank, named in results.items():
             for output, name in keep.items():
                 if output in named:
                     self._table[rank, name] = copy_to(named[output], self.device)
+        state, replayed = self._writing
+        self._ends(self._change, state, (*kept, *self._keys(self._dropped)), replayed)
         cpu = torch.device("cpu")
         return {
             rank: {
@@ -245,21 +410,27 @@ class Worker:
         self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
     ) -> Undone:
         run = self._run
+        _, replayed = self._writing
+        kept = (*self._kept(handle, keep), *self._keys(self._dropped))
+        if self.engines[handle].late and self._snapshots is not None:
+            self._snapshots.roll_back(self._snapshots.ended)
+            self._begins(self._change, kept)
+            self._drop(self._dropped)
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
         )
         undone = Undone(faults, run, handle)
-        self._undone.append(undone)
+        runs = dict(self._counters.runs)
         if counted and counted.takes:
-            self._runs_undone.setdefault(counted.key, []).append(run)
+            runs[counted.key] = (*runs.get(counted.key, ()), run)
+        undone_here = (*self._counters.undone, undone)[-MOST_UNDONE:]
+        self._table[COUNTERS] = Counters(undone_here, runs)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
-        program = self.engines[handle].program
-        for rank in self._ranks_of(program):
-            for output, name in keep.items():
-                if output in program.ranks[rank].outputs:
-                    self._table.setdefault((rank, name), spoiled)
+        for key in self._kept(handle, keep):
+            self._table.setdefault(key, spoiled)
+        self._ends(self._change, (), (*kept, COUNTERS), replayed)
         return undone
 
     def _ranks_of(self, program: Program) -> tuple[int, ...]:
@@ -273,6 +444,9 @@ class Worker:
                 f"{sorted(n for r, n in self._table if r == rank)}."
             )
         return self._table[rank, name]
+
+
+NO_COUNTERS = Counters()
 
 
 def copy_to(value: object, device: torch.device) -> object:

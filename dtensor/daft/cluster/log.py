@@ -1,0 +1,85 @@
+"""What a controller has asked of its hosts and may have to ask again, if one of them is lost.
+
+    log = Log()
+    log.add(Sent(host=0, change=8, run=3, ...))
+    log.add(Sent(host=1, change=8, run=3, ...))
+    log.drop([8, 8], came)                     # change 8 is committed on both: it is dropped
+    log.ended([9, 9], came)                    # [9, 8]: an answer of host 1's to change 9 is lost
+    log.again({0: 8, 1: 8}, came)              # the calls to make again, in order
+
+A *change* is a call that changes a host's table (`changes.py` says which of them are committed); to
+others an answer is all that matters. A host may have ended a change whose answer died with it: then
+the change does not count as ended, as nobody else has what it gave.
+
+Invariants: pure. Calls keep their order. An answer that is here is not asked for again, unless what
+it was an answer to is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
+    that it is of. `asked`: what stands for its answer, None where it has none. `message`: what to
+    send again, of `nbytes`; `number`: of the call among those of its host."""
+
+    host: int
+    change: int | None
+    run: int | None
+    asked: Any | None
+    message: Any
+    number: int
+    nbytes: int
+    serial: int = 0  # in the order of the log
+
+
+Came: TypeAlias = Callable[[Sent], bool]
+"""Whether the answer to a call is here; asked of those alone that have one."""
+
+
+@dataclass(slots=True)
+class Log:
+    calls: list[Sent] = field(default_factory=list[Sent])
+    nbytes: int = 0
+    added: int = 0  # calls, ever
+
+    def add(self, call: Sent) -> None:
+        call.serial, self.added = self.added, self.added + 1
+        self.calls.append(call)
+        self.nbytes += call.nbytes
+
+    def drop(self, base: Sequence[int], came: Came) -> None:
+        """Changes up to `base` of their host are not made again, and answers that are here stay."""
+        self.calls = [
+            call
+            for call in self.calls
+            if (call.change > base[call.host] if call.change is not None else not _here(call, came))
+        ]
+        self.nbytes = sum(call.nbytes for call in self.calls)
+
+    def ended(self, ended: Sequence[int], came: Came) -> list[int]:
+        """By host, the last change that it has ended and whose answers, and those before, are here;
+        of what it has ended itself."""
+        found, open_ = list(ended), set[int]()
+        for call in self.calls:
+            if call.asked is not None and not came(call):
+                open_.add(call.host)
+            if call.host in open_ and call.change is not None:
+                found[call.host] = min(found[call.host], call.change - 1)
+        return found
+
+    def again(self, cut: Mapping[int, int], came: Came) -> list[Sent]:
+        return [
+            call
+            for call in self.calls
+            if (call.change > cut[call.host] if call.change is not None else not _here(call, came))
+        ]
+
+
+def _here(call: Sent, came: Came) -> bool:
+    return call.asked is None or came(call)

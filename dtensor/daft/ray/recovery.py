@@ -1,0 +1,348 @@
+"""A lost host is replaced, and what is not sure is done again.
+
+    recovery = Recovery(launch, max_restarts=100)
+    recovery.note(3, asked)                    # run 3 was sent: it may have to be sent again
+    recovery.recover(error, epoch)             # True: wait for the same calls again
+
+Example, two ranks that train, rank 1 is killed in step 7, when step 8 is submitted already. Rank 0
+fails in step 7, as a transfer breaks. Then, in `recover`:
+
+    replace     the process of rank 1 is ended, if it is not; a spare takes its place
+    leave       rank 0 closes its connections; all it was told before is over when it answers
+    meet        both connect anew, under a prefix of this epoch, and make their programs ready
+    cut         step 6 has ended on both, says rank 0 and what rank 1 left; 7 and 8 have not
+    roll back   both are where they were after step 6
+    again       steps 7 and 8 are sent again, with copies of what they were given; the futures that
+                the user has of them resolve with these
+
+Invariants: calls have the numbers that they had, and so ranks count runs as before. What a user has
+read once is not read again: it would be the same. A host that is lost meanwhile starts the next
+epoch; nothing of an older epoch (store, memory, connections, answers) is used in a later one. With
+the lock of the launch held, so that threads that call meanwhile wait. What cannot be recovered, as
+the memory of a machine that is gone, is the error that it would have been without this.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.cluster.log import Log, Sent
+from dtensor.daft.errors import ActorLost, ClusterClosed, CommunicationError, DaftError, Failure
+from dtensor.daft.ray.crew import SPARE, Crew
+from dtensor.daft.ray.joining import HostFailed, Join
+from dtensor.daft.ray.messages import ASKED, GAVE
+from dtensor.daft.ray.processes import HostProcess
+from dtensor.daft.ray.ranks import Ranks
+from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
+from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.verification.pairing import Site
+
+STOPPED_S = 0.75
+"""A process that a signal has stopped for so long is lost, where it can be replaced."""
+MEET_S = 15.0
+"""How long hosts may stand still that have nothing to do but to meet."""
+SLICE_S = 0.25
+SETTLE_S = 2.0  # a death may show a moment later than what comes of it
+MOST_BYTES = 1 << 28
+MOST_CALLS = 2048
+"""Of the log: from then on a call waits for earlier ones to be sure."""
+MOST_AT_ONCE = 3
+"""How often hosts may be lost in one run, one after the other, before it is taken for the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was lost once, and what became of it. `failures`: of each lost host, what it was doing;
+    `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done again;
+    `begun`: when it was seen, by the monotonic clock."""
+
+    failures: tuple[Failure, ...]
+    ranks: tuple[int, ...]
+    by: tuple[str, ...]
+    runs: int
+    begun: float
+    seconds: float
+
+    def __str__(self) -> str:
+        again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
+        by = " and ".join(self.by)
+        lost = "\n".join(map(str, self.failures))
+        return f"recovered in {self.seconds:.2f} s: replaced by {by}, {again}\n{lost}"
+
+
+@dataclass(slots=True)
+class _Lost:
+    """So far, in one recovery."""
+
+    failures: list[Failure] = field(default_factory=list[Failure])
+    ranks: list[int] = field(default_factory=list[int])
+    by: list[str] = field(default_factory=list[str])
+
+
+class Recovering(Protocol):
+    """The launch, as far as this needs it."""
+
+    watch: HostWatch
+    crew: Crew
+    channel: RunChannel
+
+    @property
+    def failure(self) -> DaftError | None: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def lock(self) -> Any: ...
+
+    def ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked: ...
+
+    def ask_all(self, method: Callable[..., Any], *given: object) -> list[Asked]: ...
+
+    def meeting(self, epoch: int) -> Join: ...
+
+    def lists(self, host: int) -> Mapping[int, Sequence[Site]]:
+        """Of each program that a host takes part in, what it does."""
+        ...
+
+    def teach(self, process: HostProcess) -> None:
+        """Send it all programs."""
+        ...
+
+    def send_again(self, call: Sent) -> None: ...
+
+    def start_over(self) -> None:
+        """Forget what hosts were sent."""
+        ...
+
+
+class Recovery:
+    def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
+        self.epoch = 0
+        self.recovered: list[Recovered] = []
+        self.log = Log()
+        self._launch = launch
+        self._changes = changes
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._look_at = 0  # how many calls make it worth while to look for those that are sure
+        self._stuck: tuple[int, int] = (-1, 0)  # the first run done again, how often in a row
+        self._later: list[tuple[int, Callable[[], None]]] = []
+
+    # -- what is sent ---------------------------------------------------------------------------
+    def note(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
+        """These were sent, one call of the controller's, and may have to be sent again."""
+        launch = self._launch
+        for each in asked:
+            host = launch.crew.place(each.host.index)
+            assert host is not None, "a call is one of a host's"
+            self.log.add(
+                Sent(
+                    host=host,
+                    change=change,
+                    run=run,
+                    asked=each if each.call.kind == ASKED else None,
+                    message=each.call,
+                    number=each.ref.number,
+                    nbytes=each.call.given.nbytes,
+                )
+            )
+        if len(self.log.calls) >= self._look_at:
+            self.settle()
+        if self.log.nbytes > MOST_BYTES or len(self.log.calls) > MOST_CALLS:
+            self._wait_for_some()
+        if any(launch.channel.is_broken(process.index) for process in launch.crew.all):
+            error = launch.watch.root((), ())
+            if not self.recover(error, self.epoch):
+                raise error
+
+    def settle(self) -> None:
+        """Drop from the log what is sure."""
+        self.log.drop(self._changes.base, self._came)
+        self._look_at = 2 * len(self.log.calls) + 1
+        while self._later and (not self.log.calls or self._later[0][0] <= self.log.calls[0].serial):
+            self._later.pop(0)[1]()
+
+    def when_sure(self, act: Callable[[], None]) -> None:
+        """Do it once all that was sent before will not be sent again."""
+        self._later.append((self.log.added, act))
+        self.settle()
+
+    def _came(self, call: Sent) -> bool:
+        reply: Reply | None = None if call.asked is None else call.asked.ref
+        if reply is None or reply.message is None:
+            return False
+        if reply.message.kind == GAVE:
+            return True
+        return not isinstance(self._launch.channel.failure(reply), HostFailed)
+
+    def _wait_for_some(self) -> None:
+        launch = self._launch
+        epoch = self.epoch
+        try:
+            ended = self._wait(launch.ask_all(Ranks.ended))
+        except ActorLost as error:
+            if not self.recover(error, epoch):
+                raise
+            return
+        for host, change in enumerate(self.log.ended(ended, self._came)):
+            self._changes.heard(host, change)
+        self.settle()
+
+    # -- when one is lost -----------------------------------------------------------------------
+    def recover(self, error: DaftError, epoch: int) -> bool:
+        """Whether calls that failed with the error, and were waited for since this epoch, can be
+        waited for again."""
+        launch = self._launch
+        with launch.lock:
+            if self.epoch != epoch:
+                return launch.failure is None
+            if launch.failure is not None or launch.closed or not isinstance(error, ActorLost):
+                return False
+            begin, lost = time.monotonic(), _Lost()
+            while True:
+                self.epoch += 1
+                try:
+                    again = self._start_epoch(error, lost)
+                except ActorLost as more:
+                    if more is error or launch.closed:
+                        return False
+                    error = more
+                else:
+                    break
+            found = Recovered(
+                failures=tuple(lost.failures),
+                ranks=tuple(lost.ranks),
+                by=tuple(lost.by),
+                runs=len(again),
+                begun=begin,
+                seconds=time.monotonic() - begin,
+            )
+            self.recovered.append(found)
+        warnings.warn(str(found), RuntimeWarning, stacklevel=2)
+        return True
+
+    def _start_epoch(self, error: ActorLost, lost: _Lost) -> set[int]:
+        """The runs that are done again. Raises `error` if it cannot be mended, and another
+        `ActorLost` if another one is lost meanwhile."""
+        launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
+        gone = self._gone()
+        self._restarts += len(gone)
+        if self._restarts > self._max_restarts:
+            error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
+            raise error
+        new = list[HostProcess]()
+        for host in gone:
+            old = crew.host(host)
+            process, by = crew.replace(host)
+            new.append(process)
+            lost.failures.append(launch.watch.lost[old.index].failure)
+            lost.ranks += crew.hosts[host]
+            lost.by.append(by)
+            end = time.monotonic() + SETTLE_S
+            while not channel.is_broken(old.index) and time.monotonic() < end:
+                channel.came([Reply(0)], 0.01)  # what it has said to the last is read
+            if by != SPARE:
+                launch.teach(process)
+        asked = [launch.ask(h, Ranks.leave) for h, p in enumerate(crew.all) if p not in new]
+        self._wait(asked, whatever=True)
+        for each in asked:
+            channel.forget_unread(each.host.index)
+        join = launch.meeting(self.epoch)
+        asked = [
+            launch.ask(host, Ranks.rejoin, join, host, crew.hosts[host], launch.lists(host))
+            for host in range(len(crew.all))
+        ]
+        ended = self._wait(asked)
+        cut = self._changes.cut(self.log.ended(ended, self._came))
+        again = self.log.again(cut, self._came)
+        runs = {call.run for call in again if call.run is not None}
+        self._check(error, ended, runs if gone else set())
+        there = self._wait([launch.ask(host, Ranks.roll_back, to) for host, to in cut.items()])
+        if there != list(cut.values()):
+            error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
+            raise error
+        self._changes.ended = there
+        launch.start_over()
+        for call in again:
+            launch.send_again(call)
+        for spare in crew.hire():
+            launch.teach(spare)
+        return runs
+
+    def _gone(self) -> list[int]:
+        """The hosts that are lost now."""
+        launch = self._launch
+        launch.watch.find([process.index for process in launch.crew.all])
+        return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
+
+    def _check(self, error: ActorLost, ended: Sequence[int], runs: set[int]) -> None:
+        """Raises the error if what is sure is not there any more, or if it comes again and
+        again."""
+        if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
+            error.add_note("it was not replaced: what it had is gone with it")
+            raise error
+        first, times = min(runs, default=-1), 1
+        if first >= 0 and first == self._stuck[0]:
+            times += self._stuck[1]
+        self._stuck = first, times
+        if times > MOST_AT_ONCE:
+            error.add_note(
+                f"it was not replaced: run {first} was begun {times} times, and lost each time"
+            )
+            raise error
+
+    def _wait(self, asked: Sequence[Asked], *, whatever: bool = False) -> list[Any]:
+        """What they give; `ActorLost` if a host is lost meanwhile. `whatever`: not what they raise
+        either."""
+        launch = self._launch
+        replies = [each.ref for each in asked]
+        while True:
+            if launch.closed:
+                raise ClusterClosed("This cluster was closed while a lost host was replaced.")
+            raised: Exception | None = None
+            try:
+                if whatever:
+                    if launch.channel.came(replies, SLICE_S):
+                        raised = None if not any(reply.lost for reply in replies) else CallLost("")
+                        if raised is None:
+                            return []
+                    else:
+                        raise NotYet
+                else:
+                    found = launch.channel.get(replies, SLICE_S)
+                    for each in asked:
+                        each.host.answered = True
+                        each.host.watch()
+                    return found
+            except NotYet:
+                launch.watch.look(asked, MEET_S)
+            except Exception as error:  # a host may raise anything, because another is lost, too
+                raised = error
+            self._raise_lost(raised)
+
+    def _raise_lost(self, raised: Exception | None) -> None:
+        """`ActorLost` if a host is lost; else what a call has raised, if it has."""
+        launch = self._launch
+        end = time.monotonic() + (SETTLE_S if raised is not None else 0.0)
+        while True:
+            lost = self._gone()
+            if lost:
+                raise launch.watch.lost[launch.crew.host(lost[0]).index]
+            if raised is None:
+                return
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        if isinstance(raised, CallLost):  # alive, but it cannot be called
+            for process in launch.crew.all:
+                if launch.channel.is_broken(process.index):
+                    reason = "its connection to the controller broke, though the process is alive."
+                    raise launch.watch.lose(process, reason)
+        reason = f"hosts did not meet again: {type(raised).__name__}: {raised}"
+        raise CommunicationError(Failure(rank=None, reason=reason)) from raised
