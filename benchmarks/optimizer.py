@@ -28,7 +28,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
+from dtensor.runtime.shard_optimizer import (
+    ShardOptimizer,
+    Updated,
+    absent,
+    hyperparameters,
+    keys_of,
+)
 
 AdamW = torch.optim.AdamW
 WIDTHS = (64, 256, 512, 1024)
@@ -78,11 +84,13 @@ def of_torch(d: int, *, clip: Tensor | None = None, flat: bool = False, fused: b
 def of_ours(d: int, clip: Tensor | None = None) -> Way:
     way = Way(d)
     names = [f"p{i}" for i in range(len(way.values))]
-    optimizer = ShardOptimizer(AdamW, (names,))
+    optimizer = ShardOptimizer(AdamW)
+    state = tuple((name, key) for name in names for key in keys_of(AdamW, {}))
+    what, values = Updated((tuple(names),), state), tuple(absent("cpu") for _ in state)
     options = hyperparameters(AdamW([torch.zeros(1)]))
     shards = dict(zip(names, way.values, strict=True))
     gradients = dict(zip(names, way.gradients, strict=True))
-    way.run = lambda: optimizer.step(shards, options, gradients, clip, own=names)
+    way.run = lambda: optimizer.step(what, shards, options, gradients, values, clip, own=names)
     return way
 
 

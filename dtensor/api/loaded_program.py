@@ -183,7 +183,7 @@ def load(
     session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
 ) -> LoadedProgram:
     """Lower, verify and ship a plan once per session; put the constants it needs."""
-    key = (id(planned), roles.gradients, roles.optimizer, roles.detect_nan, current())
+    key = (id(planned), roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
     if key not in session.loaded:
         state = state_names(session, planned)
         lowered = lower(
@@ -240,7 +240,9 @@ def _fused(
             if name in known:
                 held = item.held if item.name in state else item.spec
                 found[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
-        numbers = known.difference(found, {"options", roles.optimizer})
+        unknown = {"options", roles.optimizer}
+        unknown |= {n for n in own.state if n.startswith(f"{roles.optimizer}: ")}
+        numbers = known.difference(found, unknown)
         given.append(found | dict.fromkeys(numbers, 0))
     return fused(program, given)
 

@@ -43,9 +43,9 @@ from dtensor.api.away import (
     send_away,
 )
 from dtensor.api.parallel import ParallelModule
-from dtensor.daft import Call, Cluster, Function, Handle, Program, RankProgram
+from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.shard_optimizer import NAMES, ShardOptimizer, hyperparameters
+from dtensor.runtime.shard_optimizer import NUMBERS, is_absent
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial
@@ -59,27 +59,33 @@ BUCKET_BYTES = 2**26
 _version = attrgetter("_version")
 
 
+Named = tuple[str, TensorSpec, tuple[int, ...]]
+"""A value of the ranks' tables: its name, the spec, who has it."""
+
+
 @dataclass(slots=True, repr=False)
 class OptimizerHome:
-    """One torch optimizer, the table's name of its shards, whether they hold masters, the names by
-    group that the ranks know, and what stands in ``optimizer.state``, first as it was given.
+    """One torch optimizer, the table's name of the ranks' own, whether these hold masters, and what
+    stands in ``optimizer.state``, first as it was given.
 
-    ``stored``: by parameter, how the tensors of its state are cut, and which ranks have them;
-    ``rest``: the entries of parameters that no program here has used; ``placed``: the last plan.
+    ``keys``: of the state, by group; ``named``: by parameter and key, the table's name of each
+    value, how it is cut and which ranks have it, before its first step as well; ``updated``: those
+    that the last plan updates; ``made``: those that are there, but for steps under way; ``rest``:
+    entries that no program here has used; ``placed``: the last plan.
     """
 
     optimizer: torch.optim.Optimizer
     name: str
     masters: bool
-    groups: tuple[tuple[str, ...], ...]
+    keys: tuple[tuple[str, ...], ...]
     resident: Resident
     given: InitVar[Entries]
-    stored: dict[str, tuple[TensorSpec, tuple[int, ...]]]
     rest: Entries
-    placed: Plan
-    moves: int  # of the resident, when it was put
-    unsure: object = None  # of the last step that was given names, which may yet be undone
-    reader: Handle | None = None  # the program that sends parts of the state
+    placed: Plan | None = None
+    moves: int = 0  # of the resident, when it was put
+    named: dict[tuple[str, str], Named] = field(default_factory=dict[tuple[str, str], Named])
+    updated: frozenset[tuple[str, str]] = frozenset()
+    made: frozenset[tuple[str, str]] = frozenset()
     state: AwayState = field(init=False)
 
     def __post_init__(self, given: Entries) -> None:
@@ -92,19 +98,13 @@ class OptimizerHome:
         held: object = self.optimizer.state
         return held is self.state and not self.state.touched
 
-    def options(self, groups: tuple[tuple[str, ...], ...]) -> tuple[dict[str, Any], ...]:
-        """What a step is fed: each group's options, and its names where the groups changed, until a
-        step that was given them has ended well."""
-        found = hyperparameters(self.optimizer)
-        if groups == self.groups and self.unsure is None:
-            return found
-        self.groups, self.unsure = groups, object()
-        return tuple({**given, NAMES: names} for given, names in zip(found, groups, strict=True))
-
-    def ended(self, unsure: object) -> None:
-        """A step has ended well; ``unsure`` as it was when that was given its options."""
-        if unsure is self.unsure:
-            self.unsure = None
+    def values(self) -> dict[tuple[str, str], Named]:
+        """By parameter and key, what there is of the state on the ranks: the table's name, how it
+        is cut, and who has it. A parameter's is there from its first step on. Waits for running
+        steps. What no program has updated is in ``rest``, whole."""
+        for wait in self.resident.settling:
+            wait()
+        return {which: named for which, named in self.named.items() if which in self.made}
 
     def come_home(self) -> None:
         if self.current:
@@ -312,44 +312,39 @@ class Resident:
         """The whole values, on the CPU. Waits for running steps."""
         if self.lost:
             raise RuntimeError(f"{labels[0]} {self.lost}")
-        asked = {label: covering(self.specs[label], self.ranks[label]) for label in labels}
-        wanted = [
-            [label for label in labels if rank in asked[label]] for rank in range(self.mesh.size)
-        ]
-        found = self.cluster.get([[self.name(n) for n in own] for own in wanted]).get()
-        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
-        return {
-            label: assemble_at({r: tables[r][label] for r in asked[label]}, self.specs[label])
-            for label in labels
-        }
+        asked = {self.name(n): covering(self.specs[n], self.ranks[n]) for n in labels}
+        found = self.fetch(asked)
+        return {n: assemble_at(found[self.name(n)], self.specs[n]) for n in labels}
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
         parameters = dict(self.model.named_parameters())
         held = [p for group in home.optimizer.param_groups for p in group["params"]]
-        asked = {n: covering(spec, ranks) for n, (spec, ranks) in home.stored.items()}
-        needed = {rank for ranks in asked.values() for rank in ranks}
         gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
-        gathered |= home.rest
-        for bucket in _buckets(list(asked), {n: spec for n, (spec, _) in home.stored.items()}):
-            shards = self._parts_of(home, bucket, needed)
-            for label in bucket:
-                ranks = [r for r in asked[label] if shards[r].get(label)]
-                if ranks and label in parameters:
-                    parts = {r: shards[r][label] for r in ranks}
-                    entries = _joined(parts, home.stored[label][0], parameters[label])
-                    gathered[parameters[label]] = entries
+        gathered |= {parameter: dict(entries) for parameter, entries in home.rest.items()}
+        which = {name: key for key, (name, _, _) in home.named.items()}
+        specs = {name: spec for name, spec, _ in home.named.values()}
+        asked = {name: covering(spec, ranks) for name, spec, ranks in home.named.values()}
+        for bucket in _buckets(list(which), specs):
+            found = self.fetch({name: asked[name] for name in bucket})
+            for name, parts in found.items():
+                label, key = which[name]
+                parameter = parameters.get(label)
+                if parameter is not None and not any(map(is_absent, parts.values())):
+                    if key in NUMBERS:
+                        whole = next(iter(parts.values())).clone()
+                    else:
+                        whole = assemble_at(parts, specs[name])
+                        whole = whole if parameter.is_meta else whole.to(parameter.device)
+                    gathered.setdefault(parameter, {})[key] = whole
         return {parameter: entries for parameter, entries in gathered.items() if entries}
 
-    def _parts_of(
-        self, home: OptimizerHome, labels: list[str], ranks: Set[int]
-    ) -> list[dict[str, dict[str, Any]]]:
-        """By rank, the entries of these parameters; not to be written to."""
-        if home.reader is None:
-            home.reader = self.cluster.load(_reader(home.name, self.mesh.size))
-        asked = [{"labels": labels if r in ranks else []} for r in range(self.mesh.size)]
-        found = self.cluster.run(home.reader, asked).get()
-        return [own["part"].entries() for own in found]
+    def fetch(self, asked: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Tensor]]:
+        """Values of the ranks' tables, by name: what the ranks that are asked have, on the CPU."""
+        wanted = [[n for n, ranks in asked.items() if r in ranks] for r in range(self.mesh.size)]
+        found = self.cluster.get(wanted).get()
+        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
+        return {name: {r: tables[r][name] for r in ranks} for name, ranks in asked.items()}
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -433,40 +428,6 @@ class Resident:
                 self._versions[label] = _version_of(self.own[label])
         self._counted = [self.own[label] for label in self._versions]
         self._counts = list(self._versions.values())
-
-
-def _reader(optimizer: str, size: int) -> Program:
-    call = Call("part_of", (optimizer, "labels"), ("part",), label="send state of the optimizer")
-    rank = RankProgram(
-        instructions=(call,), inputs=("labels",), outputs=("part",), state=(optimizer,)
-    )
-    functions = (("part_of", Function.of(_part_of, "part_of")),)
-    return Program(
-        name="state of the optimizer",
-        ranks=(rank,) * size,
-        functions=functions,
-        stage_of=(0,) * size,
-    )
-
-
-def _part_of(optimizer: ShardOptimizer, labels: Sequence[str]) -> tuple[ShardOptimizer]:
-    return (optimizer.part(labels),)
-
-
-def _joined(
-    parts: Mapping[int, Mapping[str, Any]], spec: TensorSpec, parameter: Tensor
-) -> dict[str, Any]:
-    """A parameter's entries, whole, where it is, from those of the ranks."""
-    device = torch.device("cpu") if parameter.is_meta else parameter.device
-    entries: dict[str, Any] = {}
-    for key, value in next(iter(parts.values())).items():
-        if isinstance(value, Tensor) and value.dim() == len(spec.shape) > 0:
-            whole = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-            found = assemble_at({r: part[key].detach() for r, part in parts.items()}, whole)
-            entries[key] = found.to(device)
-        else:
-            entries[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-    return entries
 
 
 def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:

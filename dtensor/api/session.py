@@ -20,16 +20,16 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from dtensor.api.away import AwayState, Entries
+from dtensor.api.away import AwayState
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
-from dtensor.api.resident import OptimizerHome, Resident
+from dtensor.api.resident import Named, OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
@@ -40,15 +40,24 @@ from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.runtime.shard_optimizer import (
+    MASTER,
+    NUMBERS,
+    ShardOptimizer,
+    absent,
+    keys_of,
+    value_name,
+)
 from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,12 +344,13 @@ class MeshSession:
         *,
         masters: bool,
     ) -> OptimizerHome:
-        """The optimizer's state goes to the cluster with its first step, and anew where somebody
-        has looked at it since: each rank gets a `ShardOptimizer` of the parameters that it holds. A
-        tensor of its parameter's shape is cut as the plan says that the state is stored; numbers
-        are copied.
+        """The values of the optimizer's state that the plan's update reads go to the ranks' tables,
+        and anew where somebody has looked at it since. A tensor of its parameter's shape is cut as
+        the plan says that the state is stored, numbers are replicated; what there is not yet is
+        absent (shard_optimizer.py). Beside them stands what makes the updates of them.
 
-        PlanningError where two steps share an optimizer and one of them wants masters.
+        PlanningError where two steps share an optimizer and one of them wants masters; where a
+        parameter's state has not what the class reads.
         """
         resident = self.resident(model)
         home = resident.optimizers.get(id(optimizer))
@@ -354,48 +364,118 @@ class MeshSession:
         self.place(models, plan, stages)
         if home is None or home.moves != resident.moves:
             _check_own(model, optimizer)
-        if home is not None and home.current and home.placed is plan:
+        keys = tuple(keys_of(type(optimizer), group) for group in optimizer.param_groups)
+        if home is not None and home.current and home.placed is plan and home.keys == keys:
             home.moves = resident.moves
             return home
-        trained = {label for group in groups for label in group}
-        stored = {
-            item.label: (on_mesh(plan, item.state), holders(plan, item))
-            for item in plan.inputs
-            if item.kind == "parameter" and item.label in trained
-        }
-        names = {id(p): label for label, p in model.module.named_parameters()}
-        if home is not None:
-            stored = {**home.stored, **stored}
-            home.stored, home.placed, home.moves = stored, plan, resident.moves
-            if home.current and stored.keys().isdisjoint(names[id(p)] for p in home.rest):
-                return home
-        held: object = optimizer.state
-        entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
-        cut: list[dict[str, dict[str, Any]]] = [{} for _ in range(self.mesh.size)]
-        rest: Entries = {}
-        for parameter, kept in entries.items():
-            label = names.get(id(parameter), "")
-            if label not in stored:
-                rest[parameter] = kept
-                continue
-            spec, ranks = stored[label]
-            for rank in ranks:
-                cut[rank][label] = {k: self._cut(v, spec, rank) for k, v in kept.items()}
-        kind = type(optimizer)
-        number = len(resident.optimizers)
-        name = f"{resident.prefix}optimizer {number}" if home is None else home.name
-        self.put([{name: ShardOptimizer(kind, groups, own, masters)} for own in cut])
-        kept_by = (optimizer, name, masters, groups, resident, entries, stored, rest, plan)
-        home = OptimizerHome(*kept_by, resident.moves)
-        resident.optimizers[id(optimizer)] = home
+        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
+        name = name if home is None else home.name
+        updated = updated_by(plan, dict(zip(groups, keys, strict=True)), name)
+        known = {} if home is None else home.named
+        for which, (_, spec, _) in updated.items():
+            if which in known and not alike(known[which][1], spec):
+                raise PlanningError(
+                    f"{which[1]} of {which[0]} is stored as {known[which][1]}, this program wants "
+                    f"it stored as {spec}"
+                )
+        elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
+        if home is None or not home.current or elsewhere:
+            held: object = optimizer.state
+            entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
+            new = {**known, **updated}
+            kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
+            home = OptimizerHome(*kept_by)
+            resident.optimizers[id(optimizer)] = home
+            kind = type(optimizer)
+            self.put([{name: ShardOptimizer(kind, masters)} for _ in range(self.mesh.size)])
+        else:
+            new = {which: updated[which] for which in updated if which not in known}
+        self._put_state(home, model, new)
+        home.named |= new
+        home.keys, home.placed, home.moves = keys, plan, resident.moves
+        home.updated = frozenset(updated)
         return home
 
-    def _cut(self, value: Any, spec: TensorSpec, rank: int) -> Any:
-        """A state tensor of the parameter's shape is cut as the parameter is."""
-        if isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape and spec.shape:
-            local = TensorSpec(spec.shape, value.dtype, spec.mesh, spec.placements)
-            return shard_of(value, local, self.mesh.coordinates(rank))
-        return value
+    def _put_state(
+        self, home: OptimizerHome, model: ParallelModule, new: dict[tuple[str, str], Named]
+    ) -> None:
+        """Put values of the state, those that there are out of ``home.rest``."""
+        parameters = dict(model.module.named_parameters())
+        values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        nothing = absent("cpu")
+        for (label, key), (name, spec, ranks) in list(new.items()):
+            entries = home.rest.get(parameters[label], {})
+            value = entries.get(key)
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                value = None  # Adagrad's, of a parameter on the meta device
+            if value is None:
+                _check_made(home, label, key, entries)
+            else:
+                home.made |= {(label, key)}
+                value = _as_stored(value, spec, key, label)
+                spec = replace(spec, dtype=value.dtype)
+                new[label, key] = name, spec, ranks
+            for rank in ranks:
+                here = self.mesh.coordinates(rank)
+                values[rank][name] = nothing if value is None else shard_of(value, spec, here)
+        if any(values):
+            self.put(values)
+        taken: dict[torch.Tensor, set[str]] = {}  # a master of what has none any more is old
+        for label, key in new:
+            taken.setdefault(parameters[label], {MASTER}).add(key)
+        rest = {
+            p: {k: v for k, v in entries.items() if k not in taken.get(p, ())}
+            for p, entries in home.rest.items()
+        }
+        home.rest = {p: entries for p, entries in rest.items() if entries}
+
+
+def updated_by(
+    plan: Plan, keys: Mapping[tuple[str, ...], tuple[str, ...]], optimizer: str
+) -> dict[tuple[str, str], Named]:
+    """The values of the state that the plan's update reads and writes, by parameter and key;
+    ``keys``: of a parameter's state, by the names of the groups."""
+    keys_by_label = {label: own for group, own in keys.items() for label in group}
+    items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
+    found: dict[tuple[str, str], Named] = {}
+    for step in plan.steps:
+        if not isinstance(step, Update):
+            continue
+        item, label, masters = items[step.parameter], step.parameter, bool(step.master_bytes)
+        state = on_mesh(plan, item.state)
+        wide = replace(state, dtype=torch.float32) if masters else state
+        number = TensorSpec((), torch.float32, state.mesh, (REPLICATE,) * len(state.placements))
+        for key in (*keys_by_label[label], *([MASTER] if masters else [])):
+            name = value_name(optimizer, key, label)
+            spec = number if key in NUMBERS else wide
+            found[label, key] = name, spec, holders(plan, item)
+    return found
+
+
+def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any]) -> None:
+    """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
+    there = {k for known, k in home.made if known == label} | set(entries)
+    there = {k for k in there - {MASTER} if entries.get(k) is not None or (label, k) in home.made}
+    if key == MASTER or type(home.optimizer) is torch.optim.SGD or not there:
+        return
+    raise PlanningError(
+        f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "
+        f"{', '.join(sorted(there))}.\n"
+        f"fix: the options with which the state was made, or an optimizer of its own"
+    )
+
+
+def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor:
+    """A given value of a state, of the spec's shape and, but for a number, its dtype."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value)
+    if tuple(value.shape) != spec.shape:
+        raise PlanningError(
+            f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
+            f"fix: load the state of the same optimizer and model"
+        )
+    keeps = key in NUMBERS or not value.is_floating_point()
+    return value.detach() if keeps else value.detach().to(spec.dtype)
 
 
 class Launch:

@@ -29,20 +29,20 @@ DTensors, which stay on their mesh; generators, which are made anew.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dtensor.api.away import ONE_AT_A_TIME
+from dtensor.api.away import ONE_AT_A_TIME, Entries
 from dtensor.api.kept import Keeping, kept
 from dtensor.api.loaded_program import LoadedProgram
 from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
 from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
-from dtensor.api.resident import Resident
-from dtensor.api.session import Launch, MeshSession, launched
+from dtensor.api.resident import Named, OptimizerHome, Resident, covering
+from dtensor.api.session import Launch, MeshSession, launched, updated_by
 from dtensor.api.several_meshes import not_launched
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
@@ -61,10 +61,13 @@ from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import bucket_bytes, values_program
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.schedule import Schedule
+from dtensor.runtime.shard_optimizer import NUMBERS, ShardOptimizer, keys_of
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.shards import assemble_at
+from dtensor.sharding.spec.spec import TensorSpec
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -86,7 +89,8 @@ def switch_plan(
     topology: Topology | None = None,
 ) -> SyncPlan:
     """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
-    pair of ranks, the messages, the price. Nothing is moved, and nothing changes.
+    pair of ranks, the messages, the price. It waits for what is under way, too; nothing is moved,
+    and nothing changes.
 
     Args:
         topology: what the price is of.
@@ -131,8 +135,6 @@ def switch(
     given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
     how = _Wanted(placements or {}, given, inputs, schedule, ranks, None)
     with ONE_AT_A_TIME:
-        _check_running(run.launch)
-        run.launch.settle()
         found = _switch_of(run.launch, model, optimizer, mesh, how)
         found.carry_out()
         return found.plan
@@ -177,6 +179,7 @@ def _switch_of(
     other.initial = model.initial
     resident = here.residents.get(id(model))
     optimizers = _optimizers(model, optimizer, resident)
+    launch.settle()
     if resident is not None:
         resident.settle()
     steps = _planned_steps(model, other, resident, optimizers, how)
@@ -233,6 +236,13 @@ class _PlannedStep:
         found = self.planned.models.by_part(wanted)
         return next(own for part, own in found if part is self.other)
 
+    def updated(self, optimizer: str) -> dict[tuple[str, str], Named]:
+        """The values of the optimizer's state that it reads and writes, by parameter and key."""
+        groups = self.step.optimizer.param_groups
+        keys = (keys_of(type(self.step.optimizer), group) for group in groups)
+        by_names = dict(zip(self.step._groups(), keys, strict=True))
+        return updated_by(self.planned.plan, by_names, optimizer)
+
     def settle(self) -> None:
         """``other`` is as the plan has chosen, as by a program that ran."""
         planned = self.planned
@@ -269,6 +279,33 @@ def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) ->
     return replace(call, leaves=tuple(leaves))
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """An optimizer's state that is on ranks: by parameter and key what it is called in the plan,
+    and how it is to be kept. ``left``: what no step that goes on updates."""
+
+    home: OptimizerHome
+    now: Mapping[tuple[str, str], tuple[str, TensorSpec, tuple[int, ...]]]
+    left: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(home: OptimizerHome, steps: Sequence[_PlannedStep]) -> _State:
+        if not home.current:  # somebody has looked, and may have written: it is put anew
+            return _State(home, {}, ())
+        own = home.name.removeprefix(home.resident.prefix)
+        updated: dict[tuple[str, str], Named] = {}
+        for one in steps:
+            if one.step.optimizer is home.optimizer:
+                updated |= one.updated(own)
+        now: dict[tuple[str, str], tuple[str, TensorSpec, tuple[int, ...]]] = {}
+        values = home.values()
+        for which in values.keys() & updated.keys():
+            (_, before, _), (name, spec, ranks) = values[which], updated[which]
+            now[which] = name, replace(spec, dtype=before.dtype), ranks
+        kept = {which: now[which] for which in values if which in now}
+        return _State(home, kept, tuple(which for which in values if which not in now))
+
+
 class _Switch:
     """``other``: the same module, placed as it is to be; ``numbers``: of its mesh's ranks."""
 
@@ -287,17 +324,30 @@ class _Switch:
         self.numbers, self.resident, self.steps = numbers, resident, steps
         self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping().items()}
         self.now: Keeping = {}
+        self.states: list[_State] = []
         if resident is not None:
             stated = kept(other, None)
             self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
+            self.states = [_State.of(home, steps) for home in resident.optimizers.values()]
         self.plan = self._plan(topology)
 
-    def _plan(self, topology: Topology | None) -> SyncPlan:
-        resident, homes = self.resident, dict[str, tuple[Side, Side]]()
+    def _values(self) -> Iterator[tuple[str, Named, TensorSpec, tuple[int, ...], str]]:
+        """Of each value that moves: what it is called; its name, spec and ranks here; its spec and
+        ranks there; its name there behind the prefix."""
+        resident = self.resident
         for label, (spec, ranks) in self.now.items():
             assert resident is not None
-            source = Side(resident.specs[label], resident.ranks[label], self.here.ranks)
-            homes[label] = source, Side(spec, ranks, self.numbers)
+            before = resident.name(label), resident.specs[label], resident.ranks[label]
+            yield label, before, spec, ranks, label
+        for state in self.states:
+            for which, (name, spec, ranks) in state.now.items():
+                yield name, state.home.named[which], spec, ranks, name
+
+    def _plan(self, topology: Topology | None) -> SyncPlan:
+        homes = {
+            called: (Side(*before[1:], self.here.ranks), Side(spec, ranks, self.numbers))
+            for called, before, spec, ranks, _ in self._values()
+        }
         name = type(self.model.module).__name__
         most = bucket_bytes(self.launch.cluster.device)
         found = plan_sync(name, homes, topology=topology, bucket_bytes=most)
@@ -310,9 +360,9 @@ class _Switch:
         if max(self.numbers) >= launch.cluster.size:
             _grow(launch, max(self.numbers) + 1)
         there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
+        resident = self.resident
         try:
-            for home in self.resident.optimizers.values() if self.resident is not None else ():
-                home.come_home()
+            rest = [_gathered(state) for state in self.states]
             prefix = self._move(there)
         except BaseException:
             if not known:
@@ -322,14 +372,14 @@ class _Switch:
         restate(self.model, self.other)
         for one in self.steps:
             one.go_on()
-        if self.resident is not None:
-            for home in self.resident.optimizers.values():
-                self.here.cluster.delete([[home.name]] * self.here.mesh.size)
-            self.resident.optimizers.clear()
-            self._settle_in(self.resident, there, prefix)
+        if resident is not None:
+            before = resident.prefix
+            self._settle_in(resident, there, prefix)
+            for state, own in zip(self.states, rest, strict=True):
+                _settle_state(state, own, there, before)
             del self.here.residents[id(self.model)]
             self.here.left = not self.here.residents
-            there.residents[id(self.model)], there.left = self.resident, False
+            there.residents[id(self.model)], there.left = resident, False
 
     def _move(self, there: MeshSession) -> str:
         """The values go to the ranks that are to have them, beside the old ones; what their names
@@ -338,14 +388,14 @@ class _Switch:
         if resident is None:
             return ""
         prefix = resident.prefix if there is self.here else there.new_prefix()
-        moving = [n for n in self.now if there is not self.here or not self._stays(n)]
-        if not moving:
-            return prefix
-        plan = replace(self.plan, transfers={n: self.plan.transfers[n] for n in moving})
         names = {
-            n: (inner_name(self.here, resident.name(n)), inner_name(there, f"{prefix}{n}"))
-            for n in moving
+            called: (inner_name(self.here, before[0]), inner_name(there, f"{prefix}{name}"))
+            for called, before, spec, ranks, name in self._values()
+            if there is not self.here or before[1:] != (spec, ranks)
         }
+        if not names:
+            return prefix
+        plan = replace(self.plan, transfers={n: self.plan.transfers[n] for n in names})
         everyone = {*self.here.ranks, *self.numbers}
         size, device = cluster.size, cluster.device
         program = values_program(plan, size, device, names, state=True, also=everyone)
@@ -371,15 +421,9 @@ class _Switch:
         resident.ranks = {label: ranks for label, (_, ranks) in self.now.items()}
         resident.planned, resident.placed = dict(self.by_steps), None
 
-    def _stays(self, label: str) -> bool:
-        assert self.resident is not None
-        return self.now[label] == (self.resident.specs[label], self.resident.ranks[label])
-
     def _forget(self, there: MeshSession) -> None:
         """What of the model is where it no longer is to be: values, and programs over it."""
-        here, resident = self.here, self.resident
-        if resident is None:
-            return
+        here, same = self.here, there is self.here
         for key, value in list(here.loaded.items()):
             match value:
                 case (Planned() as planned, LoadedProgram() as program):
@@ -388,13 +432,47 @@ class _Switch:
                         del here.loaded[key]
                 case _:
                     pass
-        for label, ranks in resident.ranks.items():
-            stay = self.now[label][1] if there is here else ()
-            here.forget(resident.name(label), tuple(r for r in ranks if r not in stay))
+        moved = {before[0]: (before[2], ranks) for _, before, _, ranks, _ in self._values()}
+        for name, (ranks, now) in moved.items():
+            here.forget(name, tuple(r for r in ranks if not (same and r in now)))
+        for state in self.states:
+            for name, _, ranks in state.home.named.values():
+                if name not in moved:
+                    here.forget(name, ranks)
+            if not same:
+                here.forget(state.home.name, tuple(range(here.mesh.size)))
         for one in self.steps:
             for name, ranks in one.kept_gradients(here).items():
                 here.forget(name, ranks)
         here.drop()
+
+
+def _gathered(state: _State) -> Entries:
+    """What is left of a state, with what no program has used: whole, for the next that does."""
+    home, named = state.home, state.home.named
+    if not home.current:
+        return {}
+    parameters = dict(home.resident.model.module.named_parameters())
+    found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
+    asked = {named[which][0]: covering(*named[which][1:]) for which in state.left}
+    parts = home.resident.fetch(asked) if asked else {}
+    for label, key in state.left:
+        name, spec, _ = named[label, key]
+        own = parts[name]
+        whole = next(iter(own.values())) if key in NUMBERS else assemble_at(own, spec)
+        found.setdefault(parameters[label], {})[key] = whole
+    return found
+
+
+def _settle_state(state: _State, rest: Entries, there: MeshSession, prefix: str) -> None:
+    """The state is there now; the next step puts what it lacks."""
+    home, now = state.home, state.home.resident.prefix
+    home.name = f"{now}{home.name.removeprefix(prefix)}"
+    home.named = {which: (f"{now}{name}", *how) for which, (name, *how) in state.now.items()}
+    home.made, home.updated, home.placed = frozenset(home.named), frozenset(), None
+    home.rest = rest
+    own = ShardOptimizer(type(home.optimizer), home.masters)
+    there.put([{home.name: own} for _ in range(there.mesh.size)])
 
 
 # -- the steps that go on --------------------------------------------------------------------------

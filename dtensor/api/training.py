@@ -52,7 +52,12 @@ from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
-from dtensor.runtime.shard_optimizer import check_masters, check_optimizer, state_tensors
+from dtensor.runtime.shard_optimizer import (
+    check_masters,
+    check_optimizer,
+    hyperparameters,
+    state_tensors,
+)
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Search, Training, checked_search
@@ -325,11 +330,12 @@ class TrainStep:
         roles = Roles(
             optimizer=home.name,
             groups=groups,
+            keys=home.keys,
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid)
-        options = {"options": home.options(groups)}
+        options = {"options": hyperparameters(self.optimizer)}
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
         steps, resident = self.model.steps, session.resident(self.model)
         counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
@@ -338,11 +344,11 @@ class TrainStep:
         future = session.run(program.handle, fed, kept, counted)
         self.last = planned
         session.wrote(program.written, home)
-        unsure = home.unsure
+        made = home.updated
 
         def ended(well: bool) -> None:
             if well:
-                home.ended(unsure)
+                home.made |= made
             else:
                 session.give_back(steps, counted)
 

@@ -202,12 +202,20 @@ def run_of(
         size += filled(members[-1].numel, dtype)
     if masters is None:
         return FlatRun(members, size, first.new_empty(0), master=False, owns=False)
+    alone = masters[names[0]] if len(names) == 1 else None
+    if alone is not None and alone.numel() == size and _is_as(alone, first, dtype):
+        flat = alone.detach().copy_(master_of(first, alone)).view(-1)  # it stays where it is
+        return FlatRun(members, size, flat, master=True, owns=True)
     run = FlatRun(members, size, first.new_zeros(size, dtype=dtype), master=True, owns=True)
     for member in members:
         loaded, shard = masters[member.name], shards[member.name]
         value = shard if loaded is None else master_of(shard, loaded.to(shard.device, dtype))
         run.of(run.parameter.data, member).copy_(value)
     return run
+
+
+def _is_as(x: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
+    return x.shape == like.shape and x.device == like.device and x.dtype == dtype
 
 
 def master_of(shard: Tensor, master: Tensor) -> Tensor:

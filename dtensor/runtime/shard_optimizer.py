@@ -1,7 +1,9 @@
 """torch.optim on local shards: one real optimizer per rank, fed from outside.
 
-    optimizer = ShardOptimizer(torch.optim.AdamW, (("w", "b"),))
-    optimizer.step({"w": w_local, ...}, ({"lr": 3e-4, ...},), {"w": grad_local, ...})
+    optimizer = ShardOptimizer(torch.optim.AdamW)
+    values = (absent("cpu"),) * 3                      # of a rank's table, by these names
+    what = Updated(groups=(("w",),), names=(("w", "step"), ("w", "exp_avg"), ("w", "exp_avg_sq")))
+    optimizer.step(what, {"w": w_local}, ({"lr": 3e-4, ...},), {"w": grad_local}, values)
 
 What it updates are runs of padded shards (flat.py), by torch's fused kernels where there are such
 and the user states nothing else: the same bits wherever a parameter is cut. Where gradients are
@@ -10,19 +12,22 @@ clipped they are divided, by the kernel or before it, which is the same.
 The controller's optimizer is never stepped with gradients; its parameter groups are read each step
 and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
 own gradient and state alone) give the same numbers on shards; those are known by exact class.
-With master weights a shard of 16 bits has a float32 copy here, which is what is updated: the shard
-becomes that copy rounded. The copies are exported with the state, under MASTER.
-State tensors have the shape of the shard and its placements; scalars (the step) are the same on
-all ranks.
+
+The state is values of the rank's table, each with a name of its own: tensors of the shard's shape,
+numbers (the step) of no dims, and with master weights a float32 copy of a shard of 16 bits, under
+MASTER, which is what is updated: the shard becomes that copy rounded. A value is `absent` until its
+parameter's first step makes it. From then on it is a view of what torch's optimizer holds, so that
+a step finds it there by identity. Another tensor that stands in its place counts: what is kept here
+is made anew from the values of the table. So nothing is lost with it.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from operator import is_not
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -36,23 +41,27 @@ _torch: Any = torch  # whose types do not know all that it has
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
 
-NAMES = "names of parameters"
-"""The key of a group's names among its options, where they are others than at the step before."""
-
-ELEMENTWISE: dict[type[torch.optim.Optimizer], int] = {
-    # class -> tensors of the parameter's shape that its state holds, at most
-    torch.optim.SGD: 1,
-    torch.optim.Adam: 3,
-    torch.optim.AdamW: 3,
-    torch.optim.NAdam: 2,
-    torch.optim.RAdam: 2,
-    torch.optim.Adamax: 2,
-    torch.optim.Adagrad: 1,
-    torch.optim.Adadelta: 2,
-    torch.optim.RMSprop: 3,
-    torch.optim.Rprop: 2,
-    torch.optim.ASGD: 1,
+ELEMENTWISE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    # class -> the keys of a parameter's state, at most
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    torch.optim.NAdam: ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.RMSprop: ("step", "square_avg", "momentum_buffer", "grad_avg"),
+    torch.optim.Rprop: ("step", "prev", "step_size"),
+    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
 }
+
+IF_STATED = {
+    "max_exp_avg_sq": "amsgrad",
+    "momentum_buffer": "momentum",
+    "grad_avg": "centered",
+}
+"""Keys that are there only where an option of the group is true."""
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Classes for which torch has a kernel of the whole update, on the CPU too."""
@@ -101,18 +110,30 @@ def check_masters(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def keys_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a parameter's state, in a group with these options; master weights apart."""
+    found = ELEMENTWISE[kind]
+    return tuple(key for key in found if key not in IF_STATED or options.get(IF_STATED[key]))
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's shape the state will hold, from class and options."""
-    options = optimizer.defaults
-    match type(optimizer).__name__:
-        case "SGD":
-            return 1 if options.get("momentum") else 0
-        case "Adam" | "AdamW":
-            return 3 if options.get("amsgrad") else 2
-        case "RMSprop":
-            return 1 + bool(options.get("momentum")) + bool(options.get("centered"))
-        case _:
-            return ELEMENTWISE[type(optimizer)]
+    keys = keys_of(type(optimizer), optimizer.defaults)
+    return sum(key not in NUMBERS for key in keys)
+
+
+def value_name(optimizer: str, key: str, label: str) -> str:
+    """The table's name of a value of a parameter's state; ``optimizer``: that of the rank's."""
+    return f"{optimizer}: {key} of {label}"
+
+
+def absent(device: torch.device | str) -> torch.Tensor:
+    """What stands for a value of the state before there is one: no elements, of bools."""
+    return torch.empty(0, dtype=torch.bool, device=device)
+
+
+def is_absent(value: torch.Tensor) -> bool:
+    return value.dtype == torch.bool
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
@@ -123,52 +144,57 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], .
     )
 
 
+class Updated(NamedTuple):
+    """What a program updates: the names of the parameters of each group, and of each value of the
+    state that it reads and writes the parameter and the key. Plain data: ranks share its code."""
+
+    groups: tuple[tuple[str, ...], ...]
+    names: tuple[tuple[str, str], ...]
+
+
 class ShardOptimizer:
     """One rank's optimizer. It lives in the actor's table and is built at its first step.
 
-    What torch's optimizer holds as parameters are runs of shards (flat.py).
+    What torch's optimizer holds as parameters are runs of shards (flat.py). All of it is made of
+    the values of the table, and leaves an actor without them.
     """
 
-    def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        groups: Sequence[Sequence[str]],
-        state: Mapping[str, Mapping[str, Any]] | None = None,
-        masters: bool = False,
-    ) -> None:
+    def __init__(self, kind: type[torch.optim.Optimizer], masters: bool = False) -> None:
         self.kind = kind
-        self.groups = tuple(tuple(group) for group in groups)
         self.masters = masters
-        self.initial = {name: dict(entry) for name, entry in (state or {}).items()}
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.runs: dict[_Alike, list[FlatRun]] = {}  # each list is a group of torch's
-        self.run_of: dict[str, FlatRun] = {}
-        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)  # torch's, by parameter
+        self._forget(())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardOptimizer, (self.kind, self.masters)
 
     def step(
         self,
+        what: Updated,
         shards: Mapping[str, torch.Tensor],
         options: Sequence[Mapping[str, Any]],
         gradients: Mapping[str, torch.Tensor],
+        values: tuple[torch.Tensor, ...],
         clip: torch.Tensor | None = None,
         parts: Collection[str] = (),
         own: Collection[str] = (),
     ) -> None:
-        """Update ``shards`` in place; ``options`` are one mapping per group.
+        """Update ``shards`` and ``values`` in place; ``options`` are one mapping per group.
 
-        A shard becomes a view of a larger buffer, unless it is named in ``parts``: those are parts
-        or copies of other tensors, made anew for each step; they are read and written. What has no
-        gradient is left alone. Gradients are divided by ``clip``, where they stand if they are
-        named in ``own``; the others are not changed.
+        ``values`` are named by ``what``. A shard or a value becomes a view of a larger buffer,
+        unless it is a shard that is named in ``parts``: those are parts or copies of other tensors,
+        made anew for each step; they are read and written. What has no gradient is left alone.
+        Gradients are divided by ``clip``, where they stand if they are named in ``own``; the others
+        are not changed.
         """
         for given in options:
             if not isinstance(given["lr"], float | int | torch.Tensor):
                 raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
-        if any(NAMES in given for given in options):
-            groups = tuple(tuple(given[NAMES]) for given in options)
-            if groups != self.groups:  # names come again until a step is known to have them
-                self._regroup(groups)
-            options = [{k: v for k, v in given.items() if k != NAMES} for given in options]
+        if what.groups is not self.groups:
+            if what.groups != self.groups:
+                self._forget(what.groups)
+            self.groups = what.groups
+        if len(values) != len(self._seen) or any(map(is_not, values, self._seen)):
+            self._know(what.names, values)
         if not gradients:
             return
         runs = self._runs_of(shards, gradients)
@@ -187,65 +213,49 @@ class ShardOptimizer:
         _update(optimizer, pairs, clip if folded else None)
         for run in runs:
             run.give()
+        for run in self._unbound:
+            self._bind(run)
+        self._unbound = []
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves an actor as its state on the CPU: the controller may have no GPU to load it to.
-        As arrays of bytes, which Ray moves without copying them."""
-        state = {
-            name: {
-                key: _bytes_of(value) if isinstance(value, torch.Tensor) else value
-                for key, value in entry.items()
-            }
-            for name, entry in self.entries().items()
-        }
-        return _arrived, (self.kind, self.groups, state, self.masters)
+    # -- the values of the table -------------------------------------------------------------------
 
-    def export(self) -> dict[str, dict[str, Any]]:
-        """Parameter name to its state entries; tensors on the CPU."""
-        return {
-            name: {
-                key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-                for key, value in entry.items()
-            }
-            for name, entry in self.entries().items()
-        }
+    def _forget(self, groups: tuple[tuple[str, ...], ...]) -> None:
+        """The next step makes all of it anew, from values of the table; ``groups``: by name."""
+        self.groups = groups
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.runs: dict[_Alike, list[FlatRun]] = {}  # each list is a group of torch's
+        self.run_of: dict[str, FlatRun] = {}
+        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)  # torch's, by parameter
+        self.values: dict[str, dict[str, torch.Tensor]] = {}  # of the table, by parameter and key
+        self._seen: tuple[torch.Tensor, ...] = ()
+        self._unbound: list[FlatRun] = []
 
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """Parameter name to its state entries, not copied: what was given for parameters that were
-        not stepped yet, and what there is of others."""
-        now: dict[str, dict[str, Any]] = {}
-        for name, run in self.run_of.items():
-            member = next(m for m in run.members if m.name == name)
-            now[name] = {
-                key: run.of(value, member) if _is_flat(key, value) else value
-                for key, value in self.state.get(run.parameter, {}).items()
-            }
-            if run.master:
-                now[name][MASTER] = run.of(run.parameter.data, member)
-        return {**self.initial, **now}
+    def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:
+        """Other values than at the step before: of other parameters, or put since."""
+        for (label, key), value in zip(names, values, strict=True):
+            if label in self.run_of and self.values[label].get(key) is not value:
+                self._forget(self.groups)
+                break
+        for (label, key), value in zip(names, values, strict=True):
+            self.values.setdefault(label, {})[key] = value
+        self._seen = values
 
-    def part(self, names: Sequence[str]) -> ShardOptimizer:
-        """One with the state of these parameters alone, not copied: what is sent is not all."""
-        entries = self.entries()
-        some = {name: entries[name] for name in names if name in entries}
-        return ShardOptimizer(self.kind, self.groups, some, self.masters)
+    def _bind(self, run: FlatRun) -> None:
+        """The values of a run's members are views of its state from now on."""
+        state = self.state.get(run.parameter, {})
+        for member in run.members:
+            for key, value in self.values.get(member.name, {}).items():
+                if key == MASTER and run.master:
+                    value.data = run.of(run.parameter.data, member)
+                elif isinstance(made := state.get(key), torch.Tensor):
+                    value.data = run.of(made, member) if key not in NUMBERS else made
 
-    def nbytes(self) -> int:
-        """Bytes of the state tensors."""
-        return sum(
-            value.numel() * value.element_size()
-            for entry in self.entries().values()
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        )
+    def _given(self, name: str) -> dict[str, torch.Tensor]:
+        """What there is of a parameter's state, its master apart."""
+        found = self.values.get(name, {})
+        return {k: v for k, v in found.items() if k != MASTER and not is_absent(v)}
 
     # -- which runs there are ----------------------------------------------------------------------
-
-    def _regroup(self, groups: tuple[tuple[str, ...], ...]) -> None:
-        """The optimizer is built anew at this step, with the state that there is."""
-        self.initial = self.entries()
-        self.optimizer, self.runs, self.run_of, self.state = None, {}, {}, defaultdict(dict)
-        self.groups = groups
 
     def _runs_of(
         self, shards: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
@@ -274,8 +284,7 @@ class ShardOptimizer:
                 if name in shards:
                     shard = shards[name]
                     narrow = self.masters and is_narrow(shard.dtype)
-                    entry = self.initial.get(name, {})
-                    steps = tuple((k, _told(k, entry[k])) for k in sorted(entry) if k != MASTER)
+                    steps = tuple((k, _told(k, v)) for k, v in sorted(self._given(name).items()))
                     dtype = torch.float32 if narrow else shard.dtype
                     key = _Alike(group, shard.dtype, dtype, shard.device, steps, len(self.runs))
                     alike.setdefault(key, []).append(name)
@@ -283,36 +292,42 @@ class ShardOptimizer:
             self.runs[key] = []
             for positions in together(shards[name].numel() for name in names):
                 some = [names[at] for at in positions]
-                loaded = {name: self.initial.get(name, {}).get(MASTER) for name in some}
-                run = run_of(some, shards, loaded if key.dtype != key.stored else None)
+                masters = {name: self._master(name) for name in some}
+                run = run_of(some, shards, masters if key.dtype != key.stored else None)
                 self.runs[key].append(run)
                 self.run_of.update(dict.fromkeys(some, run))
                 if key.steps:
                     self.state[run.parameter] = self._loaded(run, shards)
-        self.initial = {n: entry for n, entry in self.initial.items() if n not in shards}
+                    self._bind(run)  # at once: what it was made of is needed no more
+                self._unbound.append(run)
         self.optimizer = None
 
+    def _master(self, name: str) -> torch.Tensor | None:
+        found = self.values.get(name, {}).get(MASTER)
+        return None if found is None or is_absent(found) else found
+
     def _loaded(self, run: FlatRun, shards: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The state of a run whose members' is given, in the dtype of what is updated, which
-        loading need not have kept."""
-        entries = [self.initial[member.name] for member in run.members]
-        dtype = torch.float32 if run.master else shards[run.members[0].name].dtype
-        device = shards[run.members[0].name].device
+        """The state of a run, of its members' values, in the dtype of what is updated, which
+        loading need not have kept. What fills a run alone stays where it is."""
+        entries = [self._given(member.name) for member in run.members]
+        like = run.parameter if run.master else shards[run.members[0].name]
         found: dict[str, Any] = {}
         for key, first in entries[0].items():
-            if key == MASTER:
+            if key in NUMBERS:
+                found[key] = first.clone()
                 continue
-            if not _is_flat(key, first):  # torch.optim moves the step to where it wants it
-                found[key] = first.clone() if isinstance(first, torch.Tensor) else first
-                continue
-            alike = dtype if first.is_floating_point() else first.dtype
-            found[key] = flat = torch.zeros(run.size, dtype=alike, device=device)
+            dtype = like.dtype if first.is_floating_point() else first.dtype
             for member, entry in zip(run.members, entries, strict=True):
                 if entry[key].shape != member.shape:
                     raise ValueError(
                         f"{key} of {member.name} has the shape {list(entry[key].shape)}, the "
                         f"parameter's shard {list(member.shape)}."
                     )
+            if first.numel() == run.size and first.dtype == dtype and first.is_contiguous():
+                found[key] = first.detach().view(-1)
+                continue
+            found[key] = flat = torch.zeros(run.size, dtype=dtype, device=like.device)
+            for member, entry in zip(run.members, entries, strict=True):
                 run.of(flat, member).copy_(entry[key])
         return found
 
@@ -327,9 +342,11 @@ class ShardOptimizer:
         for part, begin in made:
             self.run_of.update((member.name, part) for member in part.members)
             for key, value in state.items():
-                flat = _is_flat(key, value)
-                own = value[begin : begin + part.size] if flat else _cloned(value)
-                self.state[part.parameter][key] = own
+                if isinstance(value, torch.Tensor):
+                    number = key in NUMBERS
+                    own = value.clone() if number else value[begin : begin + part.size]
+                    self.state[part.parameter][key] = own
+            self._bind(part)
         self.optimizer = None
 
     # -- torch's optimizer -------------------------------------------------------------------------
@@ -349,12 +366,19 @@ class ShardOptimizer:
             for group in self.optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
                 for parameter in group["params"]:
-                    step = self.state.get(parameter, {}).get("step")
-                    if isinstance(step, torch.Tensor) and on_device:
-                        self.state[parameter]["step"] = step.to(parameter.device)
+                    self._place_numbers(parameter, on_device or self.kind is torch.optim.ASGD)
         for group, own in zip(self.optimizer.param_groups, given, strict=True):
             group.update(own)
         return self.optimizer
+
+    def _place_numbers(self, parameter: torch.Tensor, on_device: bool) -> None:
+        """To where the class wants them; values of a table are all on its device."""
+        if parameter.device.type in ("cpu", "meta"):
+            return
+        place = parameter.device if on_device else torch.device("cpu")
+        state = self.state.get(parameter, {})
+        for key in NUMBERS & state.keys():
+            state[key] = state[key].to(place)
 
     def _options(self, key: _Alike, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """What torch is told: its fused kernel, where it has one and the user chose none."""
@@ -389,20 +413,9 @@ class _Alike:
     built: int
 
 
-def _is_flat(key: str, value: object) -> bool:
-    """Whether a state entry has a number for each element of the parameter."""
-    return isinstance(value, torch.Tensor) and key not in NUMBERS
-
-
-def _cloned(value: object) -> object:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _told(key: str, value: object) -> object:
+def _told(key: str, value: torch.Tensor) -> object:
     """What must be the same in all parameters of a run."""
-    if key in NUMBERS and isinstance(value, torch.Tensor | float | int):
-        return float(value)
-    return "elements" if isinstance(value, torch.Tensor) else repr(value)
+    return float(value) if key in NUMBERS and not value.is_meta else None
 
 
 def _divided(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
@@ -485,42 +498,6 @@ def _adam_of(
         kernel = _torch._fused_adamw_ if ours is None else ours.function
     tensors = (held, gradients, first, second, most, steps)
     kernel(*tensors, **options, grad_scale=clip, found_inf=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bytes:
-    """A tensor on its way; bf16 has no numpy dtype."""
-
-    data: Any
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def _bytes_of(value: torch.Tensor) -> _Bytes:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return _Bytes(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
-
-
-def _arrived(
-    kind: type[torch.optim.Optimizer],
-    groups: Sequence[Sequence[str]],
-    state: Mapping[str, Mapping[str, Any]],
-    masters: bool,
-) -> ShardOptimizer:
-    """What it was given may be memory of Ray's, which nobody writes: the first step copies it."""
-
-    def tensor(value: _Bytes) -> torch.Tensor:
-        if not value.data.size:
-            return torch.empty(value.shape, dtype=value.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it is read-only
-            return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape)
-
-    given = {
-        name: {k: tensor(v) if isinstance(v, _Bytes) else v for k, v in entry.items()}
-        for name, entry in state.items()
-    }
-    return ShardOptimizer(kind, groups, given, masters)
 
 
 # -- what generated code calls ---------------------------------------------------------------------

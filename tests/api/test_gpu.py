@@ -21,7 +21,7 @@ from dtensor.api.session import Backend
 from dtensor.daft import Call, launch_cluster
 from dtensor.daft.run import worker
 from dtensor.daft.run.engine import Engine
-from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.runtime.shard_optimizer import ShardOptimizer, Updated, absent
 from dtensor.sharding.ops.attention import _attention_math, _attention_math_backward, aligned
 from tests.api.training import (
     Run,
@@ -150,15 +150,20 @@ def test_a_step_makes_tensors_on_the_device_of_its_ranks(
     assert made.count > 1000 and made.ops == set()
 
 
-def test_an_optimizer_leaves_an_actor_as_its_state() -> None:
-    optimizer = ShardOptimizer(torch.optim.AdamW, (("w",),))
-    shards = {"w": torch.ones(3)}
-    optimizer.step(shards, ({"lr": 0.1},), {"w": torch.arange(3.0)})
+def test_an_optimizer_leaves_an_actor_without_its_state() -> None:
+    """Which is in the values of the table: another one goes on with these."""
+    names = tuple(("w", key) for key in ("step", "exp_avg", "exp_avg_sq"))
+    what, options = Updated((("w",),), names), ({"lr": 0.1},)
+    optimizer, values = ShardOptimizer(torch.optim.AdamW), tuple(absent("cpu") for _ in names)
+    shards, gradients = {"w": torch.ones(3)}, {"w": torch.arange(3.0)}
+    optimizer.step(what, shards, options, gradients, values)
     arrived = pickle.loads(pickle.dumps(optimizer))
-    assert arrived.run_of == {} and arrived.optimizer is None
-    assert set(arrived.export()["w"]) == {"step", "exp_avg", "exp_avg_sq"}
-    for key, value in optimizer.export()["w"].items():
-        assert torch.equal(arrived.export()["w"][key], value)
+    assert arrived.run_of == {} and arrived.optimizer is None and arrived.values == {}
+    there, state = {"w": shards["w"].clone()}, tuple(value.clone() for value in values)
+    optimizer.step(what, shards, options, gradients, values)
+    arrived.step(what, there, options, gradients, state)
+    assert torch.equal(there["w"], shards["w"])
+    assert all(map(torch.equal, state, values))
 
 
 def _cpu(named: Any) -> dict[str, Tensor]:

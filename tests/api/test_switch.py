@@ -21,6 +21,7 @@ from dtensor.daft import Cluster, DaftError, Program, Send
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.runtime import between_meshes
 from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec
 from tests.api.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
 from tests.models import GPT, DropoutGPT, loss_fn
 
@@ -136,11 +137,20 @@ def elements(resident: Resident, run: MeshSession) -> dict[tuple[str, int], set[
     """Label and rank of the launch to the elements that the rank has, by cutting numbers."""
     found: dict[tuple[str, int], set[int]] = {}
     numbers = run.launch.sessions[resident.mesh].ranks
-    for label, spec in resident.specs.items():
+    for label, (spec, ranks) in named(resident).items():
         whole = torch.arange(math.prod(spec.shape)).reshape(spec.shape)
-        for rank in resident.ranks[label]:
+        for rank in ranks:
             own = shard_of(whole, spec, resident.mesh.coordinates(rank))
             found[label, numbers[rank]] = set(own.flatten().tolist())
+    return found
+
+
+def named(resident: Resident) -> dict[str, tuple[TensorSpec, tuple[int, ...]]]:
+    """All values on ranks, the optimizer's too."""
+    found = {n: (spec, resident.ranks[n]) for n, spec in resident.specs.items()}
+    for home in resident.optimizers.values():
+        for (label, key), (_, spec, ranks) in home.values().items():
+            found[f"{key} of {label}"] = spec, ranks
     return found
 
 
@@ -185,13 +195,14 @@ def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) 
             plan = trained.switch(run, b)
         resident = homes(trained.model, run)
         after = elements(resident, run)
+        specs = named(resident)
+        assert len(specs) == 4 * len(resident.specs)  # the optimizer's step and two moments
+        assert {n for n, _ in before} == specs.keys() and len(plan.transfers) == len(specs)
         lacking = sum(
-            len(wanted - before.get(key, set())) * resident.specs[key[0]].dtype.itemsize
+            len(wanted - before.get(key, set())) * specs[key[0]][0].dtype.itemsize
             for key, wanted in after.items()
         )
-        parameters = {n: t for n, t in plan.transfers.items() if n in resident.specs}
-        assert sum(t.bytes_sent for t in parameters.values()) == lacking
-        assert sent["switch of GPT"] == plan.bytes_sent
+        assert sent == {"switch of GPT": plan.bytes_sent} and plan.bytes_sent == lacking
         held = {rank for name in after for rank in name[1:]}
         assert all(not names for rank, names in tables(run).items() if rank not in held)
         at_switch = trained.state()

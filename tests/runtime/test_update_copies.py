@@ -41,9 +41,9 @@ def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
     plain_step, plain_update = ShardOptimizer.step, shard_optimizer._update
     now: dict[str, Any] = {}
 
-    def step(self: ShardOptimizer, shards: Any, options: Any, gradients: Any, *more: Any) -> None:
-        now.update(own=self, gradients=gradients)
-        plain_step(self, shards, options, gradients, *more)
+    def step(self: ShardOptimizer, what: Any, shards: Any, options: Any, *more: Any) -> None:
+        now.update(own=self, gradients=more[0])
+        plain_step(self, what, shards, options, *more)
 
     def update(optimizer: Any, given: Any, clip: Tensor | None) -> None:
         gradients: Mapping[str, Tensor] = now["gradients"]

@@ -47,13 +47,15 @@ class Roles:
     """What the program does besides computing: see step_end.py.
 
     gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
-    step); groups: of its parameters (none: it has one of all); state: plan input to the table's
-    name, for parameters, buffers and constants; detect_nan: check what each op gives (finite.py).
+    step); groups: of its parameters (none: it has one of all), and keys: of the state in each;
+    state: plan input to the table's name, for parameters, buffers and constants; detect_nan: check
+    what each op gives (finite.py).
     """
 
     gradients: bool = False
     optimizer: str | None = None
     groups: tuple[tuple[str, ...], ...] = ()
+    keys: tuple[tuple[str, ...], ...] = ()
     state: Mapping[str, str] = field(default_factory=dict[str, str])
     detect_nan: DetectNan = False
 

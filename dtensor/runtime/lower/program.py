@@ -137,7 +137,7 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     names = [b.value(i.name) for i in state]
     fed = list(dict.fromkeys((*(i.name for i in arguments), *b.shared.numbers)))
     if b.roles.optimizer is not None:
-        names.append(b.roles.optimizer)
+        names += [b.roles.optimizer, *step_end.optimizer_values(b)]
         fed.append("options")
     b.close()
     if outputs:

@@ -38,10 +38,14 @@ from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import tuple_text
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import (
+    MASTER,
+    NUMBERS,
     ShardOptimizer,
+    Updated,
     clip_divisor,
     has_kernel,
     sum_of_squares,
+    value_name,
 )
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
@@ -212,13 +216,35 @@ def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
     return copies
 
 
+def _updates(b: RankBuilder) -> list[Update]:
+    """Of the parameters here; once a rank, on however many stages one is."""
+    every = [s for s in b.plan.steps if isinstance(s, Update) and s.stage in b.stages]
+    return list({s.parameter: s for s in reversed(every)}.values())[::-1]
+
+
+def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
+    """The state that the update reads and writes: the table's name of each value, to parameter and
+    key. Notes their bytes."""
+    roles = b.roles
+    group_of = {label: i for i, group in enumerate(roles.groups) for label in group}
+    found: dict[str, tuple[str, str]] = {}
+    for step in _updates(b) if roles.optimizer is not None and roles.keys else ():
+        narrow = (MASTER,) if step.master_bytes else ()
+        width = torch.float32 if narrow else step.spec.dtype
+        numel = b.shared.nbytes(step.spec, b.here) // step.spec.dtype.itemsize
+        for key in (*roles.keys[group_of[step.parameter]], *narrow):
+            name = value_name(roles.optimizer or "", key, step.parameter)
+            found[name] = step.parameter, key
+            b.nbytes[name] = WORD.nbytes if key in NUMBERS else numel * width.itemsize
+    return found
+
+
 def update(b: RankBuilder) -> None:
     """One call that steps the rank's optimizer with all its gradients."""
     optimizer = b.roles.optimizer
     if optimizer is None:
         return
-    every = [s for s in b.plan.steps if isinstance(s, Update) and s.stage in b.stages]
-    updates = list({s.parameter: s for s in reversed(every)}.values())[::-1]  # once a rank
+    updates = _updates(b)
     inputs = {i.label: i for i in b.plan.inputs}
     clip = next((f"{s.result}_clip" for s in b.plan.steps if isinstance(s, Norm)), None)
     b.close()
@@ -229,20 +255,24 @@ def update(b: RankBuilder) -> None:
     names = [inputs[s.parameter].name for s in updates]
     gradients = [s.gradient for s in updates]
     segment.table["optimizer"] = optimizer
-    segment.writes = ("optimizer", *names)
+    values = optimizer_values(b)
+    state = {f"optimizer_{at}": name for at, name in enumerate(values)}
+    segment.table |= state
+    segment.writes = (*state, *names)
     parts = [_slice(b, inputs[s.parameter], s) for s in updates]
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
     labels = code.bind("labels", tuple(s.parameter for s in updates))
     cut = tuple(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
     own = _made_anew(b, updates) if clip else ()
-    given = f"{labels}, {tuple_text(parts)}, {tuple_text(gradients)}, {clip}"
+    what = code.bind("updated", Updated(b.roles.groups, tuple(values.values())))
+    given = f"{labels}, {tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
     given += f", {code.bind('parts', cut)}, {code.bind('own', own)}" if cut or own else ""
-    reads = ["optimizer", "options", *parts, *gradients, *([clip] if clip else [])]
+    reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, own if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
-    code.line(f"{function}(optimizer, options, {given})", reads, ())
+    code.line(f"{function}(optimizer, {what}, options, {given})", reads, ())
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
         if part != name and any(len(intervals) > 1 for intervals in where):  # a slice is a copy
@@ -368,14 +398,17 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
 
 def step_optimizer(
     optimizer: ShardOptimizer,
+    what: Updated,
     options: tuple[dict[str, object], ...],
     labels: tuple[str, ...],
     shards: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
+    values: tuple[torch.Tensor, ...],
     clip: torch.Tensor | None,
     parts: tuple[str, ...] = (),
     own: tuple[str, ...] = (),
 ) -> None:
     """Runs on actors: `ShardOptimizer.step`."""
     by_label = dict(zip(labels, shards, strict=True))
-    optimizer.step(by_label, options, dict(zip(labels, gradients, strict=True)), clip, parts, own)
+    grads = dict(zip(labels, gradients, strict=True))
+    optimizer.step(what, by_label, options, grads, values, clip, parts, own)

@@ -48,7 +48,13 @@ from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.run.stamps import times_of
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
-from dtensor.runtime.shard_optimizer import ShardOptimizer, hyperparameters
+from dtensor.runtime.shard_optimizer import (
+    ShardOptimizer,
+    Updated,
+    absent,
+    hyperparameters,
+    keys_of,
+)
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
@@ -202,19 +208,24 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
     parameters, gradients = streams[: len(streams) // 2], streams[len(streams) // 2 :]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (sizes.stream,))
     shapes.update(a=(sizes.matrix,) * 2, b=(sizes.matrix,) * 2, q=sizes.attention, x0=(1,))
-    updated = ("optimizer", *streams)
+    keys = keys_of(torch.optim.AdamW, {})
+    what = Updated((parameters,), tuple((p, key) for p in parameters for key in keys))
+    state = tuple(f"v{i}" for i in range(len(what.names)))
+    optimizer = ("optimizer", "what", *state)
+    updated = (*optimizer, *streams)
+    made = f"ShardOptimizer(AdamW), {what!r}, {'absent(device), ' * len(state)}"
     functions: _Functions = {
-        "optimizer": ((), f"return (ShardOptimizer(AdamW, ({parameters!r},)),)"),
+        "optimizer": ((), f"return ({made})"),
         "matmul": (("a", "b"), _MATMUL),
         "attention": (("q",), _ATTENTION),
         "stream": (streams, _stream(streams)),
-        "update": (updated, _update(parameters, gradients)),
+        "update": (updated, _update(parameters, gradients, state)),
         "tiny": (("x",), "x = add(x, 1)\n" * MAX_LINES + "return (x,)"),
     }
 
     def rank(_: int) -> Iterator[Instruction]:
         at = 0
-        yield Call("optimizer", (), ("optimizer",))
+        yield Call("optimizer", (), optimizer)
         for timed in (False, *[True] * NUM_ROUNDS):
 
             def label(name: str, timed: bool = timed) -> str:
@@ -223,13 +234,13 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
             yield Call("matmul", ("a", "b"), (), label=label("matmul"))
             yield Call("attention", ("q",), (), label=label("attention"))
             yield Call("stream", streams, (), label=label("stream"))
-            writes = ("optimizer", *parameters)
+            writes = (*state, *parameters)
             yield Call("update", updated, (), writes, label=label("update"))
             for _ in range(NUM_TINY):
                 yield Call("tiny", (f"x{at}",), (f"x{at + 1}",), label=label("tiny"))
                 yield Free((f"x{at}",), label=label("tiny"))
                 at += 1
-        yield Free((f"x{at}", "a", "b", "q", "optimizer", *streams))
+        yield Free((f"x{at}", "a", "b", "q", *updated))
 
     return _program("calibrate", mesh, shapes, rank, functions, dtype, device)
 
@@ -365,9 +376,10 @@ def _stream(values: Sequence[str]) -> str:
     return "\n".join([*lines, "return ()"])
 
 
-def _update(parameters: Sequence[str], gradients: Sequence[str]) -> str:
-    shards, given = (f"({''.join(f'{n}, ' for n in names)})" for names in (parameters, gradients))
-    return f"step(optimizer, options, {tuple(parameters)!r}, {shards}, {given}, None)\nreturn ()"
+def _update(*names: Sequence[str]) -> str:
+    """``names``: of parameters, gradients and values of the state."""
+    given = ", ".join(f"({''.join(f'{n}, ' for n in own)})" for own in names)
+    return f"step(optimizer, what, options, {tuple(names[0])!r}, {given}, None)\nreturn ()"
 
 
 def _function(
@@ -380,6 +392,8 @@ def _function(
     bindings: dict[str, object] = dict(
         AdamW=torch.optim.AdamW,
         ShardOptimizer=ShardOptimizer,
+        Updated=Updated,
+        absent=absent,
         add=torch.add,  # as the code of a step calls it: see lower/code.py
         attention=torch.ops.dt.attention.default,
         attention_backward=torch.ops.dt.attention_backward.default,
