@@ -501,6 +501,112 @@ def test_a_teacher_is_switched_first() -> None:
         assert student.mesh == teacher.mesh == b
 
 
+def test_a_state_that_was_looked_at_is_put_anew() -> None:
+    a, b, data = PLACES["dp4 zero3"], PLACES["tp2"], batches(3)
+    losses = []
+    for looks in (False, True):
+        trained = Trained(a)
+        with dt.launch(a.mesh) as run:
+            trained.losses(data[:2])
+            if looks:
+                steps = [float(e["step"]) for e in trained.opt.state_dict()["state"].values()]
+                assert set(steps) == {2}
+            plan = trained.switch(run, b)
+            assert any("exp_avg" in name for name in plan.transfers) is not looks
+            assert not tables(run)[2] and not tables(run)[3]
+            losses.append((trained.losses(data[2:]), trained.state()))
+    assert losses[0][0] == losses[1][0]
+    assert_same_bits(losses[0][1], losses[1][1])
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 12)
+        self.one, self.two = nn.Linear(12, 4), nn.Linear(12, 4)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_two_steps_of_one_optimizer(kind: Any) -> None:
+    """The step before the last updates what the last does not: its state waits in the controller,
+    and goes where that step wants it."""
+    a, b, x = dt.Mesh(dp=2), dt.Mesh(tp=2), torch.randn(4, 8)
+    pins = {"body.weight": dict(tp=dt.Row()), "one.weight": dict(tp=dt.Column())}
+    options = dict(momentum=0.9) if kind is torch.optim.SGD else {}
+
+    def made(mesh: dt.Mesh, pins: Any) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = dt.parallelize(Heads(), mesh, pins, zero={"dp": 1} if "dp" in mesh.axes else None)
+        opt = kind(model.parameters(), lr=0.1, **options)
+
+        def loss(name: str) -> Any:
+            def of(m: Any, x: Tensor) -> Tensor:
+                return m.get_submodule(name)(m.body(x).relu()).square().mean()
+
+            return of
+
+        return model, opt, *(dt.train_step(model, loss(name), opt) for name in ("one", "two"))
+
+    model, opt, one, two = made(a, {})
+    with dt.launch(a) as run:
+        float(one(x)), float(two(x))
+        state = dt.gather_state_dict(model, opt)
+        run.switch(model, opt, b, pins)
+        assert_same_bits(dt.gather_state_dict(model, opt), state)
+        losses = [float(one(x)), float(two(x)), float(one(x))]
+        later = dt.gather_state_dict(model, opt)
+        run.switch(model, opt, a, {}, zero={"dp": 1})
+        assert_same_bits(dt.gather_state_dict(model, opt), later)
+        float(one(x)), float(two(x))
+    model, opt, one, two = made(b, pins)
+    dt.load_state_dict(model, opt, state)
+    with dt.launch(b):
+        assert [float(one(x)), float(two(x)), float(one(x))] == losses
+        assert_same_bits(dt.gather_state_dict(model, opt), later)
+
+
+def test_two_optimizers() -> None:
+    a, b, x = dt.Mesh(dp=2), dt.Mesh(tp=2), torch.randn(4, 8)
+    torch.manual_seed(0)
+    model = dt.parallelize(Pair(), a, {})
+    up = torch.optim.AdamW(model.module.up.parameters(), lr=0.1)
+    down = torch.optim.SGD(model.module.down.parameters(), lr=0.1, momentum=0.9)
+    steps = [dt.train_step(model, lambda m, x: m(x).square().mean(), opt) for opt in (up, down)]
+    with dt.launch(a) as run:
+        for step in steps:
+            float(step(x))
+        state = [dt.gather_state_dict(model, opt) for opt in (up, down)]
+        with pytest.raises(dt.PlanningError, match="another optimizer of this model .*SGD"):
+            run.switch(model, up, b, {"up.weight": dict(tp=dt.Row())})
+        run.switch(model, [up, down], b, {"up.weight": dict(tp=dt.Row())})
+        assert_same_bits([dt.gather_state_dict(model, opt) for opt in (up, down)], state)
+        for step in steps:
+            float(step(x))
+        names = {name for own in tables(run).values() for name in own}
+        assert all(name.startswith("part 1: model 0: ") for name in names), names
+
+
+def test_the_same_mesh() -> None:
+    """ZeRO's level is another one, and back: what stays is not sent."""
+    at, data = PLACES["dp4"], batches(4)
+    trained = Trained(at)
+    with dt.launch(at.mesh) as run:
+        trained.losses(data[:1])
+        for one, level in zip(data[1:], (3, 1, 0), strict=True):
+            how = {} if level == 0 else dict(zero={"dp": level})
+            state = trained.state()
+            plan = trained.switch(run, Place(axes=dict(dp=4), how=how, inputs=ROWS))
+            assert_same_bits(trained.state(), state)
+            cut = sum(t.bytes_sent for n, t in plan.transfers.items() if n == "embed.weight")
+            assert cut == (0 if level != 1 else 3 * 32 * 16 * 4)
+            trained.losses([one])
+            assert all(name.startswith("model 0: ") for name in tables(run)[0])
+        assert plan.bytes_sent == sum(
+            3 * t.source.nbytes for n, t in plan.transfers.items() if "exp_avg" in n
+        )
+        assert run.switch(trained.model, trained.opt, at.mesh, {}).bytes_sent == 0
+
+
 def test_a_model_on_meta() -> None:
     mesh, data = dt.Mesh(dp=2), batches(2)
     with torch.device("meta"):
