@@ -1,4 +1,4 @@
-"""Ranks that are killed and stopped in the middle of training, and replaced: what it must not change.
+"""Ranks that are killed and stopped while they train, and replaced, which must not change a bit.
 
     python -m tests.chaos --recover 200 --seed 0       # 200 faults, and the table of their times
 
@@ -80,9 +80,7 @@ CASES = {
         dict(stages={"pp": [["embed*", "blocks.[0-1].*"], ["blocks.[2-3].*", "head*"]]}),
         dict(schedule=dt.OneFOneB(microbatches=2)),
     ),
-    "dp2 zero3": Case(
-        dt.Mesh(dp=2), {}, dict(zero={"dp": 3}), dict(inputs=dict(dp=dt.Row()))
-    ),
+    "dp2 zero3": Case(dt.Mesh(dp=2), {}, dict(zero={"dp": 3}), dict(inputs=dict(dp=dt.Row()))),
 }
 
 
@@ -189,6 +187,8 @@ def disturbed(
             disturbance.start()
             try:
                 for number in range(1, steps):
+                    if number % STEPS_PER_FAULT == 1 and number > 1:
+                        _wait_for_spares(cluster)
                     losses.append(float(step(*batch(number))))
                     ends.append(time.monotonic())
                 state = dt.gather_state_dict(model, optimizer)
@@ -197,6 +197,11 @@ def disturbed(
                 disturbance.join()
             outcomes = [_outcome(fault, at, cluster, ends) for fault, at in disturbance.done]
     return losses, state, outcomes
+
+
+def _wait_for_spares(cluster: RayCluster) -> None:
+    while not cluster.crew.ready:
+        time.sleep(0.05)
 
 
 def _outcome(fault: Fault, at: float, cluster: RayCluster, ends: Sequence[float]) -> Outcome:
@@ -211,8 +216,12 @@ def _outcome(fault: Fault, at: float, cluster: RayCluster, ends: Sequence[float]
 def same(a: Any, b: Any) -> bool:
     """Bit for bit."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(
-            a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+        return (
+            isinstance(b, Tensor)
+            and a.dtype == b.dtype
+            and torch.equal(
+                a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+            )
         )
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
@@ -248,8 +257,8 @@ def recover(count: int, seed: int, *, per_launch: int = 5, spares: int = 1, only
 
 
 def table(rows: Mapping[str, Sequence[Outcome]]) -> str:
-    head = f"{'case':10} {'fault':8} {'replaced by':14} {'count':>5} {'seen s':>13} {'next step s':>13}"
-    lines = [f"{head}    (median, worst)"]
+    head = f"{'case':10} {'fault':8} {'replaced by':20} {'count':>5}"
+    lines = [f"{head} {'seen s':>13} {'next step s':>13}    (median, worst)"]
     for name, outcomes in rows.items():
         kinds: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
         for each in outcomes:
@@ -257,7 +266,7 @@ def table(rows: Mapping[str, Sequence[Outcome]]) -> str:
         for (kind, by), own in sorted(kinds.items()):
             seen, delay = [e.seen_s for e in own], [e.delay_s for e in own]
             lines.append(
-                f"{name:10} {kind:8} {by:14} {len(own):5} "
+                f"{name:10} {kind:8} {by:20} {len(own):5} "
                 f"{statistics.median(seen):6.2f} {max(seen):6.2f} "
                 f"{statistics.median(delay):6.2f} {max(delay):6.2f}"
             )

@@ -59,8 +59,8 @@ class Changes:
         alone: bool = False,
     ) -> tuple[int, list[int], bool]:
         """One more change: its number; for each of its hosts, what is committed for sure once that
-        host has ended it; whether it is taken. ``commits``: it has a commit point; ``alone``: neither another host's end nor
-        an answer is waited for."""
+        host has ended it; whether it is taken. ``commits``: it has a commit point; ``alone``:
+        neither another host's end nor an answer is waited for."""
         self.number += 1
         everyone = len(hosts) == len(self.ended)
         taken = True

@@ -414,8 +414,9 @@ class HostedCluster(Cluster):
         self._check()
         if mode == "interpreted" and self.changes is not None and not self.immediate:
             raise ValueError(
-                'mode="interpreted" is many calls for one run, which cannot be made again if a rank '
-                'is lost.\n  Fix: launch without spares= and snapshot_every=, or mode="compiled".'
+                'mode="interpreted" is many calls for one run, which cannot be made again where a '
+                "rank is lost.\n"
+                '  Fix: launch without spares= and snapshot_every=, or mode="compiled".'
             )
         check_inputs(handle, inputs, self.size)
         fed = [{rank: inputs[rank] for rank in ranks} for _, ranks in handle.places]

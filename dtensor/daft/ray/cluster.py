@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,7 +52,9 @@ class HostCall:
     functions: tuple[Method, ...]
     given: tuple[Any, ...] | Payload
     run: int | None
-    plain: dict[tuple[int, int, str], tuple[int, bytes]] = field(default_factory=dict)
+    plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
+        default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
+    )
 
 
 class RayCluster(HostedCluster):
@@ -172,7 +174,7 @@ class RayCluster(HostedCluster):
     def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
         """Until these hosts answer; `ActorLost` if one does not, which is no failure of the
         others."""
-        asked = [self.ask(first + i, Ranks.leave) for i in range(len(processes))]
+        asked = [self.ask(first + i, Ranks.warm) for i in range(len(processes))]
         end = time.monotonic() + max(START_S, self.watch.deadline_s)
         while not self.channel.came([each.ref for each in asked], 0.25):
             gone = [p for p in processes if p.gone or p.ended() is not None]
@@ -298,9 +300,6 @@ class RayCluster(HostedCluster):
     def came(self, asked: Sequence[Asked]) -> bool:
         return self.watch.came(asked)
 
-    def ended(self, asked: Asked) -> bool:
-        return asked.ref.message is not None and not asked.ref.failed
-
     @property
     def recoveries(self) -> Sequence[Recovered]:
         """What was lost, and replaced, so far."""
@@ -333,7 +332,7 @@ class RayCluster(HostedCluster):
         return asked
 
     def ended(self, asked: Asked) -> bool:
-        return asked.ref.came and not asked.ref.failed
+        return asked.ref.message is not None and not asked.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = Needed.of(program, self.device)

@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dtensor.daft.ray.messages import ASKED
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
-from dtensor.daft.ray.run_channel import RunChannel
+from dtensor.daft.ray.run_channel import Reply, RunChannel
 from dtensor.daft.verification.pairing import Hosts
 
 SPARE = "a spare"
+STARTING = "a spare that started"
 NEW = "a new process"
 
 
@@ -50,6 +52,7 @@ class Crew:
         self._memory = memory
         self._options = options
         self._wanted = spares
+        self._warm: dict[int, Reply] = {}  # of the spares, what tells that they have started
         self._place: dict[int, int] = {}  # by number of a process, which host it is
         self._hosts = [self._spawn(ranks) for ranks in hosts]
         for host, process in enumerate(self._hosts):
@@ -74,10 +77,7 @@ class Crew:
         old.end(grace_s=0.0)
         old.counts = False
         del self._place[old.index]
-        self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
-        new, by = (
-            (self.spares.pop(0), SPARE) if self.spares else (self._spawn(self.hosts[host]), NEW)
-        )
+        new, by = self._taken(self.hosts[host])
         new.counts = True
         self._hosts[host] = new
         self._place[new.index] = host
@@ -85,10 +85,9 @@ class Crew:
 
     def add(self, new: Hosts) -> list[HostProcess]:
         """Hosts of these ranks, after those that there are: spares, and new processes."""
-        self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
         found: list[HostProcess] = []
         for ranks in new:
-            process = self.spares.pop(0) if self.spares else self._spawn(ranks)
+            process, _ = self._taken(ranks)
             self._place[process.index] = len(self._hosts)
             self._hosts.append(process)
             found.append(process)
@@ -104,12 +103,29 @@ class Crew:
             del self._place[process.index]
         self._hosts, self.hosts = self._hosts[:-num], self.hosts[:-num]
 
+    def _taken(self, ranks: tuple[int, ...]) -> tuple[HostProcess, str]:
+        """A process to host these ranks, and what it was."""
+        self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
+        ready = [spare for spare in self.spares if self._warm[spare.index].came]
+        if not self.spares:
+            return self._spawn(ranks), NEW
+        new = (ready or self.spares)[0]
+        self.spares.remove(new)
+        return new, SPARE if ready else STARTING
+
+    @property
+    def ready(self) -> bool:
+        """Whether all spares have started."""
+        replies = [self._warm[spare.index] for spare in self.spares]
+        return len(replies) == self._wanted and self._channel.came(replies)
+
     def hire(self) -> list[HostProcess]:
         """Start as many spares as are missing; those that are new."""
         new: list[HostProcess] = []
         while len(self.spares) < self._wanted:
             spare = self._spawn(())
             spare.counts = False
+            self._warm[spare.index] = self._channel.send(spare.index, ASKED, (Ranks.warm,), ())
             self.spares.append(spare)
             new.append(spare)
         return new

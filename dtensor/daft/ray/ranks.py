@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -169,6 +170,10 @@ class Ranks:
     def learn(self, handle: int, program: Pickled) -> None:
         """A program that this host is to have, whether it hosts ranks yet or not."""
         self._programs[handle] = program.value()
+
+    def warm(self) -> None:
+        """Import now what torch's optimizers import at their first step: it takes seconds."""
+        import_module("torch._dynamo")
 
     def remember(self, sent: Mapping[tuple[int, int, str], tuple[int, bytes]]) -> None:
         """Plain data that other hosts were sent before."""

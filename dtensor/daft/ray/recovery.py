@@ -33,7 +33,7 @@ from typing import Any, Protocol
 from dtensor.daft.cluster.changes import Changes
 from dtensor.daft.cluster.log import Log, Sent
 from dtensor.daft.errors import ActorLost, ClusterClosed, CommunicationError, DaftError, Failure
-from dtensor.daft.ray.crew import SPARE, Crew
+from dtensor.daft.ray.crew import NEW, Crew
 from dtensor.daft.ray.joining import HostFailed, Join
 from dtensor.daft.ray.messages import ASKED, GAVE
 from dtensor.daft.ray.processes import HostProcess
@@ -247,7 +247,7 @@ class Recovery:
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.came([Reply(0)], 0.01)  # what it has said to the last is read
-            if by != SPARE:
+            if by == NEW:
                 launch.teach(process)
         asked = [launch.ask(h, Ranks.leave) for h, p in enumerate(crew.all) if p not in new]
         self._wait(asked, whatever=True)
@@ -267,7 +267,7 @@ class Recovery:
         if there != list(cut.values()):
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
-        self._changes.ended = there
+        self._changes.rolled_back(cut)
         launch.start_over()
         for call in again:
             launch.send_again(call)

@@ -212,7 +212,8 @@ class HostWatch:
         at_work = self._controller.at_work(host.index, at)
         seen.at_work = at_work and seen.computes
         if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
-            self.end(host, f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s.")
+            fact = f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s."
+            self.end(host, fact, grace_s=0.0)
         elif at.beat_s > self.deadline_s and (
             host.stopped or (at.beat_s > STALE_S and not seen.computes)
         ):
@@ -251,11 +252,11 @@ class HostWatch:
         line = next(iter(text.strip().splitlines()), "")
         self.lose(host, f"the process died. {line}".strip())
 
-    def end(self, host: HostProcess, reason: str) -> None:
+    def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
         """End one that cannot go on, so that what waits for it fails."""
         self.lose(host, reason)
         host.kill()
-        host.end()
+        host.end(grace_s)
 
     def _look_for_one_that_stands(
         self, due: Due, asked: Sequence[Asked], now: float, deadline_s: float
