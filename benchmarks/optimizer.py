@@ -86,7 +86,10 @@ def of_ours(d: int, clip: Tensor | None = None) -> Way:
     names = [f"p{i}" for i in range(len(way.values))]
     optimizer = ShardOptimizer(AdamW)
     state = tuple((name, key) for name in names for key in keys_of(AdamW, {}))
-    what, values = Updated((tuple(names),), state), tuple(absent("cpu") for _ in state)
+    what, values = (
+        Updated((tuple(names),), tuple(names), state),
+        tuple(absent("cpu") for _ in state),
+    )
     options = hyperparameters(AdamW([torch.zeros(1)]))
     shards = dict(zip(names, way.values, strict=True))
     gradients = dict(zip(names, way.gradients, strict=True))

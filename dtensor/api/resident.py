@@ -87,6 +87,7 @@ class OptimizerHome:
     updated: frozenset[tuple[str, str]] = frozenset()
     made: frozenset[tuple[str, str]] = frozenset()
     state: AwayState = field(init=False)
+    _ended: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self, given: Entries) -> None:
         self.state = AwayState(given, lambda: self.resident.gather_optimizer(self))
@@ -105,6 +106,11 @@ class OptimizerHome:
         for wait in self.resident.settling:
             wait()
         return {which: named for which, named in self.named.items() if which in self.made}
+
+    def ended(self, updated: frozenset[tuple[str, str]]) -> None:
+        """A step has ended well that updated these."""
+        if updated is not self._ended:
+            self.made, self._ended = self.made | updated, updated
 
     def come_home(self) -> None:
         if self.current:

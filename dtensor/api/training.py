@@ -344,11 +344,11 @@ class TrainStep:
         future = session.run(program.handle, fed, kept, counted)
         self.last = planned
         session.wrote(program.written, home)
-        made = home.updated
+        updated = home.updated
 
         def ended(well: bool) -> None:
             if well:
-                home.made |= made
+                home.ended(updated)
             else:
                 session.give_back(steps, counted)
 

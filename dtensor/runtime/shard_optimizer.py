@@ -2,7 +2,8 @@
 
     optimizer = ShardOptimizer(torch.optim.AdamW)
     values = (absent("cpu"),) * 3                      # of a rank's table, by these names
-    what = Updated(groups=(("w",),), names=(("w", "step"), ("w", "exp_avg"), ("w", "exp_avg_sq")))
+    names = (("w", "step"), ("w", "exp_avg"), ("w", "exp_avg_sq"))
+    what = Updated(groups=(("w",),), labels=("w",), names=names)
     optimizer.step(what, {"w": w_local}, ({"lr": 3e-4, ...},), {"w": grad_local}, values)
 
 What it updates are runs of padded shards (flat.py), by torch's fused kernels where there are such
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import is_not
 from typing import Any, NamedTuple, cast
 
@@ -112,8 +114,13 @@ def check_masters(optimizer: torch.optim.Optimizer) -> None:
 
 def keys_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of a parameter's state, in a group with these options; master weights apart."""
+    return _keys(kind, tuple(option for option in IF_STATED.values() if options.get(option)))
+
+
+@cache
+def _keys(kind: type[torch.optim.Optimizer], stated: tuple[str, ...]) -> tuple[str, ...]:
     found = ELEMENTWISE[kind]
-    return tuple(key for key in found if key not in IF_STATED or options.get(IF_STATED[key]))
+    return tuple(key for key in found if key not in IF_STATED or IF_STATED[key] in stated)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> int:
@@ -145,10 +152,12 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], .
 
 
 class Updated(NamedTuple):
-    """What a program updates: the names of the parameters of each group, and of each value of the
-    state that it reads and writes the parameter and the key. Plain data: ranks share its code."""
+    """What a program updates: the names of the parameters of each group, of those that it has
+    gradients of, and of each value of the state that it reads and writes the parameter and the key.
+    Plain data: ranks share its code."""
 
     groups: tuple[tuple[str, ...], ...]
+    labels: tuple[str, ...]
     names: tuple[tuple[str, str], ...]
 
 
@@ -189,15 +198,15 @@ class ShardOptimizer:
         for given in options:
             if not isinstance(given["lr"], float | int | torch.Tensor):
                 raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
-        if what.groups is not self.groups:
+        if what is not self._what:
             if what.groups != self.groups:
                 self._forget(what.groups)
-            self.groups = what.groups
+            self._what, self._runs = what, []
         if len(values) != len(self._seen) or any(map(is_not, values, self._seen)):
             self._know(what.names, values)
         if not gradients:
             return
-        runs = self._runs_of(shards, gradients)
+        runs = self._runs = self._runs or self._runs_of(shards, gradients)
         for run in runs:
             run.take(shards, parts)
         optimizer = self._built(options)
@@ -228,6 +237,8 @@ class ShardOptimizer:
         self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)  # torch's, by parameter
         self.values: dict[str, dict[str, torch.Tensor]] = {}  # of the table, by parameter and key
         self._seen: tuple[torch.Tensor, ...] = ()
+        self._what: Updated | None = None  # of the step before
+        self._runs: list[FlatRun] = []  # that it updated, where they are the same still
         self._unbound: list[FlatRun] = []
 
     def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:

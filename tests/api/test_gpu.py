@@ -153,7 +153,7 @@ def test_a_step_makes_tensors_on_the_device_of_its_ranks(
 def test_an_optimizer_leaves_an_actor_without_its_state() -> None:
     """Which is in the values of the table: another one goes on with these."""
     names = tuple(("w", key) for key in ("step", "exp_avg", "exp_avg_sq"))
-    what, options = Updated((("w",),), names), ({"lr": 0.1},)
+    what, options = Updated((("w",),), ("w",), names), ({"lr": 0.1},)
     optimizer, values = ShardOptimizer(torch.optim.AdamW), tuple(absent("cpu") for _ in names)
     shards, gradients = {"w": torch.ones(3)}, {"w": torch.arange(3.0)}
     optimizer.step(what, shards, options, gradients, values)

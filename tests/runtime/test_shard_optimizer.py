@@ -115,7 +115,7 @@ class Rank:
         for which in names:
             self.table.setdefault(which, absent("cpu"))
         values = tuple(map(self.table.__getitem__, names))
-        what = Updated(self.groups, tuple(names))
+        what = Updated(self.groups, tuple(gradients), tuple(names))
         self.own.step(what, shards, options, gradients, values, clip, **more)
 
     def export(self) -> dict[str, dict[str, Tensor]]:

@@ -262,11 +262,11 @@ def update(b: RankBuilder) -> None:
     parts = [_slice(b, inputs[s.parameter], s) for s in updates]
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
-    labels = code.bind("labels", tuple(s.parameter for s in updates))
     cut = tuple(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
     own = _made_anew(b, updates) if clip else ()
-    what = code.bind("updated", Updated(b.roles.groups, tuple(values.values())))
-    given = f"{labels}, {tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
+    labels = tuple(s.parameter for s in updates)
+    what = code.bind("updated", Updated(b.roles.groups, labels, tuple(values.values())))
+    given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
     given += f", {code.bind('parts', cut)}, {code.bind('own', own)}" if cut or own else ""
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, own if clip else None)
@@ -400,7 +400,6 @@ def step_optimizer(
     optimizer: ShardOptimizer,
     what: Updated,
     options: tuple[dict[str, object], ...],
-    labels: tuple[str, ...],
     shards: tuple[torch.Tensor, ...],
     gradients: tuple[torch.Tensor, ...],
     values: tuple[torch.Tensor, ...],
@@ -409,6 +408,6 @@ def step_optimizer(
     own: tuple[str, ...] = (),
 ) -> None:
     """Runs on actors: `ShardOptimizer.step`."""
-    by_label = dict(zip(labels, shards, strict=True))
-    grads = dict(zip(labels, gradients, strict=True))
+    by_label = dict(zip(what.labels, shards, strict=True))
+    grads = dict(zip(what.labels, gradients, strict=True))
     optimizer.step(what, by_label, options, grads, values, clip, parts, own)

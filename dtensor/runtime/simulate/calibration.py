@@ -209,7 +209,7 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(streams, (sizes.stream,))
     shapes.update(a=(sizes.matrix,) * 2, b=(sizes.matrix,) * 2, q=sizes.attention, x0=(1,))
     keys = keys_of(torch.optim.AdamW, {})
-    what = Updated((parameters,), tuple((p, key) for p in parameters for key in keys))
+    what = Updated((parameters,), parameters, tuple((p, key) for p in parameters for key in keys))
     state = tuple(f"v{i}" for i in range(len(what.names)))
     optimizer = ("optimizer", "what", *state)
     updated = (*optimizer, *streams)
@@ -379,7 +379,7 @@ def _stream(values: Sequence[str]) -> str:
 def _update(*names: Sequence[str]) -> str:
     """``names``: of parameters, gradients and values of the state."""
     given = ", ".join(f"({''.join(f'{n}, ' for n in own)})" for own in names)
-    return f"step(optimizer, what, options, {tuple(names[0])!r}, {given}, None)\nreturn ()"
+    return f"step(optimizer, what, options, {given}, None)\nreturn ()"
 
 
 def _function(
