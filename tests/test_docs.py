@@ -28,6 +28,7 @@ PAGES = (
     "rollouts",
     "schedules",
     "state",
+    "switching",
     "sync",
     "traces",
     "zero",

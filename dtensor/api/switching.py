@@ -219,8 +219,8 @@ class _PlannedStep:
             planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
         except PlanningError as error:
             error.add_note(
-                f"so {last.plan.name}, which has trained the model, could not go on; run.switch "
-                f"takes inputs= and schedule= for it."
+                f"the step of {last.plan.name}, which goes on, cannot be planned so; inputs= and "
+                f"schedule= of run.switch replace what it states."
             )
             raise
         return _PlannedStep(step, other, planned, options)
@@ -281,11 +281,11 @@ def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) ->
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """An optimizer's state that is on ranks: by parameter and key what it is called in the plan,
-    and how it is to be kept. ``left``: what no step that goes on updates."""
+    """An optimizer's state that is on ranks: by parameter and key how it is to be kept, with its
+    name behind the prefix. ``left``: what no step that goes on updates."""
 
     home: OptimizerHome
-    now: Mapping[tuple[str, str], tuple[str, TensorSpec, tuple[int, ...]]]
+    now: Mapping[tuple[str, str], Named]
     left: tuple[tuple[str, str], ...]
 
     @staticmethod
@@ -297,13 +297,12 @@ class _State:
         for one in steps:
             if one.step.optimizer is home.optimizer:
                 updated |= one.updated(own)
-        now: dict[tuple[str, str], tuple[str, TensorSpec, tuple[int, ...]]] = {}
-        values = home.values()
-        for which in values.keys() & updated.keys():
-            (_, before, _), (name, spec, ranks) = values[which], updated[which]
-            now[which] = name, replace(spec, dtype=before.dtype), ranks
-        kept = {which: now[which] for which in values if which in now}
-        return _State(home, kept, tuple(which for which in values if which not in now))
+        now: dict[tuple[str, str], Named] = {}
+        for which, (_, before, _) in home.values().items():
+            if which in updated:
+                name, spec, ranks = updated[which]
+                now[which] = name, replace(spec, dtype=before.dtype), ranks
+        return _State(home, now, tuple(which for which in home.values() if which not in now))
 
 
 class _Switch:
@@ -468,7 +467,7 @@ def _settle_state(state: _State, rest: Entries, there: MeshSession, prefix: str)
     """The state is there now; the next step puts what it lacks."""
     home, now = state.home, state.home.resident.prefix
     home.name = f"{now}{home.name.removeprefix(prefix)}"
-    home.named = {which: (f"{now}{name}", *how) for which, (name, *how) in state.now.items()}
+    home.named = {w: (f"{now}{name}", spec, ranks) for w, (name, spec, ranks) in state.now.items()}
     home.made, home.updated, home.placed = frozenset(home.named), frozenset(), None
     home.rest = rest
     own = ShardOptimizer(type(home.optimizer), home.masters)
