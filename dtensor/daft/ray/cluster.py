@@ -269,8 +269,11 @@ class RayCluster(HostedCluster):
                     needed = self.crew.all
                     return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
                 except DaftError as error:
-                    if self._recovery is None or not self._recovery.recover(error, epoch):
-                        raise self._fail(error) from None
+                    failed = error
+                    if self._recovery is not None:
+                        failed = self._recovery.recover(error, epoch)
+                    if failed is not None:
+                        raise self.fail(failed) from None
         finally:
             if self.channel.interrupted and self.failure is None:
                 self._interrupted()
@@ -354,7 +357,7 @@ class RayCluster(HostedCluster):
                 f"import; a library in C++, through a custom_op there that calls it"
             )
 
-    def _fail(self, error: DaftError) -> DaftError:
+    def fail(self, error: DaftError) -> DaftError:
         """End all hosts, once: their values count as lost. The first failure."""
         if self.failure is None:
             self.failure = error
@@ -394,6 +397,9 @@ class RayCluster(HostedCluster):
     @property
     def lock(self) -> threading.RLock:
         return self._lock
+
+    def interrupted(self) -> None:
+        self._interrupted()
 
     def lists(self, host: int) -> dict[int, Sequence[Site]]:
         programs = (handle for handle, _, _ in self._programs.values())

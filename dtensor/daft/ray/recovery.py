@@ -2,7 +2,7 @@
 
     recovery = Recovery(launch, max_restarts=100)
     recovery.note(3, asked)                    # run 3 was sent: it may have to be sent again
-    recovery.recover(error, epoch)             # True: wait for the same calls again
+    recovery.recover(error, epoch)             # None: wait for the same calls again
 
 Example, two ranks that train, rank 1 is killed in step 7, when step 8 is submitted already. Rank 0
 fails in step 7, as a transfer breaks. Then, in `recover`:
@@ -110,6 +110,14 @@ class Recovering(Protocol):
         """Of each program that a host takes part in, what it does."""
         ...
 
+    def fail(self, error: DaftError) -> DaftError:
+        """End all hosts; the first failure."""
+        ...
+
+    def interrupted(self) -> None:
+        """It cannot be used any more."""
+        ...
+
     def teach(self, process: HostProcess) -> None:
         """Send it all programs."""
         ...
@@ -157,9 +165,7 @@ class Recovery:
         if self.log.nbytes > MOST_BYTES or len(self.log.calls) > MOST_CALLS:
             self._wait_for_some()
         if any(launch.channel.is_broken(process.index) for process in launch.crew.all):
-            error = launch.watch.root((), ())
-            if not self.recover(error, self.epoch):
-                raise error
+            self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
     def settle(self) -> None:
         """Drop from the log what is sure."""
@@ -187,45 +193,56 @@ class Recovery:
         try:
             ended = self._wait(launch.ask_all(Ranks.ended))
         except ActorLost as error:
-            if not self.recover(error, epoch):
-                raise
-            return
+            return self._recover_or_raise(error, epoch)
         for host, change in enumerate(self.log.ended(ended, self._came)):
             self._changes.heard(host, change)
         self.settle()
 
+    def _recover_or_raise(self, error: DaftError, epoch: int) -> None:
+        if (failed := self.recover(error, epoch)) is not None:
+            raise self._launch.fail(failed)
+
     # -- when one is lost -----------------------------------------------------------------------
-    def recover(self, error: DaftError, epoch: int) -> bool:
-        """Whether calls that failed with the error, and were waited for since this epoch, can be
-        waited for again."""
+    def recover(self, error: DaftError, epoch: int) -> DaftError | None:
+        """None if calls that failed with the error, and were waited for since this epoch, can be
+        waited for again; else what it has come to."""
         launch = self._launch
         with launch.lock:
-            if self.epoch != epoch:
-                return launch.failure is None
-            if launch.failure is not None or launch.closed or not isinstance(error, ActorLost):
-                return False
-            begin, lost = time.monotonic(), _Lost()
-            while True:
-                self.epoch += 1
-                try:
-                    again = self._start_epoch(error, lost)
-                except ActorLost as more:
-                    if more is error or launch.closed:
-                        return False
-                    error = more
-                else:
-                    break
-            found = Recovered(
-                failures=tuple(lost.failures),
-                ranks=tuple(lost.ranks),
-                by=tuple(lost.by),
-                runs=len(again),
-                begun=begin,
-                seconds=time.monotonic() - begin,
-            )
+            if self.epoch != epoch or launch.failure is not None:
+                return launch.failure
+            if launch.closed or not isinstance(error, ActorLost):
+                return error
+            try:
+                found = self._replace(error)
+            except DaftError as failed:
+                return failed
+            except BaseException:  # Ctrl-C, or the launch is closed: nobody knows who is where
+                launch.interrupted()
+                raise
             self.recovered.append(found)
-        warnings.warn(str(found), RuntimeWarning, stacklevel=2)
-        return True
+        warnings.warn(str(found), RuntimeWarning, stacklevel=3)
+        return None
+
+    def _replace(self, error: ActorLost) -> Recovered:
+        begin, lost = time.monotonic(), _Lost()
+        while True:
+            self.epoch += 1
+            try:
+                runs = self._start_epoch(error, lost)
+            except ActorLost as more:
+                if more is error or self._launch.closed:
+                    raise
+                error = more
+            else:
+                break
+        return Recovered(
+            failures=tuple(lost.failures),
+            ranks=tuple(lost.ranks),
+            by=tuple(lost.by),
+            runs=len(runs),
+            begun=begin,
+            seconds=time.monotonic() - begin,
+        )
 
     def _start_epoch(self, error: ActorLost, lost: _Lost) -> set[int]:
         """The runs that are done again. Raises `error` if it cannot be mended, and another

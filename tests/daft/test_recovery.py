@@ -1,0 +1,249 @@
+"""Ranks on Ray that are lost and replaced: nothing of what the user sees changes, but for a delay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtensor.daft import (
+    ActorLost,
+    Call,
+    Collective,
+    Free,
+    Program,
+    TaskError,
+    Wait,
+    launch_cluster,
+)
+from dtensor.daft.ir.instructions import Buffer
+from dtensor.daft.ray.cluster import RayCluster
+from dtensor.daft.ray.memory_folder import MemoryFolder, sweep
+from tests.chaos.watch import running
+from tests.daft.programs import function, pipeline, program
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+SUM = (Buffer((4,), torch.float32),)
+
+
+@contextmanager
+def launched(size: int = 2, **options: Any) -> Iterator[RayCluster]:
+    options = dict(spares=1, snapshot_every=1) | options
+    with warnings.catch_warnings(), launch_cluster(size, backend="ray", **options) as cluster:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert isinstance(cluster, RayCluster)
+        while not cluster.crew.ready:
+            time.sleep(0.05)
+        yield cluster
+
+
+def lose(cluster: RayCluster, host: int, how: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(cluster.crew.host(host).counter.pid, how)
+
+
+def counting(size: int = 2) -> Program:
+    """Each rank adds the sum of all ranks' `x` to its `n`, and gives it."""
+    adds = function("add", "def forward(s, n):\n    n.add_(s)\n    return (n.clone(),)")
+    add = Collective("all_reduce", tuple(range(size)), ("x",), ("s",), SUM, SUM, "sum", "c")
+    own = [add, Wait(("s",)), Call("add", ("s", "n"), ("y",), writes=("n",)), Free(("s",))]
+    return program(
+        *[own] * size,
+        functions=[adds],
+        inputs=[("x",)] * size,
+        outputs=[("y",)] * size,
+        state=[("n",)] * size,
+    )
+
+
+def fed(value: float, size: int = 2) -> list[dict[str, object]]:
+    return [{"x": torch.full((4,), value)} for _ in range(size)]
+
+
+def zeros(size: int = 2) -> list[dict[str, object]]:
+    return [{"n": torch.zeros(4)} for _ in range(size)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_rank_is_replaced(ray_session: None, spares: int, how: signal.Signals) -> None:
+    with launched(spares=spares) as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 2.0
+        lose(cluster, 1, how)
+        futures = [cluster.run(handle, fed(k)) for k in (10.0, 100.0)]
+        with pytest.warns(RuntimeWarning, match="recovered in") as told:
+            assert [f.get()[1]["y"][0].item() for f in futures] == [22.0, 222.0]
+        assert len(told) == 1 and "rank 1" in str(told[0].message)
+        (found,) = cluster.recoveries
+        assert found.ranks == (1,) and found.by == (("a spare",) if spares else ("a new process",))
+        assert [n[0][0].item() for n in cluster.get([("n",)] * 2).get()] == [222.0, 222.0]
+        cluster.unload(handle)
+
+
+def test_all_ranks_at_once_and_again(ray_session: None) -> None:
+    with launched() as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        total = 0.0
+        for times in range(2):
+            cluster.run(handle, fed(1.0)).get()
+            for host in range(2):
+                lose(cluster, host)
+            total += 4.0
+            assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == total, times
+        assert sum(len(found.ranks) for found in cluster.recoveries) == 4
+
+
+def test_another_is_lost_while_one_is_replaced(ray_session: None) -> None:
+    with launched(spares=0) as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        cluster.run(handle, fed(1.0)).get()
+        lose(cluster, 1)
+        timer = threading.Timer(0.4, lose, (cluster, 0))  # a new process takes longer to start
+        timer.start()
+        assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 4.0
+        timer.join()
+        assert cluster.run(handle, fed(1.0)).get()[1]["y"][0] == 6.0
+        assert sorted(r for found in cluster.recoveries for r in found.ranks) == [0, 1]
+
+
+def test_no_more_than_stated(ray_session: None) -> None:
+    with launched(max_restarts=1) as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        lose(cluster, 0)
+        assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 2.0
+        lose(cluster, 0)
+        with pytest.raises(ActorLost, match="the process died") as caught:
+            cluster.run(handle, fed(1.0)).get()
+        assert "max_restarts" in caught.value.__notes__[0]
+        pids = [host.counter.pid for host in cluster._home.processes if host.counts]
+        assert not any(map(running, pids))
+
+
+def test_a_run_that_ends_each_process(ray_session: None) -> None:
+    """It would do so for ever."""
+    dies = function("die", "def forward(x):\n    exit(1)\n    return (x,)", exit=os._exit)
+    own = [Call("die", ("x",), ("y",), source="net.py:8: die(x)")]
+    made = program(own, own, functions=[dies], inputs=[("x",)] * 2, outputs=[("y",)] * 2)
+    with launched() as cluster:
+        handle = cluster.load(made)
+        with pytest.raises(ActorLost, match=r"net.py:8") as caught:
+            cluster.run(handle, fed(1.0)).get()
+        assert "was begun" in "".join(caught.value.__notes__)
+
+
+def test_a_controller_that_only_sends(ray_session: None) -> None:
+    """It hears of the loss as it sends, and puts are done again."""
+    with launched() as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        cluster.run(handle, fed(1.0)).get()
+        lose(cluster, 0)
+        end = time.monotonic() + 30.0
+        while not cluster.recoveries and time.monotonic() < end:
+            cluster.put([{"m": torch.ones(1)}, {}])
+        assert cluster.recoveries
+        cluster.put([{"n": torch.full((4,), 5.0)}, {}])
+        assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 7.0
+        assert cluster.get([("m",), ()]).get()[0] == (torch.ones(1),)
+
+
+def test_runs_that_were_undone_are_counted(ray_session: None) -> None:
+    """A run in which a call raises is undone, before the loss and after it."""
+    with launched() as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        check = function("check", "def forward(x):\n    1 / x[0].item()\n    return (x,)")
+        own = [Call("check", ("x",), ("y",))]
+        checks = cluster.load(
+            program(own, own, functions=[check], inputs=[("x",)] * 2, outputs=[("y",)] * 2)
+        )
+        cluster.run(handle, fed(1.0)).get()
+        failing = cluster.run(checks, fed(0.0))
+        lose(cluster, 1)
+        again = cluster.run(checks, fed(0.0))
+        with pytest.raises(TaskError, match="ZeroDivisionError"):
+            again.get()
+        with pytest.raises(TaskError, match="ZeroDivisionError"):
+            failing.get()
+        assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 4.0
+
+
+def test_a_pipeline_runs_ahead(ray_session: None) -> None:
+    with launched(3) as cluster:
+        cluster.put([{"w": torch.full((4,), 10.0**r), "n": torch.zeros(())} for r in range(3)])
+        handle = cluster.load(pipeline(3))
+        futures = []
+        for k in range(6):
+            futures.append(cluster.run(handle, [{"x": torch.full((4,), float(k))}, {}, {}]))
+            if k == 2:
+                lose(cluster, 1)
+        found = [f.get()[2]["y"][0].item() for f in futures]
+        assert found == [111.0 + k for k in range(6)]
+        assert cluster.get([("n",)] * 3).get() == [(torch.tensor(6.0),)] * 3
+
+
+def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of it: nothing hangs, nothing is left."""
+    before = set(os.listdir("/dev/shm"))
+    with launched(spares=0) as cluster:
+        cluster.put(zeros())
+        handle = cluster.load(counting())
+        cluster.run(handle, fed(1.0)).get()
+        lose(cluster, 1)
+        main = threading.main_thread().ident
+        assert main is not None
+        replace = cluster.crew.replace
+
+        def interrupted(host: int) -> Any:
+            threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+            return replace(host)
+
+        monkeypatch.setattr(cluster.crew, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run(handle, fed(1.0)).get()
+        with pytest.raises(Exception, match="interrupted"):
+            cluster.run(handle, fed(1.0))
+        pids = [host.counter.pid for host in cluster._home.processes]
+    assert not any(pid and running(pid) for pid in pids)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_folders_of_nobody_are_removed(tmp_path: Path) -> None:
+    with MemoryFolder() as own:
+        pid = os.fork()
+        if not pid:
+            MemoryFolder()
+            os._exit(0)  # as if it had been killed
+        os.waitpid(pid, 0)
+        prefix = own.path.name[: own.path.name.rindex("-") + 1]
+        sweep(prefix)
+        assert own.path.exists()
+        left = [p for p in Path("/dev/shm").glob(f"{prefix}*") if p != own.path]
+        assert not any((p / "owner").exists() and _is_free(p / "owner") for p in left)
+    assert not own.path.exists()
+
+
+def _is_free(path: Path) -> bool:
+    import fcntl
+
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
