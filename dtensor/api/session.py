@@ -92,7 +92,7 @@ class MeshSession:
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
-        self.left = False  # a switch took its last model away
+        self.left: set[int] = set()  # models that a switch took away, by id
         self._num_models = 0  # that were ever here
         self.num_programs = 0  # with constants of their own
 
@@ -252,7 +252,6 @@ class MeshSession:
 
     def new_prefix(self) -> str:
         """What the names of one more model's values begin with."""
-        self.left = False
         self._num_models += 1
         return f"model {self._num_models - 1}: "
 

@@ -174,7 +174,7 @@ def _switch_of(
     fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
     check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
     here = launch.sessions[model.mesh]
-    numbers = _ranks_of(launch, here, mesh, how.ranks)
+    numbers = _ranks_of(launch, model, here, mesh, how.ranks)
     other = parallelize(model.module, mesh, how.placements, **how.given)
     other.initial = model.initial
     resident = here.residents.get(id(model))
@@ -280,7 +280,7 @@ def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _MovedState:
     """An optimizer's state that is on ranks: by parameter and key how it is to be kept, with its
     name behind the prefix. ``left``: what no step that goes on updates."""
 
@@ -289,9 +289,9 @@ class _State:
     left: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(home: OptimizerHome, steps: Sequence[_PlannedStep]) -> _State:
+    def of(home: OptimizerHome, steps: Sequence[_PlannedStep]) -> _MovedState:
         if not home.current:  # somebody has looked, and may have written: it is put anew
-            return _State(home, {}, ())
+            return _MovedState(home, {}, ())
         own = home.name.removeprefix(home.resident.prefix)
         updated: dict[tuple[str, str], Named] = {}
         for one in steps:
@@ -302,7 +302,7 @@ class _State:
             if which in updated:
                 name, spec, ranks = updated[which]
                 now[which] = name, replace(spec, dtype=before.dtype), ranks
-        return _State(home, now, tuple(which for which in home.values() if which not in now))
+        return _MovedState(home, now, tuple(which for which in home.values() if which not in now))
 
 
 class _Switch:
@@ -323,11 +323,11 @@ class _Switch:
         self.numbers, self.resident, self.steps = numbers, resident, steps
         self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping().items()}
         self.now: Keeping = {}
-        self.states: list[_State] = []
+        self.states: list[_MovedState] = []
         if resident is not None:
             stated = kept(other, None)
             self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
-            self.states = [_State.of(home, steps) for home in resident.optimizers.values()]
+            self.states = [_MovedState.of(home, steps) for home in resident.optimizers.values()]
         self.plan = self._plan(topology)
 
     def _values(self) -> Iterator[tuple[str, Named, TensorSpec, tuple[int, ...], str]]:
@@ -358,6 +358,7 @@ class _Switch:
         launch, known = self.launch, self.other.mesh in self.launch.sessions
         if max(self.numbers) >= launch.cluster.size:
             _grow(launch, max(self.numbers) + 1)
+        known_as = dict(launch.cluster.known_as)
         there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
         resident = self.resident
         try:
@@ -366,6 +367,7 @@ class _Switch:
         except BaseException:
             if not known:
                 del launch.sessions[self.other.mesh]
+                launch.cluster.known_as = known_as
             raise
         self._forget(there)
         restate(self.model, self.other)
@@ -377,8 +379,8 @@ class _Switch:
             for state, own in zip(self.states, rest, strict=True):
                 _settle_state(state, own, there, before)
             del self.here.residents[id(self.model)]
-            self.here.left = not self.here.residents
-            there.residents[id(self.model)], there.left = resident, False
+            there.residents[id(self.model)] = resident
+        self.here.left.add(id(self.model))
 
     def _move(self, there: MeshSession) -> str:
         """The values go to the ranks that are to have them, beside the old ones; what their names
@@ -446,7 +448,7 @@ class _Switch:
         here.drop()
 
 
-def _gathered(state: _State) -> Entries:
+def _gathered(state: _MovedState) -> Entries:
     """What is left of a state, with what no program has used: whole, for the next that does."""
     home, named = state.home, state.home.named
     if not home.current:
@@ -463,7 +465,7 @@ def _gathered(state: _State) -> Entries:
     return found
 
 
-def _settle_state(state: _State, rest: Entries, there: MeshSession, prefix: str) -> None:
+def _settle_state(state: _MovedState, rest: Entries, there: MeshSession, prefix: str) -> None:
     """The state is there now; the next step puts what it lacks."""
     home, now = state.home, state.home.resident.prefix
     home.name = f"{now}{home.name.removeprefix(prefix)}"
@@ -533,8 +535,17 @@ def _optimizers(
 # -- the ranks -------------------------------------------------------------------------------------
 
 
+def _is_left(session: MeshSession, model: ParallelModule) -> bool:
+    """Whether its ranks are free for the model: it was there, or whoever was there has left."""
+    return id(model) in session.left or (bool(session.left) and not session.residents)
+
+
 def _ranks_of(
-    launch: Launch, here: MeshSession, mesh: Mesh, stated: Sequence[int] | None
+    launch: Launch,
+    model: ParallelModule,
+    here: MeshSession,
+    mesh: Mesh,
+    stated: Sequence[int] | None,
 ) -> tuple[int, ...]:
     """The numbers of the mesh's ranks; those that the launch does not have yet are new ones."""
     size = launch.cluster.size
@@ -559,7 +570,7 @@ def _ranks_of(
                 f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
             )
         return found
-    used = [s for s in launch.sessions.values() if s is not here and not s.left]
+    used = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
     others = {rank for session in used for rank in session.ranks}
     free = (r for r in range(size) if r not in here.ranks and r not in others)
     every = itertools.chain(here.ranks, free, itertools.count(size))

@@ -4,7 +4,10 @@ to the bit; what is sent is what is missing; a switch that cannot be leaves all 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -673,3 +676,71 @@ def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
             found.append((losses, trained.state()))
     assert found[0][0] == found[1][0]
     assert_same_bits(found[1][1], found[0][1])
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that does not start changes nothing; a spare joins, and ranks that are lost before
+    a switch and within it are replaced."""
+    from dtensor.daft.ray.cluster import RayCluster
+    from dtensor.daft.ray.crew import Crew
+
+    data, a, b = batches(5), PLACES["tp2"], PLACES["tp3 uneven"]
+    expected = Trained(a)
+    with dt.launch(a.mesh) as run:
+        losses = expected.losses(data[:2])
+        expected.switch(run, b)
+        losses += expected.losses(data[2:4])
+        expected.switch(run, a)
+        losses += expected.losses(data[4:])
+        state = expected.state()
+
+    trained = Trained(a)
+    with dt.launch(a.mesh, backend="ray", spares=1) as run:
+        cluster = run.launch.cluster
+        assert isinstance(cluster, RayCluster)
+
+        def lose(host: int) -> None:
+            os.kill(cluster.crew.host(host).counter.pid, signal.SIGKILL)
+
+        found = trained.losses(data[:1])
+        add, wait = Crew.add, RayCluster._await
+
+        def wait_until(done: Callable[[], bool]) -> None:
+            end = time.monotonic() + 60
+            while not done():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+        def stillborn(crew: Crew, new: Any) -> Any:
+            processes = add(crew, new)
+            for process in processes:
+                wait_until(lambda process=process: bool(process.counter.pid))
+                os.kill(process.counter.pid, signal.SIGKILL)
+                wait_until(lambda process=process: process.gone)
+            return processes
+
+        with monkeypatch.context() as patch, pytest.raises(DaftError, match="did not start"):
+            patch.setattr(Crew, "add", stillborn)
+            trained.switch(run, b)
+        assert trained.model.mesh == a.mesh and cluster.size == 2 and len(cluster.crew.all) == 2
+        found += trained.losses(data[1:2])
+        spares = {spare.index for spare in cluster.crew.hire()} or {cluster.crew.spares[0].index}
+
+        def late(self: RayCluster, *given: Any) -> None:
+            wait(self, *given)
+            lose(0)
+
+        with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="recovered in"):
+            patch.setattr(RayCluster, "_await", late)
+            trained.switch(run, b)
+        assert cluster.crew.host(2).index in spares
+        found += trained.losses(data[2:3])
+        lose(2)
+        with pytest.warns(RuntimeWarning, match="recovered in"):
+            found += trained.losses(data[3:4])
+            trained.switch(run, a)
+        found += trained.losses(data[4:])
+        assert_same_bits(trained.state(), state)
+    assert found == losses

@@ -564,8 +564,6 @@ class HostedCluster(Cluster):
                 self._undone_at(self._everywhere())  # they have done what they were asked
                 self.hosts = self._grow(size)
                 self.size = size
-                if self.changes is not None:
-                    self.changes.grow(len(self.hosts))
 
     def close(self) -> None:
         if not self._closed:

@@ -154,33 +154,32 @@ class RayCluster(HostedCluster):
         for process in processes:
             process.counts = True
         self._host_of = tuple(h for h, ranks in enumerate(self.crew.hosts) for _ in ranks)
+        if self._recovery is not None and self.changes is not None:
+            self.changes.grow(len(self.crew.hosts))
+            try:
+                self._recovery.meet()
+            except DaftError as error:
+                raise self._fail(error) from None
+            return self.crew.hosts
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
-        if self._recovery is None:
-            self._epoch += 1
-        else:
-            self._recovery.epoch += 1
-        join = self.meeting(self._epoch if self._recovery is None else self._recovery.epoch)
-        self._joined(
-            [
-                self.ask(host, Ranks.rejoin, join, host, ranks, self.lists(host))
-                for host, ranks in enumerate(self.crew.hosts)
-            ]
-        )
+        self._epoch += 1
+        join, each_host = self.meeting(self._epoch), enumerate(self.crew.hosts)
+        self._joined([self.ask(h, Ranks.rejoin, join, h, r, self.lists(h)) for h, r in each_host])
         self.start_over()
-        for spare in self.crew.hire():
-            self.teach(spare)
         return self.crew.hosts
 
     def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
         """Until these hosts answer; `ActorLost` if one does not, which is no failure of the
         others."""
-        asked = [self.ask(first + i, Ranks.warm) for i in range(len(processes))]
+        replies = [self.ask(first + i, Ranks.warm).ref for i in range(len(processes))]
         end = time.monotonic() + max(START_S, self.watch.deadline_s)
-        while not self.channel.came([each.ref for each in asked], 0.25):
+        came = False
+        while not came:
+            came = self.channel.came(replies, 0.25)
             gone = [p for p in processes if p.gone or p.ended() is not None]
-            if gone or time.monotonic() > end:
-                reason = "a process that was to join did not start"
-                raise ActorLost(Failure(rank=None, reason=f"{reason}; all is as it was before."))
+            if gone or any(reply.failed for reply in replies) or time.monotonic() > end:
+                reason = "a process that was to join did not start; all is as it was before."
+                raise ActorLost(Failure(rank=None, reason=reason))
         for process in processes:
             process.answered = True
             process.watch()
@@ -435,7 +434,7 @@ class RayCluster(HostedCluster):
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
         host = place
         if (known := self._at(host, at)) is None:
-            rank, reason = self.hosts[host][0], f"{reason} It was between runs."
+            rank, reason = self.crew.hosts[host][0], f"{reason} It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = known
         return replace(describe(handle.program, site, reason), step=at.run)
@@ -449,6 +448,7 @@ class RayCluster(HostedCluster):
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
         """The instruction that a host was last seen at; none between runs."""
         handle = self._handles.get(at.program)
-        if handle is None or not 0 <= at.position < len(handle.report.lists[host]):
+        lists = () if handle is None else handle.report.lists
+        if handle is None or host >= len(lists) or not 0 <= at.position < len(lists[host]):
             return None
-        return handle, handle.report.lists[host][at.position]
+        return handle, lists[host][at.position]
