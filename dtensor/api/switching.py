@@ -459,9 +459,13 @@ def _gathered(state: _MovedState) -> Entries:
     parts = home.resident.fetch(asked) if asked else {}
     for label, key in state.left:
         name, spec, _ = named[label, key]
-        own = parts[name]
-        whole = next(iter(own.values())) if key in NUMBERS else assemble_at(own, spec)
-        found.setdefault(parameters[label], {})[key] = whole
+        own, parameter = parts[name], parameters[label]
+        if key in NUMBERS:
+            whole = next(iter(own.values()))
+        else:
+            whole = assemble_at(own, spec)
+            whole = whole if parameter.is_meta else whole.to(parameter.device)
+        found.setdefault(parameter, {})[key] = whole
     return found
 
 
