@@ -18,14 +18,14 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from dtensor.api.away import AwayState
+from dtensor.api.away import AwayState, Entries
 from dtensor.api.initial import init_program
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
@@ -343,13 +343,13 @@ class MeshSession:
         *,
         masters: bool,
     ) -> OptimizerHome:
-        """The values of the optimizer's state that the plan's update reads go to the ranks' tables,
-        and anew where somebody has looked at it since. A tensor of its parameter's shape is cut as
-        the plan says that the state is stored, numbers are replicated; what there is not yet is
-        absent (shard_optimizer.py). Beside them stands what makes the updates of them.
+        """The values of the state that the plan's update reads go to the ranks' tables, and anew
+        where somebody has looked at it since. A tensor of its parameter's shape is cut as the plan
+        says that the state is stored, numbers are replicated; what there is not yet is absent
+        (shard_optimizer.py). Beside them stands what updates.
 
         PlanningError where two steps share an optimizer and one of them wants masters; where a
-        parameter's state has not what the class reads.
+        state has not what the class reads.
         """
         resident = self.resident(model)
         home = resident.optimizers.get(id(optimizer))
@@ -367,16 +367,11 @@ class MeshSession:
         if home is not None and home.current and home.placed is plan and home.keys == keys:
             home.moves = resident.moves
             return home
-        name = f"{resident.prefix}optimizer {len(resident.optimizers)}"
-        name = name if home is None else home.name
+        name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
         updated = updated_by(plan, dict(zip(groups, keys, strict=True)), name)
         known = {} if home is None else home.named
-        for which, (_, spec, _) in updated.items():
-            if which in known and not alike(known[which][1], spec):
-                raise PlanningError(
-                    f"{which[1]} of {which[0]} is stored as {known[which][1]}, this program wants "
-                    f"it stored as {spec}"
-                )
+        if known:
+            _check_as_before(known, updated)
         elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
         if home is None or not home.current or elsewhere:
             held: object = optimizer.state
@@ -399,16 +394,16 @@ class MeshSession:
         self, home: OptimizerHome, model: ParallelModule, new: dict[tuple[str, str], Named]
     ) -> None:
         """Put values of the state, those that there are out of ``home.rest``."""
-        parameters = dict(model.module.named_parameters())
+        parameters, nothing = dict(model.module.named_parameters()), absent("cpu")
         values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        nothing = absent("cpu")
         for (label, key), (name, spec, ranks) in list(new.items()):
             entries = home.rest.get(parameters[label], {})
+            if entries:
+                entries = _with_memory(entries, label, home.optimizer)
             value = entries.get(key)
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                value = None  # Adagrad's, of a parameter on the meta device
             if value is None:
-                _check_made(home, label, key, entries)
+                if entries or home.made:
+                    _check_made(home, label, key, entries)
             else:
                 home.made |= {(label, key)}
                 value = _as_stored(value, spec, key, label)
@@ -419,21 +414,14 @@ class MeshSession:
                 values[rank][name] = nothing if value is None else shard_of(value, spec, here)
         if any(values):
             self.put(values)
-        taken: dict[torch.Tensor, set[str]] = {}  # a master of what has none any more is old
-        for label, key in new:
-            taken.setdefault(parameters[label], {MASTER}).add(key)
-        rest = {
-            p: {k: v for k, v in entries.items() if k not in taken.get(p, ())}
-            for p, entries in home.rest.items()
-        }
-        home.rest = {p: entries for p, entries in rest.items() if entries}
+        if home.rest:
+            home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
 
 
 def updated_by(
     plan: Plan, keys: Mapping[tuple[str, ...], tuple[str, ...]], optimizer: str
 ) -> dict[tuple[str, str], Named]:
-    """The values of the state that the plan's update reads and writes, by parameter and key;
-    ``keys``: of a parameter's state, by the names of the groups."""
+    """The values of the state that the plan's update has; ``keys``: by the names of the groups."""
     keys_by_label = {label: own for group, own in keys.items() for label in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
     found: dict[tuple[str, str], Named] = {}
@@ -449,6 +437,43 @@ def updated_by(
             spec = number if key in NUMBERS else wide
             found[label, key] = name, spec, holders(plan, item)
     return found
+
+
+def _check_as_before(known: Mapping[Any, Named], updated: Mapping[Any, Named]) -> None:
+    for (label, key), (_, spec, _) in updated.items():
+        _, before, _ = known.get((label, key), ("", spec, ()))
+        if not alike(before, spec):
+            raise PlanningError(
+                f"{key} of {label} is stored as {before}, this program wants it stored as {spec}"
+            )
+
+
+def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
+    """What is not on the ranks; a master of a parameter without one any more is old."""
+    old = {(parameter, MASTER) for parameter, _ in taken}
+    found = {
+        parameter: {k: v for k, v in entries.items() if (parameter, k) not in taken | old}
+        for parameter, entries in rest.items()
+    }
+    return {parameter: entries for parameter, entries in found.items() if entries}
+
+
+def _with_memory(
+    entries: Mapping[str, Any], label: str, optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
+    """A parameter's state; on the meta device it has values only where it is what Adagrad begins
+    with, the same number everywhere."""
+    empty = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
+    begins = optimizer.defaults.get("initial_accumulator_value")
+    for key, value in empty.items():
+        if key != "sum" or begins is None or value.is_complex() or float(entries["step"]) != 0:
+            raise PlanningError(
+                f"{key} of {label} is on the meta device and has no value.\n"
+                f"fix: dt.load_state_dict(model, opt, state), which keeps the values"
+            )
+        whole = torch.full((), begins, dtype=value.dtype).expand(value.shape)
+        entries = {**entries, key: whole}
+    return entries
 
 
 def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any]) -> None:

@@ -125,8 +125,7 @@ def _keys(kind: type[torch.optim.Optimizer], stated: tuple[str, ...]) -> tuple[s
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors of a parameter's shape the state will hold, from class and options."""
-    keys = keys_of(type(optimizer), optimizer.defaults)
-    return sum(key not in NUMBERS for key in keys)
+    return sum(key not in NUMBERS for key in keys_of(type(optimizer), optimizer.defaults))
 
 
 def value_name(optimizer: str, key: str, label: str) -> str:
@@ -187,13 +186,12 @@ class ShardOptimizer:
         parts: Collection[str] = (),
         own: Collection[str] = (),
     ) -> None:
-        """Update ``shards`` and ``values`` in place; ``options`` are one mapping per group.
+        """Update ``shards`` and ``values``, named by ``what``; ``options`` are one for each group.
 
-        ``values`` are named by ``what``. A shard or a value becomes a view of a larger buffer,
-        unless it is a shard that is named in ``parts``: those are parts or copies of other tensors,
-        made anew for each step; they are read and written. What has no gradient is left alone.
-        Gradients are divided by ``clip``, where they stand if they are named in ``own``; the others
-        are not changed.
+        These become views of larger buffers, but for shards named in ``parts``: parts or copies of
+        other tensors, made anew for each step; they are read and written. What has no gradient is
+        left alone. Gradients are divided by ``clip``, where they stand if they are named in
+        ``own``; the others are not changed.
         """
         for given in options:
             if not isinstance(given["lr"], float | int | torch.Tensor):
@@ -244,7 +242,7 @@ class ShardOptimizer:
     def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:
         """Other values than at the step before: of other parameters, or put since."""
         for (label, key), value in zip(names, values, strict=True):
-            if label in self.run_of and self.values[label].get(key) is not value:
+            if label in self.run_of and self.values.get(label, {}).get(key) is not value:
                 self._forget(self.groups)
                 break
         for (label, key), value in zip(names, values, strict=True):
@@ -376,7 +374,8 @@ class ShardOptimizer:
             self.optimizer.state = cast(Any, self.state)
             for group in self.optimizer.param_groups:
                 on_device = group.get("fused") or group.get("capturable")
-                for parameter in group["params"]:
+                elsewhere = (p for p in group["params"] if p.device.type not in ("cpu", "meta"))
+                for parameter in elsewhere:
                     self._place_numbers(parameter, on_device or self.kind is torch.optim.ASGD)
         for group, own in zip(self.optimizer.param_groups, given, strict=True):
             group.update(own)
@@ -384,8 +383,6 @@ class ShardOptimizer:
 
     def _place_numbers(self, parameter: torch.Tensor, on_device: bool) -> None:
         """To where the class wants them; values of a table are all on its device."""
-        if parameter.device.type in ("cpu", "meta"):
-            return
         place = parameter.device if on_device else torch.device("cpu")
         state = self.state.get(parameter, {})
         for key in NUMBERS & state.keys():

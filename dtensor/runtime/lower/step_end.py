@@ -223,16 +223,15 @@ def _updates(b: RankBuilder) -> list[Update]:
 
 
 def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
-    """The state that the update reads and writes: the table's name of each value, to parameter and
-    key. Notes their bytes."""
+    """The table's names of the state that the update has, to parameter and key. Notes bytes."""
     roles = b.roles
-    group_of = {label: i for i, group in enumerate(roles.groups) for label in group}
+    keys_of = {n: k for group, k in zip(roles.groups, roles.keys, strict=False) for n in group}
     found: dict[str, tuple[str, str]] = {}
-    for step in _updates(b) if roles.optimizer is not None and roles.keys else ():
+    for step in _updates(b) if roles.optimizer is not None and keys_of else ():
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
         numel = b.shared.nbytes(step.spec, b.here) // step.spec.dtype.itemsize
-        for key in (*roles.keys[group_of[step.parameter]], *narrow):
+        for key in (*keys_of[step.parameter], *narrow):
             name = value_name(roles.optimizer or "", key, step.parameter)
             found[name] = step.parameter, key
             b.nbytes[name] = WORD.nbytes if key in NUMBERS else numel * width.itemsize

@@ -1,0 +1,199 @@
+"""An optimizer's state is values of the ranks' tables, with names, specs and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtensor as dt
+from dtensor.api.resident import OptimizerHome
+from dtensor.api.session import MeshSession
+from dtensor.daft import DaftError
+from dtensor.runtime.shard_optimizer import MASTER
+from tests.api.training import assert_same_bits
+from tests.runtime.test_shard_optimizer import VARIANTS, O
+
+MESH = dt.Mesh(tp=2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 7), nn.Linear(7, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+def squares(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+class Trained:
+    """A model on two ranks, its optimizer, a step, and the same in plain torch."""
+
+    def __init__(self, kind: type[O.Optimizer], given: Mapping[str, Any], **more: Any) -> None:
+        dtype = torch.bfloat16 if more.get("master_weights") else torch.float32
+        torch.manual_seed(0)
+        self.module = Net().to(dtype)
+        torch.manual_seed(0)
+        self.plain = Net().to(dtype)
+        self.model = dt.parallelize(self.module, MESH, {"*.weight": dict(tp=dt.Row())})
+        make: Any = kind
+        self.optimizer: O.Optimizer = make(self.module.parameters(), **given)
+        self.expected: O.Optimizer = make(self.plain.parameters(), **given)
+        self.step = dt.train_step(self.model, squares, self.optimizer, **more)
+        self.data = [(torch.randn(4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype))] * 6
+
+    def home(self, session: MeshSession) -> OptimizerHome:
+        (home,) = session.resident(self.model).optimizers.values()
+        return home
+
+    def by_torch(self, number: int) -> float:
+        loss = squares(self.plain, *self.data[number])
+        self.expected.zero_grad()
+        loss.backward()
+        self.expected.step()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        return dt.gather_state_dict(self.model, self.optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_have_names_and_specs_and_may_be_put(variant: str, masters: bool) -> None:
+    """What is in the tables is all that there is: another rank's optimizer goes on with it."""
+    kind, given = VARIANTS[variant]
+    results: list[Any] = []
+    for put in (False, True):
+        run = Trained(kind, given, master_weights=masters)
+        with dt.launch(MESH) as session:
+            losses = [float(run.step(*one)) for one in run.data[:2]]
+            values = run.home(session).values()
+            for (label, key), (name, spec, ranks) in values.items() if put else ():
+                assert name == f"model 0: optimizer 0: {key} of {label}"
+                shards = dict(zip(ranks, session.fetch(name, ranks), strict=True))
+                for rank, shard in shards.items():
+                    assert shard.shape == spec.local_shape(MESH.coordinates(rank))
+                    assert shard.dtype == spec.dtype
+                session.put([{name: shards[rank]} for rank in range(2)])
+            losses += [float(run.step(*one)) for one in run.data[2:]]
+            state = run.state()
+        entries = {key for entry in state["optimizer"]["state"].values() for key in entry}
+        assert entries == {key for _, key in values}
+        assert (MASTER in entries) == masters
+        results.append((losses, state["model"], state["optimizer"]["state"]))
+    assert_same_bits(results[0], results[1])
+
+
+def test_one_value_that_is_put_counts() -> None:
+    run = Trained(O.SGD, dict(lr=1.0, momentum=0.5))
+    with dt.launch(MESH) as session:
+        float(run.step(*run.data[0]))
+        name, spec, ranks = run.home(session).values()["b.bias", "momentum_buffer"]
+        assert ranks == (0, 1) and spec.local_shape({"tp": 0}) == (4,)
+        session.put([{name: torch.full((4,), 100.0)}] * 2)
+        before = run.module.b.bias.detach().clone()
+        others = run.module.a.bias.detach().clone()
+        float(run.step(*run.data[0]))
+        assert torch.all((before - run.module.b.bias.detach() - 50).abs() < 5)
+        assert torch.all((others - run.module.a.bias.detach()).abs() < 5)
+
+
+@pytest.mark.slow
+def test_there_is_none_before_the_first_step() -> None:
+    """Nor after one that was undone."""
+    run = Trained(O.AdamW, {})
+    x, y = run.data[0]
+    with dt.launch(MESH) as session:
+        step = dt.train_step(run.model, squares, run.optimizer, detect_nan=True)
+        with pytest.raises(DaftError, match="NaN|nan"):
+            float(step(x * float("nan"), y))
+        assert run.home(session).values() == {}
+        assert run.state()["optimizer"]["state"] == {}
+        float(step(x, y))
+        assert len(run.home(session).values()) == 3 * 4
+    assert len(run.state()["optimizer"]["state"]) == 4
+
+
+@pytest.mark.slow
+def test_a_momentum_that_is_stated_later() -> None:
+    """As torch has it, also where it is left out again in between."""
+    run = Trained(O.SGD, dict(lr=0.1))
+    with dt.launch(MESH) as session:
+        for number, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5, 0.5)):
+            for optimizer in (run.optimizer, run.expected):
+                optimizer.param_groups[0]["momentum"] = momentum
+            found, expected = float(run.step(*run.data[number])), run.by_torch(number)
+            assert abs(found - expected) < 1e-6
+            assert bool(run.home(session).values()) == (number > 0)
+    torch.testing.assert_close(
+        run.optimizer.state_dict()["state"], run.expected.state_dict()["state"]
+    )
+
+
+@pytest.mark.slow
+def test_steps_that_share_an_optimizer() -> None:
+    """Each with other parameters, in turns; the state is looked at in between."""
+
+    def of_a(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return model.a(x).square().mean()
+
+    run = Trained(O.AdamW, {})
+    steps = (dt.train_step(run.model, of_a, run.optimizer), run.step)
+    with dt.launch(MESH):
+        for number, which in enumerate((0, 0, 1, 0, 1, 1)):
+            loss = (of_a, squares)[which](run.plain, *run.data[number])
+            run.expected.zero_grad()
+            loss.backward()
+            run.expected.step()
+            assert abs(float(steps[which](*run.data[number])) - loss.item()) < 1e-6
+            if number == 3:
+                assert run.optimizer.state[run.module.a.weight]["step"] == 4
+    torch.testing.assert_close(
+        run.optimizer.state_dict()["state"],
+        run.expected.state_dict()["state"],
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    run = Trained(O.AdamW, {})
+    with dt.launch(MESH):
+        float(run.step(*run.data[0]))
+        run.optimizer.param_groups[0]["amsgrad"] = True
+        for _ in range(2):
+            with pytest.raises(dt.PlanningError, match=r"reads max_exp_avg_sq of a\.weight"):
+                run.step(*run.data[1])
+        run.optimizer.param_groups[0]["amsgrad"] = False
+        float(run.step(*run.data[1]))
+        state = run.state()
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    dt.load_state_dict(run.model, run.optimizer, state)
+    with dt.launch(MESH), pytest.raises(dt.PlanningError, match=r"has the shape \[3\]"):
+        run.step(*run.data[1])
+    del state["optimizer"]["state"][0]["exp_avg"]
+    dt.load_state_dict(run.model, run.optimizer, state)
+    with dt.launch(MESH), pytest.raises(dt.PlanningError, match="has only exp_avg_sq, step"):
+        run.step(*run.data[1])
+
+
+def test_what_adagrad_begins_with_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        module = Net()
+    model = dt.parallelize(module, MESH, {"*.weight": dict(tp=dt.Row())}, init="reset")
+    optimizer = O.Adagrad(module.parameters(), initial_accumulator_value=0.5)
+    step = dt.train_step(model, squares, optimizer)
+    with dt.launch(MESH):
+        float(step(torch.randn(4, 8), torch.randn(4, 8)))
+        state = dt.gather_state_dict(model, optimizer)["optimizer"]["state"]
+    for entry in state.values():
+        assert float(entry["sum"].min()) >= 0.5 and float(entry["sum"].max()) < 1
