@@ -189,7 +189,7 @@ def own_all_reduces(rank: int, path: str, shapes: Sequence[Shape]) -> dict[Shape
         rank,
         everyone,
         meet=meet,
-        connect=lambda: join_gloo(store, rank, everyone, "127.0.0.1"),
+        connect=lambda: join_gloo(store, rank, everyone, "127.0.0.1", b""),
     )
     found: dict[Shape, AllReduce] = {}
     for number, shape in enumerate(shapes):

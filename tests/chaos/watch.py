@@ -12,7 +12,7 @@ out, so that one cycle compares with another.
 Ray's own is not counted: its pool of idle workers while a Ray outlives the cycle, and gRPC's pool
 of threads, which grow and shrink as they like; sockets that are closed at both ends, of which Ray
 leaves one or two for each session with an actor in it, whoever starts it (measured with Ray 2.60
-and bare actors); its logs in /tmp/ray. Linux only.
+and bare actors); its logs. Linux only.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -136,7 +137,8 @@ def _name(pid: int) -> str | None:
         return None
     if not any(words):
         return "zombie"
-    if words[0].startswith("ray::IDLE") or any("default_worker.py" in word for word in words):
+    worker = any("default_worker.py" in word for word in words[1:3])  # raylet is told of it, too
+    if words[0].startswith("ray::IDLE") or worker:
         return "idle worker"
     python = os.path.basename(words[0]).startswith("python")
     script = next((w for w in words[1:] if not w.startswith("-")), words[0]) if python else words[0]
@@ -158,16 +160,34 @@ def _links(pid: int) -> list[str]:
 
 def _ports(processes: Mapping[int, str]) -> Counter[str]:
     """Listening sockets, by the process that has them."""
-    listening: set[str] = set()
+    return Counter(name for name, _, _ in listening(processes))
+
+
+def listening(processes: Mapping[int, str] | None = None) -> list[tuple[str, str, int]]:
+    """Of TCP: the process that has the socket, the address as `ss` writes it, the port."""
+    found: dict[str, tuple[str, int]] = {}
     for table in ("tcp", "tcp6"):
         for line in (PROC / "net" / table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
-                listening.add(f"socket:[{fields[9]}]")
-    counts: Counter[str] = Counter()
-    for pid, name in processes.items():
-        counts[name] += sum(link in listening for link in _links(pid))
-    return +counts
+                address, port = fields[1].split(":")
+                found[f"socket:[{fields[9]}]"] = (_address(address), int(port, 16))
+    processes = _processes() if processes is None else processes
+    return [
+        (name, *found[link])
+        for pid, name in processes.items()
+        for link in _links(pid)
+        if link in found
+    ]
+
+
+def _address(words: str) -> str:
+    """Of the kernel's hexadecimal words, each in the machine's order of bytes."""
+    each = [int(words[i : i + 8], 16) for i in range(0, len(words), 8)]
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in each)
+    if len(packed) == 16 and (mapped := IPv6Address(packed).ipv4_mapped) is not None:
+        return f"::ffff:{mapped}"
+    return str(ip_address(packed))
 
 
 def _descriptors() -> Counter[str]:

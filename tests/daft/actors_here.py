@@ -31,6 +31,7 @@ from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
 from dtensor.daft.run.worker import Worker
 
 Hosts = tuple[tuple[int, ...], ...]
+SECRET = b"of these actors"
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -59,13 +60,13 @@ class Here:
             self.index,
             self.host_of,
             meet=meet,
-            connect=lambda: join_gloo(store, self.index, self.host_of, "127.0.0.1"),
+            connect=lambda: join_gloo(store, self.index, self.host_of, "127.0.0.1", SECRET),
         )
 
     def gloo(self) -> ExchangeTransport:
         self.joins += 1
         store = PrefixStore(f"join{self.joins}", self.store)
-        wire = join_gloo(store, self.index, self.host_of, "127.0.0.1")
+        wire = join_gloo(store, self.index, self.host_of, "127.0.0.1", SECRET)
         return ExchangeTransport(wire, self.host_of)
 
     def meet(self, name: str) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from dtensor import daft
 from dtensor.daft import (
@@ -36,6 +37,7 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ray.joining import Join, lost_key, meet
+from dtensor.daft.ray.store import SignedStore
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
     HANGS,
@@ -341,11 +343,13 @@ def test_compiled_functions_alternate() -> None:
 @pytest.mark.slow
 def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
     """It is in a method of another program, perhaps for hours."""
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = SignedStore.open("127.0.0.1", b"secret")
 
     def join(prefix: str) -> None:
-        own = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
-        both = Join(address="", port=0, prefix=prefix, hosts=(3, 7), host_of=(0, 1), tags={})
+        own = SignedStore.join("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
+        both = Join(
+            address="", port=0, secret=b"", prefix=prefix, hosts=(3, 7), host_of=(0, 1), tags={}
+        )
         meet(own, PrefixStore(prefix, own), both, 0)
 
     with ThreadPoolExecutor(1) as pool:

@@ -25,6 +25,7 @@ from dtensor.daft.cluster.cluster import (
     Future,
     Handle,
     Mode,
+    Recovered,
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
@@ -73,8 +74,20 @@ class Part(Cluster):
         return self.whole.runs
 
     @property
+    def recoveries(self) -> Sequence[Recovered]:
+        return self.whole.recoveries
+
+    @property
+    def recovered(self) -> int:
+        return self.whole.recovered
+
+    @property
     def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.whole.failure
+
+    @property
+    def copies(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.copies
 
     def inner(self, name: str) -> str:
         """The name that the whole has for a name in the part's tables."""

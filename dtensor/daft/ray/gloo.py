@@ -1,15 +1,21 @@
 """The wire between actors on CPUs: gloo's point-to-point messages, and nothing else of gloo.
 
-    wire = join_gloo(store, 0, (0, 1), "127.0.0.1")                      # actor 0 of two
+    wire = join_gloo(store, 0, (0, 1), "127.0.0.1", secret)              # actor 0 of two
     transport = ExchangeTransport(wire, (0, 1))
 
 Invariants: one process group spans all actors. Each key has two tags of its own, on which gloo
 keeps the order: an exchange has the even one, the second half of a large all_reduce the odd one.
 That half runs in the key's helper thread. A peer that dies makes the `wait` of this one raise.
+Gloo's ports take whoever comes first and says a small number, so each peer proves once, over the
+connection that is used from then on, that it knows the launch's secret: nothing else is read before
+that. What follows is neither encrypted nor signed.
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +36,11 @@ PATIENCE_S = 86400.0
 once, and the controller ends one that has stopped or stands still: nothing else is a time-out."""
 
 
+PROOF_TAG = 1 << 30
+"""Above those of all keys; the next one too."""
+PROOF_BYTES = 32
+
+
 class Messenger(Protocol):
     """What is used of `ProcessGroupGloo`, whose stubs leave it out."""
 
@@ -48,10 +59,40 @@ def gloo_group(
     return cast(Messenger, dist.ProcessGroupGloo(store, index, size, options))  # pyright: ignore
 
 
-def join_gloo(store: Store, index: int, host_of: Sequence[int], own_address: str) -> GlooWire:
-    """Actor `index`'s wire to the others; blocks until all have joined."""
+def join_gloo(
+    store: Store, index: int, host_of: Sequence[int], own_address: str, secret: bytes
+) -> GlooWire:
+    """Actor `index`'s wire to the others; blocks until all have joined. `ConnectionError` if one
+    does not know the launch's secret."""
     size = max(host_of) + 1
-    return GlooWire(gloo_group(store, index, size, own_address), host_of)
+    group = gloo_group(store, index, size, own_address)
+    prove(group, index, [peer for peer in range(size) if peer != index], secret)
+    return GlooWire(group, host_of)
+
+
+def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> None:
+    """To each other that all know the secret: each answers the number of another, drawn for it."""
+
+    def exchange(tag: int, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        own = {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in messages.items()}
+        found = {peer: torch.empty(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
+        works = [group.recv([data], peer, tag) for peer, data in found.items()]
+        works += [group.send([data], peer, tag) for peer, data in own.items()]
+        for work in works:
+            work.wait()
+        return {peer: data.numpy().tobytes() for peer, data in found.items()}
+
+    def answer(by: int, to: int, number: bytes) -> bytes:
+        return hmac.digest(secret, b"gloo" + struct.pack("<II", by, to) + number, "sha256")
+
+    drawn = {peer: secrets.token_bytes(PROOF_BYTES) for peer in peers}
+    asked = exchange(PROOF_TAG, drawn)
+    said = exchange(PROOF_TAG + 1, {peer: answer(index, peer, asked[peer]) for peer in peers})
+    for peer in peers:
+        if not hmac.compare_digest(said[peer], answer(peer, index, drawn[peer])):
+            raise ConnectionError(
+                f"who has connected to actor {index} in place of actor {peer} is not of this launch"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ import time
 import traceback
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Collective, Key, Recv, Send, key_of
@@ -42,6 +42,7 @@ from dtensor.daft.ray.nccl import join_nccl
 from dtensor.daft.ray.neighbours import own_place
 from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
 from dtensor.daft.ray.starting import START_S, own_address, own_node
+from dtensor.daft.ray.store import SignedStore
 from dtensor.daft.run.transport import LocalTransport, Transport
 
 MAX_GROUPS = 24
@@ -53,10 +54,11 @@ SLICE_S = 0.1  # how often one that waits for others to join looks whether they 
 class Join:
     """How hosts find each other, under `prefix` in a store at the controller. `hosts` are their
     numbers in the launch, `tags` those of the keys; `host_of`: by rank, which of `hosts` has it.
-    `patience_s` is of NCCL's watchdog."""
+    `secret`: the launch's, by which they know each other. `patience_s` is of NCCL's watchdog."""
 
     address: str
     port: int
+    secret: bytes = field(repr=False)
     prefix: str
     hosts: tuple[int, ...]
     host_of: tuple[int, ...]
@@ -83,6 +85,7 @@ class Joined:
     def __init__(self, transport: Transport, join: Join, ranks: Sequence[int]) -> None:
         self.transport = transport
         self.failed: HostFailed | None = None
+        self.store: SignedStore | None = None
         self._hosts = join.hosts
         self._rank = ranks[0]
 
@@ -93,7 +96,7 @@ class Joined:
         if len(join.hosts) == 1 and device.type == "cpu":
             return Joined(LocalTransport(), join, ranks)
         start = timedelta(seconds=START_S)
-        store = TCPStore(join.address, join.port, None, False, start, wait_for_workers=False)
+        store = SignedStore.join(join.address, join.port, join.secret, start)
         prefixed = PrefixStore(join.prefix, store)
         if device.type == "cuda":
             meet(store, prefixed, join, index)
@@ -106,9 +109,12 @@ class Joined:
                 index,
                 join.host_of,
                 meet=lambda card: meet(store, prefixed, join, index, card),
-                connect=lambda: join_gloo(prefixed, index, join.host_of, own_address()),
+                connect=lambda: join_gloo(
+                    prefixed, index, join.host_of, own_address(), join.secret
+                ),
             )
         joined = Joined(transport, join, ranks)
+        joined.store = store  # torch's do not hold it
         joined.open(join.tags)
         return joined
 
@@ -179,6 +185,7 @@ def meet(store: Store, prefixed: Store, join: Join, index: int, card: str = "") 
     while not prefixed.check(others):  # the store's own `wait` logs each time that it times out
         for host in join.hosts:
             if store.check([lost_key(host)]):
+                store.get(lost_key(host))  # raises if the controller has not written it
                 raise RuntimeError(f"process {host} was lost before it joined the program")
         time.sleep(SLICE_S)
 

@@ -15,6 +15,7 @@ Invariants: only what was started here is ended here, and all of it, whatever ra
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import time
@@ -27,7 +28,6 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from torch._C._distributed_c10d import TCPStore
 
 from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.host import Host
@@ -35,7 +35,14 @@ from dtensor.daft.ray.memory_folder import MemoryFolder
 from dtensor.daft.ray.messages import Invitation
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
-from dtensor.daft.ray.starting import LOOPBACK, missing_environment, own_address, start_ray
+from dtensor.daft.ray.starting import (
+    LOOPBACK,
+    end_ray,
+    missing_environment,
+    own_address,
+    start_ray,
+)
+from dtensor.daft.ray.store import SignedStore
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 END_S = 30.0
@@ -221,14 +228,15 @@ class Home:
     def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
         self._closed = False
-        self._store: TCPStore | None = None
+        self.secret = secrets.token_bytes(32)  # by which its processes know each other
+        self._store: SignedStore | None = None
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None
         with ExitStack() as ending:
             folder = TemporaryDirectory(prefix="dtensor-", ignore_cleanup_errors=True)
             self._folder = Path(ending.enter_context(folder))
             if start_ray(address, deadline_s):
-                ending.callback(_ray.shutdown)
+                ending.callback(end_ray)
             self._ending = ending.pop_all()
 
     def spawn(
@@ -260,9 +268,9 @@ class Home:
             self._channel.close()
 
     @property
-    def store(self) -> TCPStore:
+    def store(self) -> SignedStore:
         if self._store is None:
-            self._store = TCPStore(own_address(), 0, None, True, wait_for_workers=False)
+            self._store = SignedStore.open(own_address(), self.secret)
         return self._store
 
     @property

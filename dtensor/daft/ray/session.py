@@ -136,6 +136,7 @@ class RaySession(Session):
             join = Join(
                 address=own_address(),
                 port=self._home.store.port,
+                secret=self._home.secret,
                 prefix=f"program{number}",
                 hosts=frozen.processes,
                 host_of=host_of,

@@ -1,29 +1,39 @@
 """Starting Ray, or joining one, and what it has for us.
 
     if start_ray(address=None):                        # joins a Ray, or starts one on this machine
-        ...                                            # and then it is ours to shut down
+        ...                                            # and then it is ours to end: `end_ray()`
     ranks_per_gpu(4, asked=None)                       # 1 on 4 GPUs, 4 on one
 
 `ranks_per_gpu` says how ranks share GPUs, and that there are enough: Ray would wait for ever for
 one that it does not have. Hosts are started by `processes.py`.
+
+Invariants: a Ray that is started here listens on loopback alone, asks for a token that was drawn
+for it, and has its sockets and logs where no other user may enter; what makes it so is undone when
+it has started or ended, so that a Ray that the user starts is as Ray has it (docs/security.md). A
+Ray that is joined is left as it is. It does not judge whether that asks for a token.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
+import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray._private import ray_constants
 
 RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
@@ -38,6 +48,13 @@ ATTEMPT_S = 41.0
 """What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
+_constants: Any = ray_constants
+_tokens: Any = None
+_config: Any = None
+with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
+    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore
+
+    _tokens, _config = AuthenticationTokenLoader.instance(), Config  # pyright: ignore
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
@@ -54,19 +71,73 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     # A failure is raised as the root cause, once: Ray would also log each future nobody read.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        with _environment(worker_environment()), _interrupts_later():
+        environment = worker_environment() | _own_token()
+        with _environment(environment), _on_loopback(), _interrupts_later():
+            _read_token()
             _ray.init(
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 num_cpus=8,
                 object_store_memory=100 << 20,
+                _temp_dir=_own_folder(),
             )
         _own_sessions.add(_session())
     except BaseException:
-        _ray.shutdown()
+        end_ray()
         raise
     return True
+
+
+def end_ray() -> None:
+    """End what `start_ray` has started. The next Ray of this process has a token of its own."""
+    _ray.shutdown()
+    _read_token()
+
+
+def _own_token() -> dict[str, str]:
+    """The environment of a Ray that takes calls from who knows this launch's token alone: by
+    default Ray's is in a file of the user's home that all others may read. Not if the user has said
+    which token it is, or that there is none."""
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if _tokens is None or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        return {}
+    if mode is not None and (mode.lower() != "token" or not _tokens.has_token(True)):
+        return {}  # Ray aborts the process if later it finds none
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _read_token() -> None:
+    """Ray reads the environment when it is imported, and a token when it first needs one."""
+    if _tokens is not None:
+        _config.initialize("")  # first, or a thread that still sends would look for a token
+        _tokens.reset_cache()
+
+
+@contextmanager
+def _on_loopback() -> Generator[None]:
+    """Ray that starts on one machine takes loopback for its address, as it does by default on
+    macOS; the processes that it starts are told, and inherit nothing."""
+    before = _constants.ENABLE_RAY_CLUSTER
+    _constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        _constants.ENABLE_RAY_CLUSTER = before
+
+
+def _own_folder() -> str:
+    """For Ray's sockets and logs. Ray lets everybody write to the folder that it is given, and so
+    to replace the sockets: hence inside one of the user's own. Not in `tempfile`'s: a socket's path
+    has 107 bytes at most, and Ray needs 64 of them."""
+    base = os.environ.get("RAY_TMPDIR", "/tmp")
+    own = Path(base, f"dtensor-{os.getuid()}")
+    with suppress(FileExistsError):
+        own.mkdir(mode=0o700)
+    found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))  # it is somebody else's
+    return str(own / "ray")
 
 
 def _join_ray(address: str, deadline_s: float) -> None:
@@ -75,13 +146,21 @@ def _join_ray(address: str, deadline_s: float) -> None:
     environment = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
     try:
         _await_answer(address, min(deadline_s, ANSWER_S))
-        with _environment(environment):
-            _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
         raise ConnectionError(
             f"No Ray answers at {address!r}: {error}.\n"
             f"  Fix: give the address that `ray start --head` prints, or leave out address= to "
             f"start Ray on this machine."
+        ) from error
+    try:
+        with _environment(environment):
+            _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:
+        raise ConnectionError(
+            f"What listens at {address!r} is not a Ray that lets this process in: {error}\n"
+            f"  Fix: give the address that `ray start --head` prints; if that Ray asks for a "
+            f"token, start Python with RAY_AUTH_MODE=token and with RAY_AUTH_TOKEN_PATH, the "
+            f"token's file."
         ) from error
 
 

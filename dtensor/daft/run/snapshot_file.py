@@ -5,11 +5,11 @@
     store.states(6, 7)                                   # states 6 and 7 can be had from it
     SnapshotFile.open(folder, (0, 1)).found()            # elsewhere, later: (6, 7, [records])
 
-The folder is the launch's own, in memory (/dev/shm) as a rule. The file is sparse: a page that says
-which states there are; a table of entries, 64 bytes each, a record's place in eight numbers; then
-regions. A record has one region for its tensors, end to end in steps of `STEP` bytes, one for what
-says which they are (JSON), and, where there are values that are no tensors, one for those (a
-pickle: the folder is 0700, and a file of another user's is refused).
+The folder is the launch's own, in memory (/dev/shm): others have no files of that length. The file
+is sparse: a page that says which states there are; a table of entries, 64 bytes each, a record's
+place in eight numbers; then regions. A record has one region for its tensors, end to end in steps
+of `STEP` bytes, one for what says which they are (JSON), and, where there are values that are no
+tensors, one for those (a pickle: the folder is 0700, and a file of another user's is refused).
 
 Invariants: an entry's number is written last, and taken away before its memory is used again; so
 whatever instruction a process dies at, each record that others find is whole. Stores of one thread
@@ -58,7 +58,7 @@ class Region:
 
 
 @dataclass(slots=True)
-class Place:
+class RecordPlace:
     """Of a record: its entry, what it has, and where."""
 
     entry: int
@@ -79,8 +79,9 @@ class SnapshotFile(Store):
         self._num_entries = 0
         self._free_entries: list[int] = []
         self._end = _DATA
+        self._small = range(0)  # of a page for small regions, what is left
         self._free: dict[int, list[Region]] = {}  # by size
-        self._spare: dict[Keys, list[Place]] = {}
+        self._spare: dict[Keys, list[RecordPlace]] = {}
 
     @staticmethod
     def path(folder: Path, ranks: Sequence[int]) -> Path:
@@ -110,6 +111,7 @@ class SnapshotFile(Store):
             raise OSError(f"{path} is no file of snapshots of this user's alone.")
         store = SnapshotFile(descriptor)
         if store._head[0] != _MAGIC:
+            store.close()
             raise OSError(f"{path} is no file of snapshots that was begun.")
         return store
 
@@ -126,6 +128,8 @@ class SnapshotFile(Store):
         tensors: Mapping[Key, torch.Tensor],
         others: Mapping[Key, object],
         gone: Keys,
+        *,
+        before: bool,
     ) -> Record:
         spares = [] if others or gone else self._spare.get(tuple(tensors), [])
         place = spares.pop() if spares else None
@@ -144,12 +148,12 @@ class SnapshotFile(Store):
         at = _PAGE // 8 + place.entry * _ENTRY
         numbers = place.data.begin, place.data.nbytes, told.begin, told.nbytes, place.told_bytes
         self._head[at + 1 : at + _ENTRY] = array("q", (*numbers, more.begin, more.nbytes))
-        self._head[at] = number
-        return Record(number, place.views, dict(others), gone, place)
+        self._head[at] = 2 * number + before
+        return Record(number, place.views, dict(others), gone, before, place)
 
     def drop(self, record: Record) -> None:
         place = record.place
-        assert isinstance(place, Place)
+        assert isinstance(place, RecordPlace)
         self._head[_PAGE // 8 + place.entry * _ENTRY] = _NOTHING
         if len(place.views) > 1 and not record.others and not record.gone:
             self._spare.setdefault(tuple(place.views), []).append(place)
@@ -167,17 +171,20 @@ class SnapshotFile(Store):
         used: list[Region] = []
         for entry in range(self._num_entries):
             at = _PAGE // 8 + entry * _ENTRY
-            number, *numbers = self._head[at : at + _ENTRY].tolist()
+            told_number, *numbers = self._head[at : at + _ENTRY].tolist()
+            number, before = divmod(told_number, 2)
             if not 0 < number <= newest:
                 self._head[at] = _NOTHING
                 self._free_entries.append(entry)
                 continue
             data, told, more = Region(*numbers[:2]), Region(*numbers[2:4]), Region(*numbers[5:7])
             used += [data, told, more]
-            records.append(self._record(number, entry, data, told, numbers[4], more))
+            place = RecordPlace(entry, {}, data, told, numbers[4], more if more.nbytes else None)
+            records.append(self._record(number, bool(before), place))
         self._end = max((r.begin + r.nbytes for r in used), default=_DATA)
         self._forget_all_but(used)
-        return oldest, newest, sorted(records, key=lambda record: record.number)
+        records.sort(key=lambda record: (record.number, record.before))
+        return oldest, newest, records
 
     def close(self) -> None:
         """Views stay as long as they are used; the file stays."""
@@ -185,7 +192,7 @@ class SnapshotFile(Store):
         self._spare.clear()
         os.close(self._descriptor)
 
-    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> Place:
+    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> RecordPlace:
         """Room for a record of such values, and what it is written there."""
         named = [
             (*key, dtype_name(value.dtype), list(value.shape)) for key, value in tensors.items()
@@ -195,19 +202,17 @@ class SnapshotFile(Store):
         self._bytes(told)[: len(text)] = _tensor(text)
         data = self._take(nbytes_of(tensors.values()))
         views = self._views(data, named)
-        return Place(self._entry(), views, data, told, len(text))
+        return RecordPlace(self._entry(), views, data, told, len(text))
 
-    def _record(
-        self, number: int, entry: int, data: Region, told: Region, told_bytes: int, more: Region
-    ) -> Record:
-        text = self._bytes(told)[:told_bytes].numpy().tobytes()
+    def _record(self, number: int, before: bool, place: RecordPlace) -> Record:
+        text = self._bytes(place.told)[: place.told_bytes].numpy().tobytes()
         named, gone = json.loads(text)
-        views = self._views(data, named)
+        place.views = self._views(place.data, named)
         others: dict[Key, object] = {}
-        if more.nbytes:
-            others = pickle.loads(self._bytes(more).numpy().tobytes())
-        place = Place(entry, views, data, told, told_bytes, more if more.nbytes else None)
-        return Record(number, views, others, tuple((rank, name) for rank, name in gone), place)
+        if place.more is not None:
+            others = pickle.loads(self._bytes(place.more).numpy().tobytes())
+        absent = tuple((rank, name) for rank, name in gone)
+        return Record(number, place.views, others, absent, before, place)
 
     def _views(
         self, data: Region, named: Iterable[tuple[int, str, str, list[int]]]
@@ -237,13 +242,21 @@ class SnapshotFile(Store):
             return free.pop()
         if size >= _LARGE:
             self._give_back()
-        begin = -(-self._end // _PAGE) * _PAGE if size >= _PAGE else self._end
+        if size < _PAGE and len(self._small) < size:  # small ones stand together
+            page = self._take(_PAGE)
+            self._small = range(page.begin, page.begin + _PAGE)
+        if size < _PAGE:
+            begin, self._small = (
+                self._small.start,
+                range(self._small.start + size, self._small.stop),
+            )
+            return Region(begin, size)
+        begin = -(-self._end // _PAGE) * _PAGE
         self._reserve(begin, size)
         self._end = begin + size
         region = Region(begin, size)
-        if size >= _PAGE:
-            memory, offset = self._window(region)
-            _advise(memory, _POPULATE_WRITE, offset, size)
+        memory, offset = self._window(region)
+        _advise(memory, _POPULATE_WRITE, offset, size)
         return region
 
     def _reserve(self, begin: int, nbytes: int) -> None:
@@ -258,7 +271,7 @@ class SnapshotFile(Store):
             )
             raise
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: RecordPlace) -> None:
         for region in (place.data, place.told, place.more):
             if region is not None:
                 self._free.setdefault(region.nbytes, []).append(region)

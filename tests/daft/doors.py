@@ -1,0 +1,132 @@
+"""What listens in a launch on Ray, from a process of its own: `python -m tests.daft.doors`.
+
+Prints as JSON, by stage, the listening sockets of this process and of all that it has started, as
+(process, address, port); and what the launches have left behind. `strangers` are processes that
+call Ray without its token; what they were told is printed, too. With an address it joins the
+Ray there, and prints what the launch itself has listening, or why it was not let in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from typing import Any
+
+import ray
+import torch
+from ray._private import ray_constants
+from torch import Tensor
+
+import dtensor as dt
+from dtensor import daft
+from tests.chaos.watch import listening
+
+MESH = dt.Mesh(tp=2)
+STRANGER = """
+import sys
+from ray._raylet import GcsClient
+try:
+    print(len(GcsClient(address=sys.argv[1]).get_all_node_info()), "nodes")
+except Exception as error:
+    print(type(error).__name__)
+"""
+
+
+class Scale:
+    def times(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def main() -> None:
+    said: dict[str, Any] = {"environment": _settings()}
+    with dt.launch(MESH, "ray"):
+        split = dt.distribute(torch.ones(4, 4), MESH, tp=dt.Row())
+        assert float(split.full_tensor().sum()) == 16
+        said["first launch"] = listening()
+        said["strangers"] = _strangers()
+        said["folder"] = _who_may_enter(ray.worker._global_node.get_session_dir_path())  # type: ignore
+    said["after it"] = listening()
+    with daft.launch("ray"):
+        a, b = daft.spawn(Scale), daft.spawn(Scale)
+        step = daft.compile(lambda x: b.times(a.times(x)))
+        assert torch.equal(step(torch.ones(2)).get(), 4 * torch.ones(2))
+        said["second launch"] = listening()
+    said["environment after"] = _settings()
+
+    context: Any = ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2)
+    before = listening(), _settings(), context.address_info["session_dir"]
+    with dt.launch(MESH, "ray"):
+        said["in the user's Ray"] = listening()
+        said["strangers in the user's Ray"] = _strangers()
+    assert ray.is_initialized()
+    node: Any = ray.worker._global_node  # type: ignore
+    said["the user's Ray"] = before
+    said["the user's Ray after"] = (
+        [each for each in listening() if each in before[0]],
+        _settings(),
+        node.get_session_dir_path(),
+    )
+    ray.shutdown()
+    print(json.dumps(said))
+
+
+def join(address: str) -> None:
+    try:
+        with dt.launch(MESH, "ray", address=address) as session:
+            split = dt.distribute(torch.ones(4, 4), MESH, tp=dt.Row())
+            assert float(split.full_tensor().sum()) == 16
+            home: Any = session.cluster._home  # type: ignore[attr-defined]
+            hosts = {process.counter.pid: "host" for process in home.processes}
+            print(json.dumps(listening(hosts | {os.getpid(): "controller"})))
+    except ConnectionError as error:
+        print(error)
+
+
+def _settings() -> dict[str, object]:
+    """What would decide over the address and the token of a Ray that starts next."""
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+    constant: Any = ray_constants
+    found: dict[str, object] = {name: os.environ[name] for name in names if name in os.environ}
+    return {**found, "on a cluster": constant.ENABLE_RAY_CLUSTER}
+
+
+def _strangers() -> dict[str, str]:
+    """What Ray answers to who has no token, another one, and to Ray's own agent's clients."""
+    gcs = ray.get_runtime_context().gcs_address
+    found: dict[str, str] = {}
+    for name, token in (("no token", {}), ("another token", {"RAY_AUTH_TOKEN": "0" * 64})):
+        environment = os.environ | {"RAY_AUTH_MODE": "token"} | token
+        if not token:
+            environment["RAY_AUTH_MODE"] = "disabled"
+        ran = subprocess.run(
+            [sys.executable, "-c", STRANGER, gcs], env=environment, capture_output=True, text=True
+        )
+        found[name] = ran.stdout.strip() or ran.stderr
+    for process, address, port in listening():
+        if "RuntimeEnv" in process:
+            url = f"http://{address}:{port}/get_or_create_runtime_env"
+            try:
+                urllib.request.urlopen(url, b"x", timeout=10)
+                found["agent"] = "answered"
+            except urllib.error.HTTPError as error:
+                found["agent"] = str(error.code)
+    return found
+
+
+def _who_may_enter(path: str) -> list[str]:
+    """The modes of the folders above it that are this user's alone."""
+    found: list[str] = []
+    while path != "/":
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        found += [path] if not mode & 0o077 else []
+        path = os.path.dirname(path)
+    return found
+
+
+if __name__ == "__main__":
+    join(sys.argv[1]) if len(sys.argv) > 1 else main()

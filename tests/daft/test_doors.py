@@ -1,0 +1,306 @@
+"""Who may come in: what listens where, and what strangers at each door are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from dtensor.daft.ray import starting
+from dtensor.daft.ray.gloo import gloo_group, join_gloo, prove
+from dtensor.daft.ray.joining import Join, Joined, lost_key
+from dtensor.daft.ray.store import SignedStore
+from tests.chaos.watch import listening
+
+PATIENCE = timedelta(seconds=20)
+SECRET = b"a launch's"
+LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+
+
+# -- a launch on Ray -------------------------------------------------------------------------------
+
+EXCEPTIONS: dict[str, str] = {}
+"""By process, why it listens beyond loopback on one machine: none does."""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.daft.doors"], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    for stage in ("first launch", "second launch"):
+        processes = {process for process, _, _ in said[stage]}
+        assert {"gcs_server", "raylet", "ray::RuntimeEnvAgent", "tests.daft.doors"} <= processes
+        assert len([each for each in said[stage] if each[0].startswith("ray::Host")]) >= 2
+        beyond = {process for process, address, _ in said[stage] if address not in LOOPBACK}
+        assert beyond <= EXCEPTIONS.keys()
+    assert said["after it"] == []
+    refused = {
+        "no token": "AuthenticationError",
+        "another token": "AuthenticationError",
+        "agent": "401",
+    }
+    assert said["strangers"] == refused
+    assert said["folder"], "Ray's sockets are where another user may replace them"
+
+    # a Ray that the user starts next, or has started, is as Ray has it
+    assert said["environment after"] == said["environment"]
+    before, after = said["the user's Ray"], said["the user's Ray after"]
+    assert before == after
+    ours = [each for each in said["in the user's Ray"] if each not in before[0]]
+    (store,) = (address for process, address, _ in ours if process == "tests.daft.doors")
+    assert store in LOOPBACK
+    hosts = [address for process, address, _ in ours if process.startswith("ray::Host")]
+    assert sorted(address in LOOPBACK for address in hosts) == [False, False, True, True]
+    assert said["strangers in the user's Ray"] == refused  # by Ray's default
+
+
+ON_CLUSTERS = {
+    "controller": {"Ray's", "the store", "the run channel"},
+    "host": {"Ray's", "gloo's"},
+}
+"""By process, what of a launch others can reach where Ray spans machines: each asks who comes."""
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False))
+cluster.add_node(num_cpus=2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_cluster_lets_in_who_has_its_token() -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        env=plain | known,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as cluster:
+        assert cluster.stdin is not None and cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+
+        def joins(token: dict[str, str]) -> str:
+            command = [sys.executable, "-m", "tests.daft.doors", address]
+            environment = plain | token
+            ran = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=200
+            )
+            assert ran.returncode == 0, ran.stderr
+            return ran.stdout
+
+        said = joins(known | {"RAY_AUTH_TOKEN": "0" * 64})
+        assert f"What listens at '{address}' is not a Ray that lets this process in" in said
+        assert "Fix: " in said and "RAY_AUTH_TOKEN_PATH" in said
+        found = Counter(
+            process
+            for process, where, _ in json.loads(joins(known).splitlines()[-1])
+            if where not in LOOPBACK
+        )
+        cluster.stdin.close()
+    if not address.startswith("127."):  # it has an address besides
+        assert found == {name: len(doors) for name, doors in ON_CLUSTERS.items()} | {"host": 4}
+
+
+def test_rays_sockets_lie_where_no_other_user_may_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    own = tmp_path / f"dtensor-{os.getuid()}"
+    assert starting._own_folder() == starting._own_folder() == str(own / "ray")
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o755)  # as if another had made it first
+    other = Path(starting._own_folder()).parent
+    assert other.parent == tmp_path and other != own
+    assert stat.S_IMODE(other.stat().st_mode) == 0o700
+    own.rmdir()
+    own.symlink_to(other)
+    assert Path(starting._own_folder()).parent not in (own, other)
+
+
+def test_a_token_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    drawn = [starting._own_token() for _ in range(2)]
+    assert drawn[0] != drawn[1] and {"RAY_AUTH_MODE": "token"}.items() <= drawn[0].items()
+    assert len(drawn[0]["RAY_AUTH_TOKEN"]) == 64
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/of/the/users")
+    assert starting._own_token() == {}
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert starting._own_token() == {}
+
+
+# -- the store -------------------------------------------------------------------------------------
+
+
+def test_the_store_listens_where_it_is_told() -> None:
+    store = SignedStore.open("127.0.0.1", SECRET)
+    with socket.create_connection(("127.0.0.1", store.port)):
+        pass
+    beyond = socket.gethostbyname(socket.gethostname())
+    if not beyond.startswith("127."):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((beyond, store.port), timeout=5)
+
+
+def test_what_a_stranger_writes_is_an_error_that_says_so() -> None:
+    store = SignedStore.open("127.0.0.1", SECRET)
+    there = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
+    store.set("a", "card")
+    assert there.get("a") == b"card"
+    there.set("b", b"")
+    assert store.get("b") == b"" and store.check(["a", "b"]) and not store.check(["c"])
+    stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
+    stranger.set("forged", "card")
+    stranger.set("short", "")
+    stranger.set("moved", stranger.get("a"))  # pyright: ignore[reportArgumentType] - what it may read, under another key
+    other = SignedStore.join("127.0.0.1", store.port, b"another launch's", PATIENCE)
+    other.set("other", "card")
+    for key in ("forged", "short", "moved", "other"):
+        with pytest.raises(ConnectionError, match=f"under '{key}' was not written by this launch"):
+            there.get(key)
+
+
+def _both(act: Callable[[int], object]) -> list[object]:
+    """What two actors get, or the errors that they raise."""
+
+    def caught(index: int) -> object:
+        try:
+            return act(index)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(caught, range(2)))
+
+
+def _join(port: int) -> Join:
+    return Join(
+        address="127.0.0.1",
+        port=port,
+        secret=SECRET,
+        prefix="ranks",
+        hosts=(0, 1),
+        host_of=(0, 1),
+        tags={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [("ranks/here1", "ranks/here1"), (lost_key(1), lost_key(1)), ("ranks/seen1", "ranks/seen1")],
+)
+def test_nobody_joins_by_what_a_stranger_has_written(
+    key: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another's card, or that another was lost."""
+    monkeypatch.setattr("dtensor.daft.ray.joining.own_node", lambda: "here")
+    monkeypatch.setattr("dtensor.daft.ray.joining.own_address", lambda: "127.0.0.1")
+    store = SignedStore.open("127.0.0.1", SECRET)
+    stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
+    card = '{"place": "here", "pid": 1, "descriptor": 3, "nonce": "00"}'
+    stranger.set(key, card)
+    if key == "ranks/here1":  # the other is late, as it may be
+        store.set("ranks/seen1", "0 1")
+    elif key == "ranks/seen1":
+        store.set("ranks/here1", "")
+        _give_gloo_a_peer(store)
+    with pytest.raises(ConnectionError, match=f"under '{named}' was not written by this launch"):
+        Joined.by(_join(store.port), 0, (0,), torch.device("cpu"))
+
+
+def _give_gloo_a_peer(store: SignedStore) -> None:
+    def peer() -> None:
+        own = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
+        join_gloo(PrefixStore("ranks", own), 1, (0, 1), "127.0.0.1", SECRET)
+
+    threading.Thread(target=peer, daemon=True).start()
+
+
+# -- gloo ------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_know_the_secret_gets_no_place_on_the_wire() -> None:
+    store = SignedStore.open("127.0.0.1", SECRET)
+
+    def joins(index: int) -> object:
+        # a client of its own: one that waits lets no other thread write
+        own = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
+        secret = (SECRET, b"a stranger's")[index]
+        return join_gloo(PrefixStore("ranks", own), index, (0, 1), "127.0.0.1", secret)
+
+    for index, error in enumerate(_both(joins)):
+        assert isinstance(error, ConnectionError)
+        assert f"in place of actor {1 - index} is not of this launch" in str(error)
+
+
+def test_a_stranger_who_is_first_at_gloos_port_reads_and_sends_nothing() -> None:
+    """It takes the place of actor 1, by its number, and repeats whatever it is told."""
+    store = HashStore()
+
+    def act(index: int) -> object:
+        group = gloo_group(PrefixStore("ranks", store), index, 2, "127.0.0.1", 20.0)
+        if index == 0:
+            return prove(group, 0, [1], SECRET)
+        for tag in range(2):
+            data = torch.empty(32, dtype=torch.uint8)
+            group.recv([data], 0, (1 << 30) + tag).wait()
+            group.send([data], 0, (1 << 30) + tag).wait()
+        return None
+
+    error, _ = _both(act)
+    assert isinstance(error, ConnectionError)
+    assert "in place of actor 1 is not of this launch" in str(error)
+
+
+def test_actors_outlive_noise_at_their_ports() -> None:
+    """A stranger may connect to the store and to gloo, says anything, and hangs up."""
+    store = SignedStore.open("127.0.0.1", SECRET)
+
+    def joins(index: int) -> object:
+        own = SignedStore.join("127.0.0.1", store.port, SECRET, PATIENCE)
+        prefixed = PrefixStore("ranks", own)
+        group = gloo_group(prefixed, index, 2, "127.0.0.1", 20.0)
+        prove(group, index, [1 - index], SECRET)
+        for port in _own_ports():
+            for noise in (b"", b"\x00", struct.pack("<q", 1), os.urandom(4096)):
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+                    sock.sendall(noise)
+        tensor = torch.full((3,), float(index))
+        (group.send if index else group.recv)([tensor], 1 - index, 5).wait()
+        return own, tensor.tolist()
+
+    results: Any = _both(joins)
+    assert [each[1] for each in results] == [[1.0] * 3] * 2
+
+
+def _own_ports() -> list[int]:
+    return [port for _, address, port in listening({os.getpid(): "this"}) if address in LOOPBACK]
