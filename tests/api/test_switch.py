@@ -22,7 +22,7 @@ from dtensor.api.resident import Resident
 from dtensor.api.session import MeshSession
 from dtensor.daft import Cluster, DaftError, Program, Send
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.runtime import between_meshes
+from dtensor.runtime import between_meshes, shard_optimizer
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 from tests.api.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
@@ -267,6 +267,30 @@ def test_new_ranks() -> None:
         assert {pair[0] for pair in plan.bytes_by_pair} == {0}
         trained.losses(data[1:])
         assert (double(x) + y).full_tensor().tolist() == [0, 4, 8, 12]
+
+
+def test_an_update_that_fails_on_a_new_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, data = PLACES["single"], PLACES["tp2"], batches(3)
+    update, until = shard_optimizer._update, [-1]
+
+    def failing(*given: Any) -> None:
+        update(*given)
+        until[0] -= 1
+        if until[0] == 0:
+            raise ArithmeticError("after the kernel")
+
+    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    trained = Trained(a)
+    with dt.launch(a.mesh, snapshot_every=1) as run:
+        trained.losses(data[:1])
+        trained.switch(run, b)
+        trained.losses(data[1:2])
+        state = trained.state()
+        until[0] = 2  # that of rank 1
+        with pytest.raises(DaftError, match="after the kernel"):
+            trained.losses(data[2:])
+        assert_same_bits(trained.state(), state)
+        trained.losses(data[2:])
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ class InProcessCluster(HostedCluster):
         pass
 
     def _grow(self, size: int) -> Hosts:
-        self._worker.ranks = tuple(range(size))
+        self._worker.join(tuple(range(size)))
         return (self._worker.ranks,)
 
     def _end(self) -> None:

@@ -228,6 +228,12 @@ class Worker:
         engine = self.engines[handle]
         return self._out(handle, engine.finish(self._ranks_of(engine.program)))
 
+    def join(self, ranks: tuple[int, ...]) -> None:
+        """These are here from now on: those that were, and new ones."""
+        self.ranks = ranks
+        if self._undoing is not None:
+            self._undoing.ranks = ranks
+
     def close(self) -> None:
         self.engines.clear()
         self._table.clear()
