@@ -164,7 +164,7 @@ class RayCluster(HostedCluster):
             try:
                 self._recovery.meet()
             except DaftError as error:
-                raise self._fail(error) from None
+                raise self.fail(error) from None
             return self.crew.hosts
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
