@@ -45,7 +45,7 @@ from dtensor.daft.verification.pairing import Site
 
 STOPPED_S = 0.75
 """A process that a signal has stopped for so long is lost, where it can be replaced."""
-MEET_S = 15.0
+MEET_S = 10.0
 """How long hosts may stand still that have nothing to do but to meet."""
 SLICE_S = 0.25
 SETTLE_S = 2.0  # a death may show a moment later than what comes of it
@@ -251,11 +251,9 @@ class Recovery:
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
-        new = list[HostProcess]()
         for host in gone:
             old = crew.host(host)
             process, by = crew.replace(host)
-            new.append(process)
             lost.failures.append(launch.watch.lost[old.index].failure)
             lost.ranks += crew.hosts[host]
             lost.by.append(by)
@@ -264,7 +262,8 @@ class Recovery:
                 channel.came([Reply(0)], 0.01)  # what it has said to the last is read
             if by == NEW:
                 launch.teach(process)
-        asked = [launch.ask(h, Ranks.leave) for h, p in enumerate(crew.all) if p not in new]
+        # new processes too: nobody begins to connect to one that has not started
+        asked = launch.ask_all(Ranks.leave)
         self._wait(asked, whatever=True)
         for each in asked:
             channel.forget_unread(each.host.index)
