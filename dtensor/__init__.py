@@ -12,6 +12,7 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
+from dtensor.api import switching as switching
 from dtensor.api.checkpoint import Loaded, Saved, load, resume, save
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile

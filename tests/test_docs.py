@@ -30,6 +30,7 @@ PAGES = (
     "rollouts",
     "schedules",
     "state",
+    "switching",
     "sync",
     "traces",
     "zero",

@@ -41,6 +41,7 @@ from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import Returned, session_for
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.stating.placing import Stated, check_fit
+from dtensor.api.switched import mesh_since, num_switches
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.graph import Graph
@@ -78,9 +79,8 @@ class CompiledFunction:
         self.plans = PlanCache()
         self.calls = Counter(f"compile {self._name}")
         self._roles = Roles(detect_nan=detect_nan)
-        self._options = replace(
-            options, results=lambda graph, flow: pinned_results(out, graph, flow, mesh)
-        )
+        self._options = options
+        self._since = num_switches()
 
     def __repr__(self) -> str:
         return f"<compiled {self._name} on {self.mesh}, plans: {len(self.plans)}>"
@@ -110,12 +110,12 @@ class CompiledFunction:
         def read(results: object) -> None:
             pass  # a run that has ended well has made them
 
-        session = session_for(self.mesh)
+        session = session_for(self.mesh_of(BoundCall.of(self.fn, args, kwargs)))
         return profiled(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
     def _run(self, call: BoundCall, planned: Planned) -> Any:
         lend(call.leaves, planned.changed)
-        session = session_for(self.mesh)
+        session = session_for(self.mesh_of(call))
         program = load(session, planned, self._roles)
         session.place(planned.models, planned.plan, planned.stages)
         names = {output: fresh_name() for output in program.results}
@@ -140,14 +140,28 @@ class CompiledFunction:
             results.insert(index, call.leaves[leaf])
         return planned.graph.unflatten(results)
 
+    def mesh_of(self, call: BoundCall) -> Mesh:
+        """That which was stated, or where a switch has brought a module of the call since."""
+        if num_switches() != self._since:
+            for model in call.modules():
+                if (mesh := mesh_since(model, self.mesh, self._since)) != self.mesh:
+                    return mesh
+        return self.mesh
+
     def _planned(self, call: BoundCall) -> Planned:
+        mesh = self.mesh_of(call)
+
         def make(graph: Graph | None) -> Planned:
-            options = replace(self._options, graph=graph)
-            return plan_call(call, self.mesh, "none", options, self._name)
+            options = replace(
+                self._options,
+                graph=graph,
+                results=lambda graph, flow: pinned_results(self.out, graph, flow, mesh),
+            )
+            return plan_call(call, mesh, "none", options, self._name)
 
         if self._options.each_call:
             return self.plans.of_graph(call.graph("none", each_call=True), call.key(), make)
-        return self.plans.get(call, None, lambda: make(None))
+        return self.plans.get(call, None, make)
 
     @property
     def _name(self) -> str:

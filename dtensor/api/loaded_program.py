@@ -103,6 +103,15 @@ class LoadedProgram:
             _put_constants(self.session, self.planned.plan, self._state, tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
 
+    def unload(self) -> None:
+        """The ranks forget it; its constants are nobody's."""
+        self.session.cluster.unload(self.handle)
+        plan = self.planned.plan
+        made = {item.label for item in plan.flow.inputs if item.constant is not None}
+        for item in plan.inputs:
+            if item.kind == "constant" and (item.label in made or item.label in self._put):
+                self.session.forget(self._state[item.name], holders(plan, item))
+
     def feed(
         self,
         call: BoundCall,
@@ -264,9 +273,10 @@ def _put_constants(
 def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
     """Plan input to the name of its value in the actors' tables."""
     found: dict[str, str] = {}
+    session.num_programs += 1
     for item in planned.plan.inputs:
         if item.kind == "constant":
-            found[item.name] = f"constant {len(session.loaded)}: {item.label}"
+            found[item.name] = f"constant {session.num_programs}: {item.label}"
         elif item.kind in ("parameter", "buffer"):
             owner = planned.models.owner(item.label)
             if owner is None:

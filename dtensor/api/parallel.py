@@ -51,6 +51,7 @@ class ParallelModule:
     ``settlement`` how often that grew;
     ``loads``: how often `load_state_dict` gave values to what is on the meta device;
     ``source``: of a replica (replica.py), whose values it takes, and ``version``, how often it has;
+    ``switches``: how often a switch placed it anew (switched.py);
     ``steps``: the number of the next training step, which random numbers depend on;
     ``initial``: what the parameters on the meta device start from;
     ``zero``: the axis over which state is stored split, and the level;
@@ -82,6 +83,7 @@ class ParallelModule:
         self.loads = 0
         self.source: ParallelModule | None = None
         self.version = 0
+        self.switches = 0
         self.steps = Counter()
 
     @property

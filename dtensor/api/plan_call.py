@@ -99,7 +99,7 @@ class BoundCall:
     def models(self, mesh: Mesh) -> Models:
         """The parallelized modules among the arguments. PlanningError for those that cannot be in
         one program on ``mesh``."""
-        found = {id(x): (x, i) for i, x in reversed(list(enumerate(self._modules())))}
+        found = {id(x): (x, i) for i, x in reversed(list(enumerate(self.modules())))}
         ordered = sorted(found.values(), key=lambda pair: pair[1])
         names = ["the model"]
         if len(ordered) > 1:
@@ -113,15 +113,21 @@ class BoundCall:
         """Those of its DTensors, and those that stand for one."""
         return [_spec_of(x) for x in self.leaves if isinstance(x, (DTensor, TensorSpec))]
 
-    def _modules(self) -> list[ParallelModule]:
+    def modules(self) -> list[ParallelModule]:
+        """The parallelized modules among them."""
         leaves = (self.fn, *self.leaves)
         return [leaf for leaf in leaves if isinstance(leaf, ParallelModule)]
+
+    def shapes(self) -> BoundCall:
+        """Such a call: of its tensors there are the shapes, of its DTensors the specs."""
+        leaves = (x.spec if isinstance(x, DTensor) else shape_of_leaf(x) for x in self.leaves)
+        return replace(self, leaves=tuple(leaves))
 
     def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
         leaves = [for_capture(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
-        main = next((model.module for model in self._modules()), None)
+        main = next((model.module for model in self.modules()), None)
         return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
 
 
@@ -130,7 +136,8 @@ class Planned:
     """A plan, what it came from, and which leaf of the call feeds which input.
 
     ``stages``: those of the plan, which "auto" has chosen; ``grid``: its schedule; ``returned``:
-    results that are a leaf of the call, which the program changes.
+    results that are a leaf of the call, which the program changes; ``call``: one such, of whose
+    tensors there are the shapes; ``switches``: of the models, when it was made.
     """
 
     plan: Plan
@@ -141,6 +148,8 @@ class Planned:
     stages: StagePlan
     grid: Grid | None
     returned: Mapping[int, int]
+    call: BoundCall
+    switches: int
 
     @cached_property
     def changed(self) -> tuple[int, ...]:
@@ -216,8 +225,11 @@ class PlanCache:
         reads.hold(constants)
         return found[0]
 
-    def get(self, call: BoundCall, others: object, make: Callable[[], Planned]) -> Planned:
-        """The plan of a call; ``others``: what it depends on besides."""
+    def get(
+        self, call: BoundCall, others: object, make: Callable[[Graph | None], Planned]
+    ) -> Planned:
+        """The plan of a call; ``others``: what it depends on besides. ``make`` is given the graph,
+        where a model was switched since the call was captured, which changes nothing of that."""
         asked = call.key()
         known = self._plans.get((asked, others), [])
         if known and known[0].same() and self._agrees(known[0]):
@@ -225,11 +237,21 @@ class PlanCache:
             return known[0]
         found, changed = self._known(known)
         if found is None:
-            found = self._made(changed or _changed_number(self._asked, asked, call), make)
+            graph = next((p.graph for p in known if _switched(p) and p.same()), None)
+            changed = changed or _changed_number(self._asked, asked, call)
+            found = self._made(changed, lambda: make(graph))
             known = [planned for planned in known if self._agrees(planned)]
         self._plans[asked, others] = [found, *(p for p in known if p is not found)]
         self.latest, self._asked = found, asked
         return found
+
+    def put(self, planned: Planned, before: Planned) -> None:
+        """A plan for the same calls as that of ``before``, whose models were switched."""
+        for known in self._plans.values():
+            if any(one is before for one in known):
+                known[:] = [planned, *(one for one in known if not _switched(one))]
+                self._settled[id(planned)] = planned.models.settlement
+                self.latest = planned
 
     def _known(self, known: Sequence[Planned]) -> tuple[Planned | None, str | None]:
         """Of plans for such arguments the one that is still right, and what is not as the last one
@@ -270,10 +292,15 @@ class PlanCache:
     def _agrees(self, planned: Planned) -> bool:
         settlement = planned.models.settlement
         if self._settled[id(planned)] != settlement:
-            if not planned.models.agrees(planned.plan, planned.stages):
+            if _switched(planned) or not planned.models.agrees(planned.plan, planned.stages):
                 return False
             self._settled[id(planned)] = settlement
         return True
+
+
+def _switched(planned: Planned) -> bool:
+    """Whether a model was placed anew since."""
+    return planned.switches != planned.models.switches
 
 
 def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
@@ -315,6 +342,8 @@ def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name:
         arguments={item.name: entry.index for item, entry in _arguments(request.flow, graph)},
         returned=_returned(graph, request.results),
         models=models,
+        call=call.shapes(),
+        switches=models.switches,
         request=request,
         stages=stages,
         grid=request.timetable.grid if isinstance(request.timetable, GridTimetable) else None,
@@ -555,6 +584,15 @@ def for_capture(leaf: Any) -> Any:
             return empty.requires_grad_(leaf.requires_grad)
         case _:
             return leaf
+
+
+def shape_of_leaf(leaf: Any) -> Any:
+    """A tensor's, on the meta device; anything else as it is."""
+    if isinstance(leaf, (TensorSpec, torch.Tensor)):
+        with as_it_is():
+            shape, dtype, grad = tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+        return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad)
+    return leaf
 
 
 def check_leaf(leaf: Any) -> None:

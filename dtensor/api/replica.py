@@ -172,8 +172,11 @@ class _Pair:
         here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
     ) -> _Pair:
         key = "sync", id(policy), id(actor)
-        if key not in there.loaded:
+        known: _Pair | None = there.loaded.get(key)
+        if known is None or known.here is not here:  # the policy was switched
             there.loaded[key] = _Pair(here, policy, there, actor)
+            if known is not None and known.handle is not None:
+                known.cluster.unload(known.handle)
         return there.loaded[key]
 
     def run(self) -> None:

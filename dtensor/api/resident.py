@@ -147,6 +147,7 @@ class Resident:
     lost: str = ""  # `gone`, once the launch has ended
     saved: tuple[str, int] = ("", 0)  # the last state that is elsewhere too, and its step
     settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
+    trained_by: dict[int, Any] = field(default_factory=dict)  # by id(optimizer), its last step
     _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
     _versions: dict[str, int] = field(default_factory=dict[str, int])
     _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -53,6 +53,7 @@ from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
+from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import held as held_at
@@ -76,6 +77,10 @@ class MeshSession:
     """See the module docstring. ``cluster``: the mesh's ranks; ``mode``: how programs run, compiled
     or interpreted."""
 
+    # of switching.py, which stands on this file
+    switch_plan: ClassVar[Callable[..., SyncPlan]]
+    switch: ClassVar[Callable[..., SyncPlan]]
+
     def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
         self.mesh = mesh
         self.cluster = cluster
@@ -88,6 +93,9 @@ class MeshSession:
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
+        self.left: set[int] = set()  # models that a switch took away, by id
+        self._num_models = 0  # that were ever here
+        self.num_programs = 0  # with constants of their own
 
     @property
     def closed(self) -> bool:
@@ -165,6 +173,12 @@ class MeshSession:
         if not self.closed:
             self.garbage.append((name, ranks))
 
+    def drop(self) -> None:
+        """What nobody refers to, now."""
+        garbage = self._garbage()
+        if garbage:
+            self.cluster.delete([garbage.get(rank, ()) for rank in range(self.mesh.size)])
+
     def _garbage(self) -> dict[int, list[str]]:
         """What nobody refers to, by rank; whoever asks has it dropped."""
         names: dict[int, list[str]] = {}
@@ -233,8 +247,7 @@ class MeshSession:
     def resident(self, model: ParallelModule) -> Resident:
         found = self.residents.get(id(model))
         if found is None:
-            prefix = f"model {len(self.residents)}: "
-            found = Resident(model, prefix, self.mesh, self.cluster, model.loads)
+            found = Resident(model, self.new_prefix(), self.mesh, self.cluster, model.loads)
             self.residents[id(model)] = found
             found.saved = "the controller has what was put there", model.steps.present()
         if found.loads != model.loads:  # other values were loaded for what is on meta
@@ -243,6 +256,11 @@ class MeshSession:
             found.forget([label for label in found.specs if label in brought])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
+
+    def new_prefix(self) -> str:
+        """What the names of one more model's values begin with."""
+        self._num_models += 1
+        return f"model {self._num_models - 1}: "
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
@@ -361,7 +379,7 @@ class MeshSession:
             home.moves = resident.moves
             return home
         name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
-        updated = _updated(plan, dict(zip(groups, keys, strict=True)), name)
+        updated = updated_by(plan, dict(zip(groups, keys, strict=True)), name)
         known = {} if home is None else home.named
         if known:
             _check_as_before(known, updated)
@@ -423,7 +441,7 @@ class MeshSession:
             home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
 
 
-def _updated(
+def updated_by(
     plan: Plan, keys: Mapping[tuple[str, ...], tuple[str, ...]], optimizer: str
 ) -> dict[tuple[str, str], Named]:
     """The values of the state that the plan's update has; ``keys``: by the names of the groups."""

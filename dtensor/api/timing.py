@@ -16,6 +16,7 @@ from typing import Any, overload
 import torch
 
 from dtensor.api.compiled import CompiledFunction
+from dtensor.api.plan_call import BoundCall
 from dtensor.api.session import Backend, Launch, launch, launched, session_for
 from dtensor.api.training import Loss, TrainStep
 from dtensor.daft.cluster.cluster import RecordedRun
@@ -124,7 +125,10 @@ def trace(
         return TraceRecording()
     _check_step("trace", step)
     assert step is not None, "it was checked"
-    session = session_for(step.model.mesh if isinstance(step, TrainStep) else step.mesh)
+    if isinstance(step, TrainStep):
+        session = session_for(step.model.mesh)
+    else:
+        session = session_for(step.mesh_of(BoundCall.of(step.fn, batch, kwargs)))
     with session.noting("timed"):
         made = step(*batch, **kwargs)
     if isinstance(made, Loss):

@@ -151,6 +151,10 @@ class Models:
     def settlement(self) -> int:
         return sum(model.settlement for model in self.parts.values())
 
+    @property
+    def switches(self) -> int:
+        return sum(model.switches for model in self.parts.values())
+
     def settle(self, plan: Plan, stages: StagePlan) -> None:
         """See `ParallelModule.settle`."""
         waiting = len(self.parts) == 1

@@ -51,7 +51,7 @@ from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
-from dtensor.runtime.schedule import Costs, GPipe, Schedule
+from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
 from dtensor.runtime.shard_optimizer import (
     check_masters,
     check_optimizer,
@@ -205,16 +205,23 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.options = options
-        stages = model.stage_plan
-        ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
-        self.grid = options.schedule.grid(stages.num_stages, ranks)
         self.plans = PlanCache()
+        self._grid = model.switches, grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
         self._groups()
-        self._last: Planned | None = None
+        self.last: Planned | None = None
         self._running: deque[Loss] = deque()
         self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
+
+    @property
+    def grid(self) -> Grid:
+        """Its schedule, for the stages that the model has now."""
+        if self._grid[0] != self.model.switches:
+            found = grid_of(self.options.schedule, self.model)
+            self.model.claim_homes(found.home())
+            self._grid = self.model.switches, found
+        return self._grid[1]
 
     def __repr__(self) -> str:
         schedule = self.options.schedule
@@ -259,23 +266,28 @@ class TrainStep:
         groups = self._groups()
         _refuse_early_hooks(self.optimizer)
 
-        def make(graph: Graph | None) -> Planned:
-            options = Options(
-                inputs=self.options.inputs,
-                num_microbatches=self.options.schedule.microbatches,
-                timetable=GridTimetable(self.grid),
-                topology=self.options.topology,
-                training=lambda graph: self._training(graph, groups),
-                search=self.options.search,
-                recompute=self.options.recompute,
-                graph=graph,
-                per_microbatch=self.options.batch_norm == "per_microbatch",
-            )
+        def make(found: Graph | None) -> Planned:
+            options = self.planned_with(self.options, self.grid, graph or found)
             return plan_call(call, self.model.mesh, "loss", options, self._name)
 
         if self.options.each_call:
             return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
-        return self.plans.get(call, groups, lambda: make(graph))
+        return self.plans.get(call, groups, make)
+
+    def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
+        """What a plan of it depends on besides the call."""
+        groups = self._groups()
+        return Options(
+            inputs=stated.inputs,
+            num_microbatches=stated.schedule.microbatches,
+            timetable=GridTimetable(grid),
+            topology=stated.topology,
+            training=lambda graph: self._training(graph, groups),
+            search=stated.search,
+            recompute=stated.recompute,
+            graph=graph,
+            per_microbatch=stated.batch_norm == "per_microbatch",
+        )
 
     @property
     def _name(self) -> str:
@@ -334,7 +346,7 @@ class TrainStep:
         numbers = numbers_fed(steps.advance(), "train")
         fed = program.feed(call, numbers, options)
         future = session.run(program.handle, fed, kept, counted)
-        self._last = planned
+        self.last = planned
         session.wrote(program.written, home)
         updated = home.updated
 
@@ -349,10 +361,12 @@ class TrainStep:
         if session.at_once:
             with suppress(DaftError):  # raised where it is read
                 loss.wait()
+        resident.trained_by[id(self.optimizer)] = self
         if session is not self._session:
             self._session = session
-            session.settling.append(self._settle)
-            resident.settling.append(self._settle)
+            for settling in (session.settling, resident.settling):
+                if self._settle not in settling:
+                    settling.append(self._settle)
         return loss
 
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
@@ -394,20 +408,20 @@ class TrainStep:
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
             found = session.run(program.handle, program.feed(call, numbers), {}, counted).get()
-            for label, spec in _gradient_specs(planned).items():
+            for label, spec in gradient_specs(planned).items():
                 shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)
         else:
             kept = self.options.keep_gradients and self._session is session
-            if not kept or self._last is None:
+            if not kept or self.last is None:
                 raise PlanningError(
                     "no gradients of a last step are kept.\n"
                     "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
                     "pass a batch: step.gradients(*batch)"
                 )
-            planned = self._last
+            planned = self.last
             names = self._kept(session, planned)
-            for label, spec in _gradient_specs(planned).items():
+            for label, spec in gradient_specs(planned).items():
                 ranks = holders_of(spec)
                 held = session.fetch(names[f"gradient {label}"], ranks)
                 gradients[label] = assemble_at(dict(zip(ranks, held, strict=True)), spec)
@@ -419,7 +433,7 @@ class TrainStep:
     def _kept(self, session: MeshSession, planned: Planned) -> dict[str, str]:
         """Program output to the table's name of a gradient that stays on the actors."""
         prefix = session.resident(self.model).prefix
-        return {f"gradient {n}": f"{prefix}gradient {n}" for n in _gradient_specs(planned)}
+        return {f"gradient {n}": f"{prefix}gradient {n}" for n in gradient_specs(planned)}
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):
@@ -536,12 +550,7 @@ def train_step(
         check_masters(optimizer)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
-    if again and model.recompute:
-        raise PlanningError(
-            f"recompute is stated twice.\n"
-            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
-            f"fix: leave it out of one of them"
-        )
+    check_recompute(model, again)
     options = StepOptions(
         inputs=inputs,
         schedule=schedule or GPipe(microbatches=1),
@@ -558,6 +567,23 @@ def train_step(
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())
     return step
+
+
+def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
+    """The schedule for the model's stages."""
+    stages = model.stage_plan
+    ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
+    return schedule.grid(stages.num_stages, ranks)
+
+
+def check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:
+    """PlanningError where both state what is computed again."""
+    if again and model.recompute:
+        raise PlanningError(
+            f"recompute is stated twice.\n"
+            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
+            f"fix: leave it out of one of them"
+        )
 
 
 def _read_loss(loss: object) -> None:
@@ -611,7 +637,7 @@ def _held(value: Any) -> Callable[[], Any]:
     return weakref.ref(value) if isinstance(value, torch.Tensor) else lambda: value
 
 
-def _gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
+def gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
     """Parameter name to the spec under which its gradient ends, on the user's mesh."""
     return {
         str(o.of): on_stage(planned.plan, o.spec, o.values[0][0])

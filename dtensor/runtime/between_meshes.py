@@ -348,7 +348,7 @@ class _Lines:
 
     @property
     def _what(self) -> str:
-        return "sync" if self.state else "transfer"
+        return self.plan.what if self.state else "transfer"
 
 
 def _blocks(

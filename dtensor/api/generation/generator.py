@@ -119,6 +119,7 @@ class Generator:
         self._apart = None
         if prefill is not None:
             self._apart = Apart(model, self.caches, forward, length, prefill)
+        self._switches = self._now_switches()
         self._settled = False
         self._asked = Counter("generate")  # requests, for seeds that nobody states
         self._numbers = 0
@@ -143,6 +144,7 @@ class Generator:
         """The plan of "decode", or of "prefill" with a bucket, the largest by default. Nothing is
         launched."""
         check_word("which", which, ("prefill", "decode"))
+        self._check_placed()
         with evaluating(self.model.module):
             self._settle()
             live = live_spec(self.model, self.rows, self.rows_over)
@@ -170,6 +172,7 @@ class Generator:
         if self._apart is None:
             refuse_no_prefill()
         check_length(t, slot, min(self.buckets[-1], self.length - 1), self.slots)
+        self._check_placed()
         with evaluating(self.model.module):
             self._settle()
         return self._apart.transfer_plan(t, slot, ranks)
@@ -178,6 +181,19 @@ class Generator:
         """Bytes of the cache on each rank, and what a token costs in communication."""
         decode = self.plan("decode")
         return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
+
+    def _now_switches(self) -> int:
+        prefill = 0 if self._apart is None else self._apart.other.switches
+        return self.model.switches + prefill
+
+    def _check_placed(self) -> None:
+        """That the model is placed as when the caches and programs were made for it."""
+        if self._switches != self._now_switches():
+            raise PlanningError(
+                f"{type(self.model.module).__name__} was switched to {self.model.mesh} since this "
+                f"generator was made, whose caches lie as the model lay before.\n"
+                f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), anew"
+            )
 
     def _settle(self) -> None:
         if not self._settled:
@@ -276,6 +292,7 @@ class Generator:
         events: list[Event],
     ) -> list[TextRequest]:
         _check_options(options)
+        self._check_placed()
         listed = prompts_of(prompts)
         num = len(listed)
         limits = each("max_new_tokens", max_new_tokens, num)
@@ -329,6 +346,7 @@ class Generator:
 
     def _advance(self) -> None:
         """Prefills who can sit, decodes for all who sit, and reads what is older than ``ahead``."""
+        self._check_placed()
         try:
             self._enter()
             self._advance_once()

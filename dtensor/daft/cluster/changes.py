@@ -75,6 +75,11 @@ class Changes:
         own = zip(hosts, asked, strict=True)
         self._awaited.extend((host, each, self.number) for host, each in own)
 
+    def grow(self, num_hosts: int) -> None:
+        """There are so many hosts now; new ones have nothing, as at the beginning."""
+        new = [0] * (num_hosts - len(self.ended))
+        self.ended, self.base = [*self.ended, *new], [*self.base, *new]
+
     def add(
         self,
         hosts: Sequence[int],

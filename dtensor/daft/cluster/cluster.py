@@ -236,6 +236,12 @@ class Cluster(ABC):
         cluster has not failed."""
 
     @abstractmethod
+    def grow(self, size: int) -> None:
+        """From now on it has so many ranks: those that it had, with all that they hold and the
+        programs that they have loaded, and new ones after them, which hold nothing. It waits for
+        what is under way. ValueError for fewer than it has."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop everything that this cluster started. Twice is fine."""
 
@@ -256,15 +262,18 @@ def check_size(size: int, items: Sequence[object], what: str) -> None:
         raise ValueError(f"{what} takes one item per rank: {size} ranks, got {len(items)} items.")
 
 
-def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
-    """Raises `ValueError` unless every rank is fed exactly the inputs that it declares."""
+def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: int) -> None:
+    """Raises `ValueError` unless every rank is fed exactly the inputs that it declares; a rank that
+    joined after the program was loaded has no part in it."""
     program = handle.program
-    check_size(program.size, inputs, f"A run of {program.name!r}")
-    for rank, (given, own) in enumerate(zip(inputs, program.ranks, strict=True)):
-        if set(given) != set(own.inputs):
+    joined = [()] * (size - program.size)
+    check_size(size, inputs, f"A run of {program.name!r}")
+    takes = [*(own.inputs for own in program.ranks), *joined]
+    for rank, (given, own) in enumerate(zip(inputs, takes, strict=True)):
+        if set(given) != set(own):
             raise ValueError(
                 f"Rank {rank} of program {program.name!r} takes the inputs "
-                f"{sorted(own.inputs)}, got {sorted(given)}."
+                f"{sorted(own)}, got {sorted(given)}."
             )
 
 
@@ -384,6 +393,11 @@ class HostedCluster(Cluster):
     def _joined(self, asked: Sequence[Any]) -> None: ...
 
     @abstractmethod
+    def _grow(self, size: int) -> Hosts:
+        """Start ranks, and connect all of them; with the lock held, and nothing under way. The
+        hosts that there are then."""
+
+    @abstractmethod
     def _end(self) -> None: ...
 
     # -- what is the same everywhere ------------------------------------------------------------
@@ -461,7 +475,7 @@ class HostedCluster(Cluster):
                 "rank is lost.\n"
                 '  Fix: launch without spares= and snapshot_every=, or mode="compiled".'
             )
-        check_inputs(handle, inputs)
+        check_inputs(handle, inputs, self.size)
         fed = [{rank: inputs[rank] for rank in ranks} for _, ranks in handle.places]
         with self._lock:
             if counted is not None:
@@ -519,7 +533,7 @@ class HostedCluster(Cluster):
         parts = self._numbered(places, parts, handle)
         self.collect(self._submit(Worker.begin, places, parts))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
-        everyone = (tuple(range(self.size)),)
+        everyone = (tuple(range(handle.program.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
             host, position = place[site]
             self.calls += 1
@@ -581,6 +595,15 @@ class HostedCluster(Cluster):
                 self._counting = Counting()
             hosts = [host for host, _ in handle.places]
             self._counting.add(counted.key, run, hosts, told=handle.told)
+
+    def grow(self, size: int) -> None:
+        if size < self.size:
+            raise ValueError(f"A cluster of {self.size} ranks does not grow to {size}.")
+        with self._lock:
+            if size > self.size:
+                self._undone_at(self._everywhere())  # they have done what they were asked
+                self.hosts = self._grow(size)
+                self.size = size
 
     def close(self) -> None:
         if not self._closed:
@@ -649,7 +672,7 @@ class HostedCluster(Cluster):
         handle = next(programs, None)
         if handle is None:
             return first_fault(undone, ())
-        everyone = (tuple(range(self.size)),)
+        everyone = (tuple(range(handle.program.size)),)
         return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
 
     def _everywhere(self) -> Places:

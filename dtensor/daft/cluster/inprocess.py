@@ -25,6 +25,7 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
+from dtensor.daft.verification.pairing import Hosts
 
 if TYPE_CHECKING:
     from dtensor.daft.status.one_process import Running
@@ -48,9 +49,8 @@ class InProcessCluster(HostedCluster):
         snapshot_every: int | None = None,
     ) -> None:
         everyone = tuple(range(size))
-        self._actor_of = tuple(
-            actor for actor, ranks in enumerate(hosts_of(size, ranks_per_actor)) for _ in ranks
-        )
+        self._ranks_per_actor = ranks_per_actor
+        hosts_of(size, ranks_per_actor)  # checks them
         copies = None if snapshot_every is None else Copies()
         self._worker = Worker(everyone, device, LocalTransport(), lent=True, snapshots=copies)
         super().__init__(size, device, (everyone,), seed)
@@ -70,7 +70,7 @@ class InProcessCluster(HostedCluster):
             return None, error
 
     def _count(self, ranks: Sequence[int]) -> int:
-        return len({self._actor_of[rank] for rank in ranks})
+        return len({rank // self._ranks_per_actor for rank in ranks})
 
     def collect(self, asked: Sequence[Made], timeout: float | None = None) -> list[Any]:
         for _, error in asked:  # there is one host
@@ -94,6 +94,10 @@ class InProcessCluster(HostedCluster):
 
     def _joined(self, asked: Sequence[Any]) -> None:
         pass
+
+    def _grow(self, size: int) -> Hosts:
+        self._worker.join(tuple(range(size)))
+        return (self._worker.ranks,)
 
     def _end(self) -> None:
         self._worker.close()

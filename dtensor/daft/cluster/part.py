@@ -158,6 +158,9 @@ class Part(Cluster):
         """Of the whole."""
         return self.whole.status(seconds)
 
+    def grow(self, size: int) -> None:
+        raise ValueError("A part has the ranks that it was made of; the whole grows.")
+
     def close(self) -> None:
         self._closed = True
 

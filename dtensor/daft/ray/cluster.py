@@ -26,7 +26,7 @@ import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Recovered, hosts_of
 from dtensor.daft.cluster.log import Sent
-from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
+from dtensor.daft.errors import ActorLost, ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.crew import Crew
@@ -44,7 +44,7 @@ from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Stored, Worker
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.status import Status
-from dtensor.daft.verification.pairing import Site, instruction_at
+from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 
 
 @dataclass(slots=True)
@@ -88,6 +88,7 @@ class RayCluster(HostedCluster):
         self._tags: dict[Key, int] = {}
         self._sent = SentInputs()
         self._recovery: Recovery | None = None
+        self._epoch = 0  # how often hosts met, without a recovery
         self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
@@ -145,6 +146,57 @@ class RayCluster(HostedCluster):
         """Whoever looks at the launch hears which process has which ranks."""
         files = [process.counter.path.name for process in self.crew.all]
         self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)))
+
+    def _grow(self, size: int) -> Hosts:
+        """The new processes start; then all leave, and meet again with them."""
+        if self.device.type == "cuda":
+            raise ProgramError(
+                "Ranks that join while a launch runs are on CPUs: on GPUs NCCL's groups are those "
+                "of the beginning.\n  Fix: launch with as many ranks as are ever wanted."
+            )
+        each = len(self.hosts[0])
+        firsts = range(self.size, size, each)
+        new = tuple(tuple(range(first, min(first + each, size))) for first in firsts)
+        old = len(self.hosts)
+        processes = self.crew.add(new)
+        try:
+            self._await(old, processes)
+        except BaseException:
+            self.crew.dismiss(len(new))
+            raise
+        for process in processes:
+            process.counts = True
+        self._host_of = tuple(h for h, ranks in enumerate(self.crew.hosts) for _ in ranks)
+        self.hosts = self.crew.hosts
+        if self._recovery is not None and self.changes is not None:
+            self.changes.grow(len(self.crew.hosts))
+            try:
+                self._recovery.meet()
+            except DaftError as error:
+                raise self.fail(error) from None
+            return self.crew.hosts
+        self._joined([self.ask(host, Ranks.leave) for host in range(old)])
+        self._epoch += 1
+        join, each_host = self.meeting(self._epoch), enumerate(self.crew.hosts)
+        self._joined([self.ask(h, Ranks.rejoin, join, h, r, self.lists(h)) for h, r in each_host])
+        self.start_over()
+        return self.crew.hosts
+
+    def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
+        """Until these hosts answer; `ActorLost` if one does not, which is no failure of the
+        others."""
+        replies = [self.ask(first + i, Ranks.warm).ref for i in range(len(processes))]
+        end = time.monotonic() + max(START_S, self.watch.deadline_s)
+        came = False
+        while not came:
+            came = self.channel.came(replies, 0.25)
+            gone = [p for p in processes if p.gone or p.ended() is not None]
+            if gone or any(reply.failed for reply in replies) or time.monotonic() > end:
+                reason = "a process that was to join did not start; all is as it was before."
+                raise ActorLost(Failure(rank=None, reason=reason))
+        for process in processes:
+            process.answered = True
+            process.watch()
 
     def _joined(self, asked: Sequence[Asked]) -> None:
         if asked:
@@ -393,9 +445,10 @@ class RayCluster(HostedCluster):
         self._interrupted()
 
     def lists(self, host: int) -> dict[int, Sequence[Site]]:
+        programs = (handle for handle, _, _ in self._programs.values())
         return {
-            number: handle.report.lists[host]
-            for number, (handle, _, _) in self._programs.items()
+            handle.id: handle.report.lists[host]
+            for handle in (self._handles.values() if self._recovery is None else programs)
             if any(place == host for place, _ in handle.places)
         }
 
@@ -407,14 +460,15 @@ class RayCluster(HostedCluster):
 
     def start_over(self) -> None:
         self._sent = SentInputs()
-        self._under_way = [deque() for _ in self.hosts]
+        self._under_way = [deque() for _ in self.crew.hosts]
 
     def replayed(self, host: int) -> list[tuple[int, str]]:
         return [
             (rank, name)
             for handle, _, _ in self._programs.values()
-            for rank in self.hosts[host]
-            for name in handle.program.ranks[rank].replayable
+            for rank in self.crew.hosts[host]
+            for own in handle.program.ranks[rank : rank + 1]  # none of a rank that joined later
+            for name in own.replayable
         ]
 
     def read_by(self, call: Sent) -> Sequence[tuple[int, str]]:
@@ -441,7 +495,7 @@ class RayCluster(HostedCluster):
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
         host = place
         if (known := self._at(host, at)) is None:
-            rank, reason = self.hosts[host][0], f"{reason} It was between runs."
+            rank, reason = self.crew.hosts[host][0], f"{reason} It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = known
         return replace(describe(handle.program, site, reason), step=at.run)
@@ -455,6 +509,7 @@ class RayCluster(HostedCluster):
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
         """The instruction that a host was last seen at; none between runs."""
         handle = self._handles.get(at.program)
-        if handle is None or not 0 <= at.position < len(handle.report.lists[host]):
+        lists = () if handle is None else handle.report.lists
+        if handle is None or host >= len(lists) or not 0 <= at.position < len(lists[host]):
             return None
-        return handle, handle.report.lists[host][at.position]
+        return handle, lists[host][at.position]

@@ -77,18 +77,41 @@ class Crew:
         old.end(grace_s=0.0)
         old.counts = False
         del self._place[old.index]
-        self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
-        ready = [spare for spare in self.spares if self._warm[spare.index].came]
-        if self.spares:
-            new = (ready or self.spares)[0]
-            self.spares.remove(new)
-            by = SPARE if ready else STARTING
-        else:
-            new, by = self._spawn(self.hosts[host]), NEW
+        new, by = self._taken(self.hosts[host])
         new.counts = True
         self._hosts[host] = new
         self._place[new.index] = host
         return new, by
+
+    def add(self, new: Hosts) -> list[HostProcess]:
+        """Hosts of these ranks, after those that there are: spares, and new processes."""
+        found: list[HostProcess] = []
+        for ranks in new:
+            process, _ = self._taken(ranks)
+            self._place[process.index] = len(self._hosts)
+            self._hosts.append(process)
+            found.append(process)
+        self.hosts = (*self.hosts, *new)
+        return found
+
+    def dismiss(self, num: int) -> None:
+        """The last hosts are none any more; their processes are ended."""
+        for process in self._hosts[-num:]:
+            process.counts = False
+            process.kill()
+            process.end(grace_s=0.0)
+            del self._place[process.index]
+        self._hosts, self.hosts = self._hosts[:-num], self.hosts[:-num]
+
+    def _taken(self, ranks: tuple[int, ...]) -> tuple[HostProcess, str]:
+        """A process to host these ranks, and what it was."""
+        self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
+        ready = [spare for spare in self.spares if self._warm[spare.index].came]
+        if not self.spares:
+            return self._spawn(ranks), NEW
+        new = (ready or self.spares)[0]
+        self.spares.remove(new)
+        return new, SPARE if ready else STARTING
 
     @property
     def ready(self) -> bool:

@@ -213,6 +213,14 @@ class Recovery:
         warnings.warn(str(found), RuntimeWarning, stacklevel=3)
         return None
 
+    def meet(self) -> None:
+        """All hosts meet anew, those that have joined too. With nothing under way, and the lock
+        held; DaftError if they cannot."""
+        found = self._replace(ActorLost(Failure(rank=None, reason="hosts did not meet.")))
+        if found.ranks:  # lost meanwhile
+            self.recovered.append(found)
+            warnings.warn(str(found), RuntimeWarning, stacklevel=3)
+
     def _replace(self, error: ActorLost) -> Recovered:
         begin, lost = time.monotonic(), _Lost()
         while True:

@@ -54,7 +54,7 @@ class Undoing:
         self.snapshots = Snapshots(table, store)
         self._table = table
         self._outlives = store.outlives
-        self._ranks = ranks
+        self.ranks = ranks
         self._writes: dict[int, _Writes] = {}  # by program
         self._change = UNNUMBERED  # the one under way, as what follows
         self._alone: Keys = ()
@@ -63,7 +63,7 @@ class Undoing:
 
     def load(self, handle: int, program: Program, *, alone: bool) -> None:
         """``alone``: all its ranks are here."""
-        self._writes[handle] = _Writes.of(program, self._ranks, alone)
+        self._writes[handle] = _Writes.of(program, self.ranks, alone)
 
     def unload(self, handle: int) -> None:
         del self._writes[handle]

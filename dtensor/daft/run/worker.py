@@ -225,7 +225,13 @@ class Worker:
 
     def finish(self, handle: int) -> dict[int, dict[str, object]] | Undone:
         engine = self.engines[handle]
-        return self._out(handle, engine.finish(self.ranks))
+        return self._out(handle, engine.finish(self._ranks_of(engine.program)))
+
+    def join(self, ranks: tuple[int, ...]) -> None:
+        """These are here from now on: those that were, and new ones."""
+        self.ranks = ranks
+        if self._undoing is not None:
+            self._undoing.ranks = ranks
 
     def close(self) -> None:
         self.engines.clear()
@@ -311,13 +317,17 @@ class Worker:
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
-        for rank in self.ranks:
+        for rank in self._ranks_of(program):
             for output, name in keep.items():
                 if output in program.ranks[rank].outputs:
                     self._table.setdefault((rank, name), spoiled)
         if self._undoing is not None:
             self._undoing.end_undone()
         return undone
+
+    def _ranks_of(self, program: Program) -> tuple[int, ...]:
+        """Those that were here when it was loaded."""
+        return tuple(rank for rank in self.ranks if rank < program.size)
 
     def _find(self, rank: int, name: str) -> object:
         if (rank, name) not in self._table:

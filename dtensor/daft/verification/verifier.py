@@ -96,7 +96,7 @@ def check_state(loaded: Iterable[Program], program: Program) -> None:
     each one's bound on memory rests on it. A size that is not declared agrees with any."""
     own = [_state_sizes(program, rank) for rank in range(program.size)]
     for other in loaded if any(own) else ():
-        for rank, sizes in enumerate(own):
+        for rank, sizes in enumerate(own[: other.size]):  # ranks may have joined since
             theirs = _state_sizes(other, rank)
             for name in sorted(sizes.keys() & theirs.keys()):
                 if sizes[name] != theirs[name]:

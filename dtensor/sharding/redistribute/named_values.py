@@ -118,6 +118,8 @@ class SyncPlan:
         return f"<{self.what} of {self.name}: {num} values, {sent:,} bytes>"
 
     def __str__(self) -> str:
+        if not self.transfers:
+            return f"{self.what} of {self.name}: no value is on the ranks yet"
         meshes = " -> ".join(map(str, self._meshes()))
         num, pairs = len(self.messages), self.bytes_by_pair
         out: defaultdict[int, int] = defaultdict(int)

@@ -1,0 +1,602 @@
+"""`run.switch`: between two steps, a model goes on under another mesh and other placements.
+
+    with dt.launch(dt.Mesh(dp=4)) as run:
+        step(x, y)
+        print(run.switch_plan(model, opt, dt.Mesh(dp=2), {}))   # who sends what to whom
+        run.switch(model, opt, dt.Mesh(dp=2), {})               # f32[64@dp,16]: [16,16] to [32,16]
+        step(x, y)                                              # the same step, on two ranks
+
+The parameters, the buffers and the optimizer's state that are on ranks go to where the other mesh
+keeps them, from rank to rank, as one verified program (runtime/between_meshes.py): what a rank is
+to have and has, stays there. The model, the optimizer, the steps and the compiled functions are the
+same objects; steps and calls keep their numbers, and so their random numbers.
+
+What is kept where afterwards is what the step that ran last is planned to keep there: it is planned
+anew first, with the graph that it has, so what cannot be planned is an error before anything moves.
+A value that no such step uses is kept as stated, as before any program (kept.py).
+
+The other mesh gets ranks of the launch: those that it has there, if it is one of its meshes; else
+those of the mesh that is left, in order, then free ones, then new ones, by which the launch grows.
+Ranks that a switch leaves keep nothing of the model, and are free.
+
+Invariants: what is under way ends first; all ranks agree that all have all before the new values
+count, so a switch that fails leaves everything as it was. The values are the same bits.
+
+Not here: values that were never put on ranks, which go there as ever, when a program needs them;
+DTensors, which stay on their mesh; generators, which are made anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dtensor.api.away import ONE_AT_A_TIME, Entries
+from dtensor.api.kept import Keeping, kept
+from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
+from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
+from dtensor.api.resident import Named, OptimizerHome, Resident, covering
+from dtensor.api.session import Launch, MeshSession, launched, updated_by
+from dtensor.api.several_meshes import not_launched
+from dtensor.api.stating.roles_of_weights import StatedRoles
+from dtensor.api.stating.stages import Stages
+from dtensor.api.switched import restate
+from dtensor.api.together import Models
+from dtensor.api.training import (
+    StepOptions,
+    TrainStep,
+    check_recompute,
+    gradient_specs,
+    grid_of,
+)
+from dtensor.daft import DaftError
+from dtensor.daft.cluster.part import Part
+from dtensor.errors import PlanningError, check_kind
+from dtensor.runtime.between_meshes import bucket_bytes, values_program
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.runtime.schedule import Schedule
+from dtensor.runtime.shard_optimizer import NUMBERS, ShardOptimizer, keys_of
+from dtensor.sharding.redistribute.between_meshes import holders_of
+from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.shards import assemble_at
+from dtensor.sharding.spec.spec import TensorSpec
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def switch_plan(
+    run: MeshSession,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    *,
+    stages: Stages | None = None,
+    zero: Mapping[str, int] | None = None,
+    recompute: Sequence[str] | None = None,
+    misaligned: str = "error",
+    inputs: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+    ranks: Sequence[int] | None = None,
+    topology: Topology | None = None,
+) -> SyncPlan:
+    """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
+    pair of ranks, the messages, the price. It waits for what is under way, too; nothing is moved,
+    and nothing changes.
+
+    Args:
+        topology: what the price is of.
+    """
+    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+    how = _Wanted(placements or {}, given, inputs, schedule, ranks, topology)
+    with ONE_AT_A_TIME:
+        return _switch_of(run.launch, model, optimizer, mesh, how).plan
+
+
+def switch(
+    run: MeshSession,
+    model: ParallelModule,
+    optimizer: Optimizers,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    *,
+    stages: Stages | None = None,
+    zero: Mapping[str, int] | None = None,
+    recompute: Sequence[str] | None = None,
+    misaligned: str = "error",
+    inputs: Mapping[str, Any] | None = None,
+    schedule: Schedule | None = None,
+    ranks: Sequence[int] | None = None,
+) -> SyncPlan:
+    """Between two steps: the model, its optimizer and the steps over them go on under ``mesh`` and
+    ``placements``. What was moved.
+
+    It waits for what is under way; a failure there that nobody has read raises here. Raises
+    PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing has
+    changed; daft's errors where moving fails, and then the model is where it was.
+
+    Args:
+        run: what `launch` gives.
+        optimizer: that of the model, whose state moves; a list, where it has several; None, where
+            none has taken a step.
+        mesh, placements, stages, zero, recompute, misaligned: as of `parallelize`; what is left out
+            is as there, and not as it was.
+        inputs, schedule: of the steps that go on, where the present ones do not suit the mesh.
+        ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
+    """
+    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+    how = _Wanted(placements or {}, given, inputs, schedule, ranks, None)
+    with ONE_AT_A_TIME:
+        found = _switch_of(run.launch, model, optimizer, mesh, how)
+        found.carry_out()
+        return found.plan
+
+
+MeshSession.switch_plan = switch_plan
+MeshSession.switch = switch
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """``given``: what `parallelize` takes besides."""
+
+    placements: Mapping[str, StatedRoles]
+    given: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+    schedule: Schedule | None
+    ranks: Sequence[int] | None
+    topology: Topology | None
+
+
+def _switch_of(
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: _Wanted
+) -> _Switch:
+    """What is to be done. PlanningError where it cannot be."""
+    _check_running(launch)
+    check_parallel("switch", model)
+    check_mesh(mesh)
+    check_topology(how.topology)
+    if model.source is not None:
+        raise PlanningError(
+            "a replica has the values of its policy, which dt.sync brings to any mesh.\n"
+            "fix: actor = dt.replica(policy, mesh, placements), and dt.sync(policy, actor)"
+        )
+    if model.mesh not in launch.sessions:
+        raise not_launched(model.mesh, launch.places)
+    fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
+    check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
+    here = launch.sessions[model.mesh]
+    numbers = _ranks_of(launch, model, here, mesh, how.ranks)
+    other = parallelize(model.module, mesh, how.placements, **how.given)
+    other.initial = model.initial
+    resident = here.residents.get(id(model))
+    optimizers = _optimizers(model, optimizer, resident)
+    launch.settle()
+    if resident is not None:
+        resident.settle()
+    steps = _planned_steps(model, other, resident, optimizers, how)
+    if resident is not None and other.stage_plan.waiting:
+        raise PlanningError(
+            f'stages="auto": a step chooses them, and none has run with this model, whose values '
+            f"are on {model.mesh} and have to be somewhere.\n"
+            f"fix: state them, or take a step before"
+        )
+    return _Switch(launch, model, other, here, numbers, resident, steps, how.topology)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedStep:
+    """A step that goes on, its plan with ``other`` in the model's place, and its options then."""
+
+    step: TrainStep
+    other: ParallelModule
+    planned: Planned
+    options: StepOptions
+
+    @staticmethod
+    def of(step: TrainStep, other: ParallelModule, how: _Wanted) -> _PlannedStep:
+        last, options = step.last, step.options
+        assert last is not None, "it has run"
+        options = replace(
+            options,
+            inputs=options.inputs if how.inputs is None else how.inputs,
+            schedule=how.schedule or options.schedule,
+        )
+        try:
+            check_recompute(other, options.recompute)
+            grid = grid_of(options.schedule, other)
+            other.claim_homes(grid.home())
+            call = _call_with(last.call, step.model, other)
+            stated = step.planned_with(options, grid, last.graph)
+            planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
+        except PlanningError as error:
+            error.add_note(
+                f"the step of {last.plan.name}, which goes on, cannot be planned so; inputs= and "
+                f"schedule= of run.switch replace what it states."
+            )
+            raise
+        return _PlannedStep(step, other, planned, options)
+
+    def keeping(self) -> Keeping:
+        """How it has the parameters and buffers of the module kept."""
+        plan = self.planned.plan
+        wanted = {
+            i.label: (on_mesh(plan, i.held), holders(plan, i))
+            for i in plan.inputs
+            if i.kind in ("parameter", "buffer")
+        }
+        found = self.planned.models.by_part(wanted)
+        return next(own for part, own in found if part is self.other)
+
+    def updated(self, optimizer: str) -> dict[tuple[str, str], Named]:
+        """The values of the optimizer's state that it reads and writes, by parameter and key."""
+        groups = self.step.optimizer.param_groups
+        keys = (keys_of(type(self.step.optimizer), group) for group in groups)
+        by_names = dict(zip(self.step._groups(), keys, strict=True))
+        return updated_by(self.planned.plan, by_names, optimizer)
+
+    def settle(self) -> None:
+        """``other`` is as the plan has chosen, as by a program that ran."""
+        planned = self.planned
+        stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
+        for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
+            if part is self.other:
+                part.settle(chosen, planned.plan.stage_ranks, stages)
+
+    def kept_gradients(self, here: MeshSession) -> dict[str, tuple[int, ...]]:
+        """The names of those that the step keeps there, and the ranks that have them."""
+        step, last = self.step, self.step.last
+        if not step.options.keep_gradients or last is None or step._session is not here:
+            return {}
+        names = step._kept(here, last)
+        return {names[f"gradient {n}"]: holders_of(s) for n, s in gradient_specs(last).items()}
+
+    def go_on(self) -> None:
+        """The step is of the model as it is placed now."""
+        step, other, before = self.step, self.other, self.step.last
+        assert before is not None
+        parts = {p: step.model if m is other else m for p, m in self.planned.models.parts.items()}
+        models = Models(parts)
+        call = _call_with(self.planned.call, other, step.model)
+        planned = replace(self.planned, models=models, call=call, switches=models.switches)
+        step.options, step.last, step._session = self.options, planned, None
+        step._grid = step.model.switches, grid_of(self.options.schedule, step.model)
+        if not self.options.each_call and not before.call.specs():
+            step.plans.put(planned, before)
+
+
+def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
+    """Such a call of ``other`` in the place of ``model``, with plain tensors."""
+    leaves = (other if leaf is model else shape_of_leaf(leaf) for leaf in call.leaves)
+    return replace(call, leaves=tuple(leaves))
+
+
+@dataclass(frozen=True, slots=True)
+class _MovedState:
+    """An optimizer's state that is on ranks: by parameter and key how it is to be kept, with its
+    name behind the prefix. ``left``: what no step that goes on updates."""
+
+    home: OptimizerHome
+    now: Mapping[tuple[str, str], Named]
+    left: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(home: OptimizerHome, steps: Sequence[_PlannedStep]) -> _MovedState:
+        if not home.current:  # somebody has looked, and may have written: it is put anew
+            return _MovedState(home, {}, ())
+        own = home.name.removeprefix(home.resident.prefix)
+        updated: dict[tuple[str, str], Named] = {}
+        for one in steps:
+            if one.step.optimizer is home.optimizer:
+                updated |= one.updated(own)
+        now: dict[tuple[str, str], Named] = {}
+        for which, (_, before, _) in home.values().items():
+            if which in updated:
+                name, spec, ranks = updated[which]
+                now[which] = name, replace(spec, dtype=before.dtype), ranks
+        return _MovedState(home, now, tuple(which for which in home.values() if which not in now))
+
+
+class _Switch:
+    """``other``: the same module, placed as it is to be; ``numbers``: of its mesh's ranks."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        model: ParallelModule,
+        other: ParallelModule,
+        here: MeshSession,
+        numbers: tuple[int, ...],
+        resident: Resident | None,
+        steps: Sequence[_PlannedStep],
+        topology: Topology | None,
+    ) -> None:
+        self.launch, self.model, self.other, self.here = launch, model, other, here
+        self.numbers, self.resident, self.steps = numbers, resident, steps
+        self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping().items()}
+        self.now: Keeping = {}
+        self.states: list[_MovedState] = []
+        if resident is not None:
+            stated = kept(other, None)
+            self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
+            self.states = [_MovedState.of(home, steps) for home in resident.optimizers.values()]
+        self.plan = self._plan(topology)
+
+    def _values(self) -> Iterator[tuple[str, Named, TensorSpec, tuple[int, ...], str]]:
+        """Of each value that moves: what it is called; its name, spec and ranks here; its spec and
+        ranks there; its name there behind the prefix."""
+        resident = self.resident
+        for label, (spec, ranks) in self.now.items():
+            assert resident is not None
+            before = resident.name(label), resident.specs[label], resident.ranks[label]
+            yield label, before, spec, ranks, label
+        for state in self.states:
+            for which, (name, spec, ranks) in state.now.items():
+                yield name, state.home.named[which], spec, ranks, name
+
+    def _plan(self, topology: Topology | None) -> SyncPlan:
+        homes = {
+            called: (Side(*before[1:], self.here.ranks), Side(spec, ranks, self.numbers))
+            for called, before, spec, ranks, _ in self._values()
+        }
+        name = type(self.model.module).__name__
+        most = bucket_bytes(self.launch.cluster.device)
+        found = plan_sync(name, homes, topology=topology, bucket_bytes=most)
+        return replace(found, what="switch")
+
+    # -- carrying it out --------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        launch, known = self.launch, self.other.mesh in self.launch.sessions
+        if max(self.numbers) >= launch.cluster.size:
+            _grow(launch, max(self.numbers) + 1)
+        known_as = dict(launch.cluster.known_as)
+        there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
+        resident = self.resident
+        try:
+            rest = [_gathered(state) for state in self.states]
+            prefix = self._move(there)
+        except BaseException:
+            if not known:
+                del launch.sessions[self.other.mesh]
+                launch.cluster.known_as = known_as
+            raise
+        self._forget(there)
+        restate(self.model, self.other)
+        for one in self.steps:
+            one.go_on()
+        if resident is not None:
+            before = resident.prefix
+            self._settle_in(resident, there, prefix)
+            for state, own in zip(self.states, rest, strict=True):
+                _settle_state(state, own, there, before)
+            del self.here.residents[id(self.model)]
+            there.residents[id(self.model)] = resident
+        self.here.left.add(id(self.model))
+
+    def _move(self, there: MeshSession) -> str:
+        """The values go to the ranks that are to have them, beside the old ones; what their names
+        begin with there."""
+        resident, cluster = self.resident, self.launch.cluster
+        if resident is None:
+            return ""
+        prefix = resident.prefix if there is self.here else there.new_prefix()
+        names = {
+            called: (inner_name(self.here, before[0]), inner_name(there, f"{prefix}{name}"))
+            for called, before, spec, ranks, name in self._values()
+            if there is not self.here or before[1:] != (spec, ranks)
+        }
+        if not names:
+            return prefix
+        plan = replace(self.plan, transfers={n: self.plan.transfers[n] for n in names})
+        everyone = {*self.here.ranks, *self.numbers}
+        size, device = cluster.size, cluster.device
+        program = values_program(plan, size, device, names, state=True, also=everyone)
+        handle = load_across(cluster, program)
+        try:
+            empty: list[Mapping[str, object]] = [{} for _ in range(size)]
+            cluster.run(handle, empty, mode=there.mode).get()
+        except DaftError as error:
+            if cluster.failure is None:
+                error.add_note(
+                    f"it was a switch, which changed nothing: all is on {self.here.mesh}."
+                )
+            raise self.here.told(error) from error.__cause__
+        finally:
+            if cluster.failure is None:
+                cluster.unload(handle)
+        return prefix
+
+    def _settle_in(self, resident: Resident, there: MeshSession, prefix: str) -> None:
+        """The values are there now, under such names: the module's tensors stay as they are."""
+        resident.mesh, resident.cluster, resident.prefix = there.mesh, there.cluster, prefix
+        resident.specs = {label: spec for label, (spec, _) in self.now.items()}
+        resident.ranks = {label: ranks for label, (_, ranks) in self.now.items()}
+        resident.planned, resident.placed = dict(self.by_steps), None
+
+    def _forget(self, there: MeshSession) -> None:
+        """What of the model is where it no longer is to be: values, and programs over it."""
+        here, same = self.here, there is self.here
+        for key, value in list(here.loaded.items()):
+            match value:
+                case (Planned() as planned, LoadedProgram() as program):
+                    if self.model in planned.models.parts.values():
+                        program.unload()
+                        del here.loaded[key]
+                case _:
+                    pass
+        moved = {before[0]: (before[2], ranks) for _, before, _, ranks, _ in self._values()}
+        for name, (ranks, now) in moved.items():
+            here.forget(name, tuple(r for r in ranks if not (same and r in now)))
+        for state in self.states:
+            for name, _, ranks in state.home.named.values():
+                if name not in moved:
+                    here.forget(name, ranks)
+            if not same:
+                here.forget(state.home.name, tuple(range(here.mesh.size)))
+        for one in self.steps:
+            for name, ranks in one.kept_gradients(here).items():
+                here.forget(name, ranks)
+        here.drop()
+
+
+def _gathered(state: _MovedState) -> Entries:
+    """What is left of a state, with what no program has used: whole, for the next that does."""
+    home, named = state.home, state.home.named
+    if not home.current:
+        return {}
+    parameters = dict(home.resident.model.module.named_parameters())
+    found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
+    asked = {named[which][0]: covering(*named[which][1:]) for which in state.left}
+    parts = home.resident.fetch(asked) if asked else {}
+    for label, key in state.left:
+        name, spec, _ = named[label, key]
+        own, parameter = parts[name], parameters[label]
+        if key in NUMBERS:
+            whole = next(iter(own.values()))
+        else:
+            whole = assemble_at(own, spec)
+            whole = whole if parameter.is_meta else whole.to(parameter.device)
+        found.setdefault(parameter, {})[key] = whole
+    return found
+
+
+def _settle_state(state: _MovedState, rest: Entries, there: MeshSession, prefix: str) -> None:
+    """The state is there now; the next step puts what it lacks."""
+    home, now = state.home, state.home.resident.prefix
+    home.name = f"{now}{home.name.removeprefix(prefix)}"
+    home.named = {w: (f"{now}{name}", spec, ranks) for w, (name, spec, ranks) in state.now.items()}
+    home.made, home.updated, home.placed = frozenset(home.named), frozenset(), None
+    home.rest = rest
+    own = ShardOptimizer(type(home.optimizer), home.masters)
+    there.put([{home.name: own} for _ in range(there.mesh.size)])
+
+
+# -- the steps that go on --------------------------------------------------------------------------
+
+
+def _planned_steps(
+    model: ParallelModule,
+    other: ParallelModule,
+    resident: Resident | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    how: _Wanted,
+) -> list[_PlannedStep]:
+    """Of each optimizer's last step; ``other`` is settled by them."""
+    found: list[_PlannedStep] = []
+    for optimizer in optimizers:
+        step = resident.trained_by.get(id(optimizer)) if resident is not None else None
+        if step is not None:
+            assert isinstance(step, TrainStep)
+            found.append(_PlannedStep.of(step, other, how))
+            found[-1].settle()
+    for name, given in (("inputs", how.inputs), ("schedule", how.schedule)):
+        if given is not None and not found:
+            raise PlanningError(
+                f"{name}= is of the steps that go on, and none has run with this model and "
+                f"optimizer.\n"
+                f"fix: leave it out, and dt.train_step(model, loss_fn, optimizer, {name}=...) "
+                f"afterwards"
+            )
+    return found
+
+
+def _optimizers(
+    model: ParallelModule, given: Optimizers, resident: Resident | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    fix = "run.switch(model, opt, mesh, placements)"
+    kinds = torch.optim.Optimizer | list | tuple | None
+    check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
+    listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    own = {id(p) for p in model.module.parameters()}
+    for one in listed:
+        check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)
+        held = (p for group in one.param_groups for p in group["params"])
+        if any(id(p) not in own for p in held):
+            raise PlanningError(
+                f"the {type(one).__name__} holds parameters that are not the model's.\n"
+                f"fix: pass the optimizer that was built over model.parameters()"
+            )
+    for home in resident.optimizers.values() if resident is not None else ():
+        if not any(home.optimizer is one for one in listed):
+            kind = type(home.optimizer).__name__
+            raise PlanningError(
+                f"the ranks have the state of another optimizer of this model than is passed, "
+                f"{kind}, which would be left behind.\n"
+                f"fix: run.switch(model, opt, mesh, placements) with that {kind}, or a list of all"
+            )
+    return listed
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def _is_left(session: MeshSession, model: ParallelModule) -> bool:
+    """Whether its ranks are free for the model: it was there, or whoever was there has left."""
+    return id(model) in session.left or (bool(session.left) and not session.residents)
+
+
+def _ranks_of(
+    launch: Launch,
+    model: ParallelModule,
+    here: MeshSession,
+    mesh: Mesh,
+    stated: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The numbers of the mesh's ranks; those that the launch does not have yet are new ones."""
+    size = launch.cluster.size
+    check_kind("ranks", stated, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
+    known = launch.sessions.get(mesh)
+    if known is not None:
+        if stated is not None and tuple(stated) != known.ranks:
+            raise PlanningError(
+                f"{mesh} is on ranks {list(known.ranks)} of this launch, now "
+                f"ranks={list(stated)}.\n"
+                f"fix: leave ranks out, or give the other mesh a name of its own"
+            )
+        return known.ranks
+    if stated is not None:
+        found = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
+        new = sorted(rank for rank in found if rank >= size)
+        distinct = len(set(found)) == len(stated) == mesh.size
+        if not distinct or new != list(range(size, size + len(new))):
+            raise PlanningError(
+                f"ranks={list(stated)} for {mesh}, which has {mesh.size} ranks, in a launch of "
+                f"ranks 0..{size - 1}.\n"
+                f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
+            )
+        return found
+    used = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
+    others = {rank for session in used for rank in session.ranks}
+    free = (r for r in range(size) if r not in here.ranks and r not in others)
+    every = itertools.chain(here.ranks, free, itertools.count(size))
+    return tuple(itertools.islice(every, mesh.size))
+
+
+def _grow(launch: Launch, size: int) -> None:
+    """The cluster gets so many ranks; each mesh keeps those that it has."""
+    whole = launch.cluster
+    whole.grow(size)
+    for mesh, session in launch.sessions.items():
+        if session.cluster is whole:  # the only mesh so far: its names stay as they are
+            session.cluster = Part(whole, range(mesh.size), "", str(mesh))
+            for resident in session.residents.values():
+                resident.cluster = session.cluster
+
+
+def _check_running(launch: Launch) -> None:
+    first = launched()
+    if first is None or first.launch is not launch:
+        raise RuntimeError(
+            "the launch has ended, and a switch is between two steps of a running one.\n"
+            "fix: call it inside the `with dt.launch(...) as run` block; outside, "
+            "dt.parallelize(model.module, mesh, placements)"
+        )
