@@ -27,6 +27,7 @@ PAGES = (
     "precision",
     "randomness",
     "recompute",
+    "recovery",
     "rollouts",
     "schedules",
     "state",
@@ -35,6 +36,7 @@ PAGES = (
     "traces",
     "zero",
 )
+ON_RAY = {"recovery"}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -65,7 +67,9 @@ def run_page(name: str, text: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.ray] if p in ON_RAY else []) for p in PAGES]
+)
 def test_a_page_prints_what_it_shows(page: str) -> None:
     run_page(f"docs_{page}", (DOCS / f"{page}.md").read_text())
 

@@ -1,8 +1,8 @@
 """What a controller has asked of its hosts and may have to ask again, if one of them is lost.
 
     log = Log()
-    log.add(Sent(host=0, change=8, run=3, ...))
-    log.add(Sent(host=1, change=8, run=3, ...))
+    log.add(LoggedCall(host=0, change=8, run=3, ...))
+    log.add(LoggedCall(host=1, change=8, run=3, ...))
     log.drop([8, 8], came)                     # change 8 is committed on both: it is dropped
     log.ended([9, 9], came)                    # [9, 8]: an answer of host 1's to change 9 is lost
     log.again({0: 8, 1: 8}, came)              # the calls to make again, in order
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 
 @dataclass(slots=True, kw_only=True)
-class Sent:
+class LoggedCall:
     """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
     that it is of. `asked`: what stands for its answer, None where it has none. `message`: what to
     send again, of `nbytes`; `number`: of the call among those of its host."""
@@ -38,17 +38,17 @@ class Sent:
     serial: int = 0  # in the order of the log
 
 
-Came: TypeAlias = Callable[[Sent], bool]
+Came: TypeAlias = Callable[[LoggedCall], bool]
 """Whether the answer to a call is here; asked of those alone that have one."""
 
 
 @dataclass(slots=True)
 class Log:
-    calls: list[Sent] = field(default_factory=list[Sent])
+    calls: list[LoggedCall] = field(default_factory=list[LoggedCall])
     nbytes: int = 0
     added: int = 0  # calls, ever
 
-    def add(self, call: Sent) -> None:
+    def add(self, call: LoggedCall) -> None:
         call.serial, self.added = self.added, self.added + 1
         self.calls.append(call)
         self.nbytes += call.nbytes
@@ -73,7 +73,7 @@ class Log:
                 found[call.host] = min(found[call.host], call.change - 1)
         return found
 
-    def again(self, cut: Mapping[int, int], came: Came) -> list[Sent]:
+    def again(self, cut: Mapping[int, int], came: Came) -> list[LoggedCall]:
         return [
             call
             for call in self.calls
@@ -81,5 +81,5 @@ class Log:
         ]
 
 
-def _here(call: Sent, came: Came) -> bool:
+def _here(call: LoggedCall, came: Came) -> bool:
     return call.asked is None or came(call)

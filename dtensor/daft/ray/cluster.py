@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Recovered, hosts_of
-from dtensor.daft.cluster.log import Sent
+from dtensor.daft.cluster.log import LoggedCall
 from dtensor.daft.errors import ActorLost, ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
@@ -471,7 +471,7 @@ class RayCluster(HostedCluster):
             for name in own.replayable
         ]
 
-    def read_by(self, call: Sent) -> Sequence[tuple[int, str]]:
+    def read_by(self, call: LoggedCall) -> Sequence[tuple[int, str]]:
         message: HostCall = call.message
         if message.program is None:
             return ()
@@ -479,7 +479,7 @@ class RayCluster(HostedCluster):
         ranks = self.hosts[call.host]
         return (*message.stored, *((rank, n) for rank in ranks for n in lists[rank].state))
 
-    def send_again(self, call: Sent) -> None:
+    def send_again(self, call: LoggedCall) -> None:
         message: HostCall = call.message
         if message.plain:
             self._tell(self.crew.host(call.host), Ranks.remember, message.plain)

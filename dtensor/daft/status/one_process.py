@@ -28,7 +28,7 @@ Running: TypeAlias = tuple[int, int, int, float]
 """A run under way: of which program, its number, in which thread, since when (monotonic)."""
 
 
-class Loaded(Protocol):
+class ProgramHere(Protocol):
     """A program of the cluster's."""
 
     @property
@@ -40,7 +40,7 @@ class Loaded(Protocol):
 
 def status_here(
     size: int,
-    programs: Mapping[int, Loaded],
+    programs: Mapping[int, ProgramHere],
     where: Callable[[], tuple[int, Running | None]],
     seconds: float,
 ) -> Status:
