@@ -87,11 +87,11 @@ class Side:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        session._launched.append(self.running)
+        session.launches.append(self.running)
         try:
             yield
         finally:
-            session._launched.remove(self.running)
+            session.launches.remove(self.running)
 
     def seconds(self) -> float:
         with self.current():

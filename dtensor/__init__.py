@@ -12,20 +12,19 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
-from dtensor.api import switching as switching
 from dtensor.api.checkpoint import Loaded, Saved, load, resume, save
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager.policy import implicit_redistribution
 from dtensor.api.eager.tensor import DTensor, distribute, spec
 from dtensor.api.generation.generator import generator
+from dtensor.api.launching import launch
 from dtensor.api.move_between_meshes import transfer, transfer_plan
 from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.randomness import manual_seed
 from dtensor.api.replica import replica, sync, sync_plan
 from dtensor.api.rollouts import Rollouts, rollouts
 from dtensor.api.rule import rule
-from dtensor.api.session import launch
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.stating.stages import Auto
 from dtensor.api.status import Status, status

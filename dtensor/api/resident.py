@@ -16,7 +16,7 @@ it, and what was looked at is put anew.
 Tensors on the meta device have no memory to come home to: they stay where they are, and
 `Initial.holder` knows who has them.
 
-Not here: what is put where (session.py), whole states in and out (state.py).
+Not here: what is put where (session.py, optimizer_on_ranks.py), whole states in and out (state.py).
 """
 
 from __future__ import annotations

@@ -35,17 +35,17 @@ from typing import Any
 
 import torch
 
-from dtensor.api.away import ONE_AT_A_TIME, Entries
+from dtensor.api.away import Entries
 from dtensor.api.kept import Keeping, kept
 from dtensor.api.loaded_program import LoadedProgram
 from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.optimizer_on_ranks import updated_by
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
 from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
 from dtensor.api.resident import Named, OptimizerHome, Resident, covering
-from dtensor.api.session import Launch, MeshSession, launched, updated_by
+from dtensor.api.session import Launch, MeshSession, launched
 from dtensor.api.several_meshes import not_launched
 from dtensor.api.stating.roles_of_weights import StatedRoles
-from dtensor.api.stating.stages import Stages
 from dtensor.api.switched import restate
 from dtensor.api.together import Models
 from dtensor.api.training import (
@@ -72,80 +72,8 @@ from dtensor.sharding.spec.spec import TensorSpec
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-def switch_plan(
-    run: MeshSession,
-    model: ParallelModule,
-    optimizer: Optimizers,
-    mesh: Mesh,
-    placements: Mapping[str, StatedRoles] | None = None,
-    *,
-    stages: Stages | None = None,
-    zero: Mapping[str, int] | None = None,
-    recompute: Sequence[str] | None = None,
-    misaligned: str = "error",
-    inputs: Mapping[str, Any] | None = None,
-    schedule: Schedule | None = None,
-    ranks: Sequence[int] | None = None,
-    topology: Topology | None = None,
-) -> SyncPlan:
-    """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
-    pair of ranks, the messages, the price. It waits for what is under way, too; nothing is moved,
-    and nothing changes.
-
-    Args:
-        topology: what the price is of.
-    """
-    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-    how = _Wanted(placements or {}, given, inputs, schedule, ranks, topology)
-    with ONE_AT_A_TIME:
-        return _switch_of(run.launch, model, optimizer, mesh, how).plan
-
-
-def switch(
-    run: MeshSession,
-    model: ParallelModule,
-    optimizer: Optimizers,
-    mesh: Mesh,
-    placements: Mapping[str, StatedRoles] | None = None,
-    *,
-    stages: Stages | None = None,
-    zero: Mapping[str, int] | None = None,
-    recompute: Sequence[str] | None = None,
-    misaligned: str = "error",
-    inputs: Mapping[str, Any] | None = None,
-    schedule: Schedule | None = None,
-    ranks: Sequence[int] | None = None,
-) -> SyncPlan:
-    """Between two steps: the model, its optimizer and the steps over them go on under ``mesh`` and
-    ``placements``. What was moved.
-
-    It waits for what is under way; a failure there that nobody has read raises here. Raises
-    PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing has
-    changed; daft's errors where moving fails, and then the model is where it was.
-
-    Args:
-        run: what `launch` gives.
-        optimizer: that of the model, whose state moves; a list, where it has several; None, where
-            none has taken a step.
-        mesh, placements, stages, zero, recompute, misaligned: as of `parallelize`; what is left out
-            is as there, and not as it was.
-        inputs, schedule: of the steps that go on, where the present ones do not suit the mesh.
-        ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
-    """
-    given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-    how = _Wanted(placements or {}, given, inputs, schedule, ranks, None)
-    with ONE_AT_A_TIME:
-        found = _switch_of(run.launch, model, optimizer, mesh, how)
-        found.carry_out()
-        return found.plan
-
-
-MeshSession.switch_plan = switch_plan
-MeshSession.switch = switch
-
-
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class Wanted:
     """``given``: what `parallelize` takes besides."""
 
     placements: Mapping[str, StatedRoles]
@@ -156,8 +84,8 @@ class _Wanted:
     topology: Topology | None
 
 
-def _switch_of(
-    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: _Wanted
+def switch_of(
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: Wanted
 ) -> _Switch:
     """What is to be done. PlanningError where it cannot be."""
     _check_running(launch)
@@ -202,7 +130,7 @@ class _PlannedStep:
     options: StepOptions
 
     @staticmethod
-    def of(step: TrainStep, other: ParallelModule, how: _Wanted) -> _PlannedStep:
+    def of(step: TrainStep, other: ParallelModule, how: Wanted) -> _PlannedStep:
         last, options = step.last, step.options
         assert last is not None, "it has run"
         options = replace(
@@ -488,7 +416,7 @@ def _planned_steps(
     other: ParallelModule,
     resident: Resident | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    how: _Wanted,
+    how: Wanted,
 ) -> list[_PlannedStep]:
     """Of each optimizer's last step; ``other`` is settled by them."""
     found: list[_PlannedStep] = []

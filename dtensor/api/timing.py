@@ -16,10 +16,11 @@ from typing import Any, overload
 import torch
 
 from dtensor.api.compiled import CompiledFunction
+from dtensor.api.launching import launch
 from dtensor.api.plan_call import BoundCall
-from dtensor.api.session import Backend, Launch, launch, launched, session_for
+from dtensor.api.session import Launch, launched, session_for
 from dtensor.api.training import Loss, TrainStep
-from dtensor.daft.cluster.cluster import RecordedRun
+from dtensor.daft.cluster.cluster import Backend, RecordedRun
 from dtensor.errors import PlanningError
 from dtensor.runtime.simulate.calibration import calibrate as measured_topology
 from dtensor.runtime.simulate.clock import simulate as simulated

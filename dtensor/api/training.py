@@ -31,6 +31,7 @@ import torch.optim.optimizer as hooks
 
 from dtensor.api.away import ONE_AT_A_TIME, as_it_is
 from dtensor.api.loaded_program import load, on_stage
+from dtensor.api.optimizer_on_ranks import place_optimizer
 from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
 from dtensor.api.plan_call import (
     BoundCall,
@@ -322,7 +323,8 @@ class TrainStep:
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         session, groups = session_for(self.model.mesh), self._groups()
-        home = session.place_optimizer(
+        home = place_optimizer(
+            session,
             self.model,
             self.optimizer,
             groups,

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
-from dtensor.api.session import Backend
-from dtensor.daft import Call, launch_cluster
+from dtensor.daft import Backend, Call, launch_cluster
 from dtensor.daft.run import worker
 from dtensor.daft.run.engine import Engine
 from dtensor.runtime.shard_optimizer import ShardOptimizer, Updated, absent

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from dtensor.api.loaded_program import LoadedProgram
-from dtensor.api.session import Backend, session_for
-from dtensor.daft import Mode, Program
+from dtensor.api.session import session_for
+from dtensor.daft import Backend, Mode, Program
 from dtensor.runtime.lower.inductor import FusedChain
 from tests.api.training import (
     SIX,

@@ -254,7 +254,7 @@ def bad_batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_failing_step_raises_as_a_step_does(backend: dt.api.session.Backend) -> None:
+def test_a_failing_step_raises_as_a_step_does(backend: dt.daft.Backend) -> None:
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(BadNet(own_op=True), mesh, {})
     step = dt.train_step(model, bad_loss, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.api.launching import LaunchSession
 from dtensor.api.resident import Resident
-from dtensor.api.session import MeshSession
 from dtensor.daft import Cluster, DaftError, Program, Send
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.runtime import between_meshes, shard_optimizer
@@ -97,7 +97,7 @@ class Trained:
         options = {"clip_grad_norm": 1.0, **options}
         self.step = dt.train_step(self.model, loss_fn, self.opt, **at.steps, **options)
 
-    def switch(self, run: MeshSession, at: Place, **stated: Any) -> dt.SyncPlan:
+    def switch(self, run: LaunchSession, at: Place, **stated: Any) -> dt.SyncPlan:
         given = {**at.how, **at.steps, **stated}
         expected = run.switch_plan(self.model, self.opt, at.mesh, at.pins, **given)
         found = run.switch(self.model, self.opt, at.mesh, at.pins, **given)
@@ -121,7 +121,7 @@ def loaded_under(at: Place, state: Mapping[str, Any], like: Trained, **options: 
     return found
 
 
-def tables(run: MeshSession) -> dict[int, list[str]]:
+def tables(run: LaunchSession) -> dict[int, list[str]]:
     """The names that each rank of an in-process launch has."""
     cluster = run.launch.cluster
     assert isinstance(cluster, InProcessCluster)
@@ -132,11 +132,11 @@ def tables(run: MeshSession) -> dict[int, list[str]]:
     return found
 
 
-def homes(model: dt.ParallelModule, run: MeshSession) -> Resident:
+def homes(model: dt.ParallelModule, run: LaunchSession) -> Resident:
     return run.launch.sessions[model.mesh].residents[id(model)]
 
 
-def elements(resident: Resident, run: MeshSession) -> dict[tuple[str, int], set[int]]:
+def elements(resident: Resident, run: LaunchSession) -> dict[tuple[str, int], set[int]]:
     """Label and rank of the launch to the elements that the rank has, by cutting numbers."""
     found: dict[tuple[str, int], set[int]] = {}
     numbers = run.launch.sessions[resident.mesh].ranks

@@ -10,16 +10,10 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.api import session
-from dtensor.daft import TaskError, launch_cluster
+from dtensor.daft import TaskError
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.run.snapshots import Copies
 from dtensor.runtime import shard_optimizer
-
-
-@pytest.fixture(autouse=True)
-def _snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "launch_cluster", partial(launch_cluster, snapshot_every=1))
 
 
 class _Model(nn.Module):
@@ -86,7 +80,7 @@ def test_an_update_that_fails_is_undone(
             model, _loss, opt, inputs=inputs, master_weights=masters, clip_grad_norm=1.0
         )
         losses: list[float] = []
-        with dt.launch(dt.Mesh(**mesh)) as running:
+        with dt.launch(dt.Mesh(**mesh), snapshot_every=1) as running:
             for number in range(5):
                 x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
                 if fails and number >= first:
@@ -120,7 +114,7 @@ def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
     step = dt.train_step(model, _loss, opt, inputs=inputs)
     x = torch.randn(8, 6)
     assert "to undo" not in str(step.plan(x)) and step.plan(x).memory[0].snapshots == 0
-    with dt.launch(mesh) as running:
+    with dt.launch(mesh, snapshot_every=1) as running:
         for _ in range(3):
             float(step(x))
         plan = step.plan(x)

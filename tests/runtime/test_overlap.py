@@ -9,8 +9,8 @@ import pytest
 
 import dtensor as dt
 from dtensor.api.loaded_program import LoadedProgram
-from dtensor.api.session import Backend, session_for
-from dtensor.daft import Call, Collective, Handle, Wait
+from dtensor.api.session import session_for
+from dtensor.daft import Backend, Call, Collective, Handle, Wait
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower import overlap
 from dtensor.sharding.plan import steps

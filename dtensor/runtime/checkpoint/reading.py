@@ -151,7 +151,10 @@ class Checkpoint:
 
 def latest(folder: str | os.PathLike[str], layout: str | None = None) -> str | None:
     """The path of the checkpoint made last in a folder by dtensor, of those in the files of this
-    layout ("dcp" or "hf"), if it is stated; None if there is none. CheckpointError if a manifest there is damaged: which was the last is not known then."""
+    layout ("dcp" or "hf"), if it is stated; None if there is none.
+
+    CheckpointError if a manifest there is damaged: which was the last is not known then.
+    """
     try:
         made = made_in(Path(folder), skip_damaged=False)
     except FileNotFoundError:

@@ -158,7 +158,8 @@ class Writing:
         """Publish what all ranks have written; then remove the oldest beyond ``keep``.
 
         Removed are checkpoints of the same files that dtensor made in this folder and that still
-        have the name under which it made them: one that was renamed or copied stays. On an error the folder is removed.
+        have the name under which it made them: one that was renamed or copied stays. On an error
+        the folder is removed.
         """
         try:
             if keep is not None:

@@ -1,0 +1,268 @@
+"""`launch`: the ranks of meshes are started, and end with a block; between two steps, `run.switch`.
+
+    with launch(Mesh(dp=4), backend="ray") as run:      # default: in-process
+        step(x, y)
+        run.switch(model, opt, Mesh(dp=2), {})          # f32[64@dp,16]: [16,16] to [32,16]
+    with launch(train, play):                           # train has ranks 0..n-1, play those after
+        ...
+
+What it is given is checked before anything starts. Leaving the block by an exception brings home
+what can be, and notes on it what cannot. One launch runs at a time.
+
+Not here: what is on the ranks (session.py), what a switch does (switching.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, get_args
+
+import torch
+
+from dtensor.api.away import ONE_AT_A_TIME
+from dtensor.api.parallel import ParallelModule
+from dtensor.api.session import Launch, LocalKind, MeshSession, launches
+from dtensor.api.stating.roles_of_weights import StatedRoles
+from dtensor.api.stating.stages import Stages
+from dtensor.api.switching import Optimizers, Wanted, switch_of
+from dtensor.daft import Backend, DaftError, Mode, launch_cluster
+from dtensor.daft.launching import Offer
+from dtensor.errors import PlanningError, check_kind, check_number, check_word
+from dtensor.runtime.schedule import Schedule
+from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+
+
+class LaunchSession(MeshSession):
+    """What `launch` gives: the session of its first mesh, and what is done between two steps."""
+
+    def switch_plan(
+        self,
+        model: ParallelModule,
+        optimizer: Optimizers,
+        mesh: Mesh,
+        placements: Mapping[str, StatedRoles] | None = None,
+        *,
+        stages: Stages | None = None,
+        zero: Mapping[str, int] | None = None,
+        recompute: Sequence[str] | None = None,
+        misaligned: str = "error",
+        inputs: Mapping[str, Any] | None = None,
+        schedule: Schedule | None = None,
+        ranks: Sequence[int] | None = None,
+        topology: Topology | None = None,
+    ) -> SyncPlan:
+        """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
+        pair of ranks, the messages, the price. It waits for what is under way, too; nothing is
+        moved, and nothing changes.
+
+        Args:
+            topology: what the price is of.
+        """
+        given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+        how = Wanted(placements or {}, given, inputs, schedule, ranks, topology)
+        with ONE_AT_A_TIME:
+            return switch_of(self.launch, model, optimizer, mesh, how).plan
+
+    def switch(
+        self,
+        model: ParallelModule,
+        optimizer: Optimizers,
+        mesh: Mesh,
+        placements: Mapping[str, StatedRoles] | None = None,
+        *,
+        stages: Stages | None = None,
+        zero: Mapping[str, int] | None = None,
+        recompute: Sequence[str] | None = None,
+        misaligned: str = "error",
+        inputs: Mapping[str, Any] | None = None,
+        schedule: Schedule | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> SyncPlan:
+        """Between two steps: the model, its optimizer and the steps over them go on under ``mesh``
+        and ``placements``. What was moved.
+
+        It waits for what is under way; a failure there that nobody has read raises here. Raises
+        PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing
+        has changed; daft's errors where moving fails, and then the model is where it was.
+
+        Args:
+            optimizer: that of the model, whose state moves; a list, where it has several; None,
+                where none has taken a step.
+            mesh, placements, stages, zero, recompute, misaligned: as of `parallelize`; what is left
+                out is as there, and not as it was.
+            inputs, schedule: of the steps that go on, where the present ones do not suit the mesh.
+            ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
+        """
+        given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
+        how = Wanted(placements or {}, given, inputs, schedule, ranks, None)
+        with ONE_AT_A_TIME:
+            found = switch_of(self.launch, model, optimizer, mesh, how)
+            found.carry_out()
+            return found.plan
+
+
+@contextmanager
+def launch(
+    *meshes: Mesh | str,
+    backend: Backend = "inprocess",
+    device: str = "cpu",
+    ranks: Mapping[Mesh, Sequence[int]] | None = None,
+    address: str | None = None,
+    deadline_s: float = 60.0,
+    call_deadline_s: float = 3600.0,
+    mode: Mode = "compiled",
+    bring_home: bool = True,
+    local: LocalKind = "generated",
+    spares: int = 0,
+    snapshot_every: int | None = None,
+    max_restarts: int = 100,
+) -> Iterator[LaunchSession]:
+    """Start the ranks of one or several meshes; what runs inside the block runs there.
+
+    Several meshes are on ranks of one cluster, in order: the first has ranks 0, 1, ..., the next
+    those after. Equal meshes are one: ``Mesh(tp=2, name="play")`` is another than ``Mesh(tp=2)``.
+    Models and DTensors are of one mesh each; `transfer` brings values from one to another. A call
+    that raises fails its own run, and the other meshes go on; where a rank is lost, the values of
+    all meshes of the launch are, and the error names the rank by both numbers.
+
+    `daft.spawn` inside the block makes actors of the same launch, beside the ranks: on Ray with the
+    same Ray and deadlines. They end with it; what failed in one and nobody has read raises then.
+
+    At its end the values of models and the state of their optimizers come home, in place: what the
+    controller's module and optimizer have is current again. Models on the meta device stay away.
+
+    Gives the session of the first mesh.
+
+    Args:
+        meshes: after them backend and device may stand, as in ``launch(mesh, "ray")``.
+        ranks: mesh to numbers of ranks of the launch, in the mesh's order; meshes may share ranks:
+            ``launch(train, play, ranks={play: (0, 1)})``. A mesh that is not named gets ranks of
+            its own, after those of the meshes before it.
+        backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank.
+        device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
+            each rank a GPU of its own where Ray has enough, else one actor hosts all on one GPU.
+        address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
+        deadline_s: seconds after which a rank that makes no progress counts as failed.
+        call_deadline_s: seconds that one computation of a rank may take, for which a warning is
+            given after `deadline_s`.
+        mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
+        bring_home: False leaves what changed behind, unless `gather_state_dict` has written it;
+            reading it is a RuntimeError from then on, until `load_state_dict`.
+        local: "inductor": chains of elementwise ops, norms and sums are compiled by torch's
+            compiler, on CPUs; a first call takes seconds longer. The same bits in all backends and
+            modes, those of "generated" to a tolerance.
+        spares: processes that wait to take a lost rank's place, besides those of the ranks; with
+            some, ``snapshot_every=1`` unless it is stated.
+        snapshot_every: runs on all ranks after which each keeps a copy of what they wrote, in
+            memory that outlives its process. On Ray a rank that is lost, stopped or silent is then
+            replaced, by a spare or a new process, and the runs since are done again: a warning, and
+            no error (docs/recovery.md). By default nothing is kept.
+        max_restarts: how many ranks may be replaced before the loss of one is an error.
+
+    Raises daft's errors: a failed rank, with its instruction and the model's source line.
+    """
+    if ranks is None and len(meshes) == 1 and isinstance(mesh := meshes[0], Mesh):
+        places, size = {mesh: None}, mesh.size
+    else:
+        from dtensor.api.several_meshes import by_position, ranks_of_meshes
+
+        stated, backend, device = by_position(meshes, backend, device)
+        stated_ranks = ranks_of_meshes(stated, ranks)
+        size = 1 + max(map(max, stated_ranks.values()))
+        alone = ranks is None and len(stated) == 1
+        places = dict.fromkeys(stated) if alone else stated_ranks
+    check_word("backend", backend, get_args(Backend))
+    check_word("mode", mode, ("compiled", "interpreted"))
+    # "meta" computes nothing: it shows what a step makes, and where
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
+        raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
+    check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
+    check_number("call_deadline_s", call_deadline_s, above=0, fix="call_deadline_s=3600.0")
+    fix = 'address="127.0.0.1:6379", or leave it out'
+    check_kind("address", address, str | None, "that of a Ray cluster", fix)
+    if backend == "inprocess" and address is not None:
+        raise PlanningError(
+            f'address={address!r} is of a Ray cluster, and backend="inprocess" joins none.\n'
+            f'fix: backend="ray", or leave address out'
+        )
+    if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
+        raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
+    check_word("local", local, get_args(LocalKind))
+    if local == "inductor":
+        _check_inductor(device)
+    check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
+    check_number("spares", spares, least=0, whole=True, fix="spares=1")
+    if snapshot_every is not None:
+        check_number("snapshot_every", snapshot_every, least=1, whole=True, fix="snapshot_every=1")
+    check_number("max_restarts", max_restarts, least=0, whole=True, fix="max_restarts=100")
+    recovers = backend == "ray" and (spares > 0 or snapshot_every is not None)
+    if recovers and (mode != "compiled" or device != "cpu"):
+        what = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
+        raise PlanningError(
+            f"{what} on Ray: ranks that are lost can be replaced in compiled mode on CPUs alone.\n"
+            f"fix: leave spares and snapshot_every out"
+        )
+    if launches:
+        raise PlanningError("a launch is running already; leave it before starting another")
+    cluster = launch_cluster(
+        size,
+        backend=backend,
+        device=device,
+        address=address,
+        deadline_s=deadline_s,
+        call_deadline_s=call_deadline_s,
+        spares=spares,
+        snapshot_every=snapshot_every,
+        max_restarts=max_restarts,
+    )
+    running = Launch(cluster, mode, local)
+    (first, own), *others = places.items()
+    running.sessions[first] = run = LaunchSession(first, running.part(first, own), running)
+    for other, ranks_there in others:
+        running.add(other, ranks_there)
+    launches.append(running)
+    actors = Offer(backend, address, deadline_s, call_deadline_s)
+    try:
+        yield run
+        running.settle()
+        actors.end()
+    except BaseException as error:
+        for lost in filter(None, [saved.told() for saved in running.saves]):
+            error.add_note(lost)
+        try:
+            _leave(running, actors, bring_home)
+        except (DaftError, PlanningError) as lost:  # which reading the weights says, too
+            error.add_note(f"and not all weights came home: {lost}")
+        raise
+    _leave(running, actors, bring_home)
+
+
+def _check_inductor(device: str) -> None:
+    """PlanningError where torch's compiler has no C++ compiler, and on other devices than CPUs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if device != "cpu":
+        raise PlanningError(
+            f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'
+            f'fix: device="cpu", or leave local out'
+        )
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise PlanningError(
+            f'local="inductor" needs a C++ compiler, and there is none here: {error}\n'
+            f"fix: install g++, or set CXX to a compiler; or leave local out"
+        ) from error
+
+
+def _leave(running: Launch, actors: Offer, bring_home: bool) -> None:
+    launches.remove(running)
+    try:
+        actors.end(quiet=True)
+    finally:
+        running.close(bring_home=bring_home)

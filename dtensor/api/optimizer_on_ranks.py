@@ -1,0 +1,240 @@
+"""An optimizer's state, from the controller to the tables of a session's ranks.
+
+    home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
+    name, spec, ranks = home.named["up.weight", "exp_avg"]
+    # "model 0: optimizer 0: exp_avg of up.weight"; f32[64@dp,16], [16,16] on each; (0, 1, 2, 3)
+
+Each value that the plan's update reads has a name there and is cut as the plan says; a `step` is a
+number on all ranks. One that an earlier program has put there, and nobody has looked at since,
+stays. What no update reads is kept whole (`OptimizerHome.rest`), for one that does.
+
+Not here: how it comes back (resident.py), how it is named and updated (runtime/shard_optimizer.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dtensor.api.away import AwayState, Entries
+from dtensor.api.parallel import ParallelModule
+from dtensor.api.resident import Named, OptimizerHome
+from dtensor.api.session import MeshSession
+from dtensor.api.stating.stages import StagePlan
+from dtensor.api.together import Models
+from dtensor.errors import PlanningError
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.runtime.shard_optimizer import (
+    MASTER,
+    NUMBERS,
+    ShardOptimizer,
+    absent,
+    keys_of,
+    value_name,
+)
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import Update
+from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec, alike
+
+
+def place_optimizer(
+    session: MeshSession,
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    groups: tuple[tuple[str, ...], ...],
+    plan: Plan,
+    stages: StagePlan,
+    models: Models,
+    *,
+    masters: bool,
+) -> OptimizerHome:
+    """The values of the state that the plan's update reads go to the ranks' tables, and anew
+    where somebody has looked at it since. A tensor of its parameter's shape is cut as the plan
+    says that the state is stored, numbers are replicated; what there is not yet is absent
+    (shard_optimizer.py). Beside them stands what updates.
+
+    PlanningError where two steps share an optimizer and one of them wants masters; where a
+    state has not what the class reads.
+    """
+    resident = session.resident(model)
+    home = resident.optimizers.get(id(optimizer))
+    if home is not None and home.masters != masters:
+        raise PlanningError(
+            f"two steps share a {type(optimizer).__name__}: one has "
+            f"master_weights={home.masters}, this one master_weights={masters}.\n"
+            f"fix: master_weights={home.masters} here too, or an optimizer of its own"
+        )
+    # the parameters first: what the program takes is checked there
+    session.place(models, plan, stages)
+    if home is None or home.moves != resident.moves:
+        _check_own(model, optimizer)
+    keys = tuple(keys_of(type(optimizer), group) for group in optimizer.param_groups)
+    if home is not None and home.current and home.placed is plan and home.keys == keys:
+        home.moves = resident.moves
+        return home
+    name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
+    updated = updated_by(plan, dict(zip(groups, keys, strict=True)), name)
+    known = {} if home is None else home.named
+    if known:
+        _check_as_before(known, updated)
+    elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
+    if home is None or not home.current or elsewhere:
+        held: object = optimizer.state
+        entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
+        new = {**known, **updated}
+        kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
+        home = OptimizerHome(*kept_by)
+        if isinstance(held, AwayState) and held.on_disk is not None:
+            home.on_disk = True
+            home.state.changed()
+        resident.optimizers[id(optimizer)] = home
+        kind = type(optimizer)
+        session.put([{name: ShardOptimizer(kind, masters)} for _ in range(session.mesh.size)])
+    else:
+        new = {which: updated[which] for which in updated if which not in known}
+    _put_state(session, home, model, new)
+    home.named |= new
+    home.keys, home.placed, home.moves = keys, plan, resident.moves
+    home.updated = frozenset(updated)
+    return home
+
+
+def _put_state(
+    session: MeshSession,
+    home: OptimizerHome,
+    model: ParallelModule,
+    new: dict[tuple[str, str], Named],
+) -> None:
+    """Put values of the state, those that there are out of ``home.rest``."""
+    parameters, nothing = dict(model.module.named_parameters()), absent("cpu")
+    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
+    read = frozenset[tuple[str, str]]()
+    if home.on_disk:
+        from dtensor.api.kept import shards_on_disk
+
+        own = shards_on_disk(home, parameters, new)
+        session.make(own, {name: name for wanted in own for name in wanted})
+        read = home.made & new.keys()
+    for (label, key), (name, spec, ranks) in list(new.items()):
+        if (label, key) in read:
+            continue
+        entries = home.rest.get(parameters[label], {})
+        if entries:
+            entries = _with_memory(entries, label, home.optimizer)
+        value = entries.get(key)
+        if value is None:
+            if entries or home.made:
+                _check_made(home, label, key, entries)
+        else:
+            home.made |= {(label, key)}
+            value = _as_stored(value, spec, key, label)
+            spec = replace(spec, dtype=value.dtype)
+            new[label, key] = name, spec, ranks
+        for rank in ranks:
+            here = session.mesh.coordinates(rank)
+            values[rank][name] = nothing if value is None else shard_of(value, spec, here)
+    if any(values):
+        session.put(values)
+    if home.rest:
+        home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
+
+
+def updated_by(
+    plan: Plan, keys: Mapping[tuple[str, ...], tuple[str, ...]], optimizer: str
+) -> dict[tuple[str, str], Named]:
+    """The values of the state that the plan's update has; ``keys``: by the names of the groups."""
+    keys_by_label = {label: own for group, own in keys.items() for label in group}
+    items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
+    found: dict[tuple[str, str], Named] = {}
+    for step in plan.steps:
+        if not isinstance(step, Update):
+            continue
+        item, label, masters = items[step.parameter], step.parameter, bool(step.master_bytes)
+        state = on_mesh(plan, item.state)
+        wide = replace(state, dtype=torch.float32) if masters else state
+        number = TensorSpec((), torch.float32, state.mesh, (REPLICATE,) * len(state.placements))
+        for key in (*keys_by_label[label], *([MASTER] if masters else [])):
+            name = value_name(optimizer, key, label)
+            spec = number if key in NUMBERS else wide
+            found[label, key] = name, spec, holders(plan, item)
+    return found
+
+
+def _check_as_before(known: Mapping[Any, Named], updated: Mapping[Any, Named]) -> None:
+    for (label, key), (_, spec, _) in updated.items():
+        _, before, _ = known.get((label, key), ("", spec, ()))
+        if not alike(before, spec):
+            raise PlanningError(
+                f"{key} of {label} is stored as {before}, this program wants it stored as {spec}"
+            )
+
+
+def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
+    """What is not on the ranks; a master of a parameter without one any more is old."""
+    old = {(parameter, MASTER) for parameter, _ in taken}
+    found = {
+        parameter: {k: v for k, v in entries.items() if (parameter, k) not in taken | old}
+        for parameter, entries in rest.items()
+    }
+    return {parameter: entries for parameter, entries in found.items() if entries}
+
+
+def _with_memory(
+    entries: Mapping[str, Any], label: str, optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
+    """A parameter's state; on the meta device it has values only where it is what Adagrad begins
+    with, the same number everywhere."""
+    empty = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
+    begins = optimizer.defaults.get("initial_accumulator_value")
+    for key, value in empty.items():
+        if key != "sum" or begins is None or value.is_complex() or float(entries["step"]) != 0:
+            raise PlanningError(
+                f"{key} of {label} is on the meta device and has no value.\n"
+                f"fix: dt.load_state_dict(model, opt, state), which keeps the values"
+            )
+        whole = torch.full((), begins, dtype=value.dtype).expand(value.shape)
+        entries = {**entries, key: whole}
+    return entries
+
+
+def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any]) -> None:
+    """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
+    there = {k for known, k in home.made if known == label} | set(entries)
+    there = {k for k in there - {MASTER} if entries.get(k) is not None or (label, k) in home.made}
+    if key == MASTER or type(home.optimizer) is torch.optim.SGD or not there:
+        return
+    raise PlanningError(
+        f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "
+        f"{', '.join(sorted(there))}.\n"
+        f"fix: the options with which the state was made, or an optimizer of its own"
+    )
+
+
+def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor:
+    """A given value of a state, of the spec's shape and, but for a number, its dtype."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value)
+    if tuple(value.shape) != spec.shape:
+        raise PlanningError(
+            f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
+            f"fix: load the state of the same optimizer and model"
+        )
+    keeps = key in NUMBERS or not value.is_floating_point()
+    return value.detach() if keeps else value.detach().to(spec.dtype)
+
+
+def _check_own(model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+    """Whether the module still has the objects that the optimizer would update."""
+    own = {id(p) for p in model.module.parameters()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in own:
+            raise PlanningError(
+                f"the optimizer holds a parameter of shape {list(parameter.shape)} in whose place "
+                f"the module has another object, which torch would not train.\n"
+                f"fix: build the optimizer and the step anew, over model.parameters()"
+            )
