@@ -12,7 +12,7 @@ Public names are those below; what is not here is private.
 
 from dtensor import daft, testing
 from dtensor.api import placements
-from dtensor.api.checkpoint import Loaded, Saved, load, resume, save
+from dtensor.api.checkpoint import Loaded, load, resume, save
 from dtensor.api.comparison import Compared, Comparison, compare
 from dtensor.api.compiled import compile
 from dtensor.api.eager.policy import implicit_redistribution
@@ -25,6 +25,7 @@ from dtensor.api.randomness import manual_seed
 from dtensor.api.replica import replica, sync, sync_plan
 from dtensor.api.rollouts import Rollouts, rollouts
 from dtensor.api.rule import rule
+from dtensor.api.saves import Saved
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.stating.stages import Auto
 from dtensor.api.status import Status, status

@@ -15,7 +15,7 @@ is written by exactly one rank, and which one follows from the specs alone.
 A load has each rank read the blocks of its own shards, and nothing else; all agree that all have
 all before new values take the place of the old, as in a sync (between_meshes.py).
 
-Not here: what is in the files (checkpoint/), who waits for a save (api/checkpoint.py).
+Not here: what is in the files (checkpoint/), who waits for a save (api/saves.py).
 """
 
 from __future__ import annotations
