@@ -18,7 +18,8 @@ import sys
 import time
 from typing import Any
 
-from dtensor.daft.ray.launch_folder import LaunchSeen, launches, own_directory
+from dtensor.daft.ray.launch_folder import LaunchSeen, launches
+from dtensor.daft.ray.own_folder import own_directory
 
 EPILOG = """\
 exit status: 0, nobody hangs; 1, somebody does; 2, there is no such launch.

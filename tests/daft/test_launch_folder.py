@@ -17,15 +17,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.daft.ray import launch_folder
+from dtensor.daft.ray import launch_folder, own_folder
 from dtensor.daft.ray.late import Late
-from dtensor.daft.ray.launch_folder import LaunchFolder, launches, own_directory
+from dtensor.daft.ray.launch_folder import LaunchFolder, launches
+from dtensor.daft.ray.own_folder import OwnFolder, own_directory, sweep
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.verification.verifier import verify
@@ -130,17 +132,30 @@ time.sleep(600)
     mine.close()
 
 
-def test_a_folder_without_a_lock_is_left_while_it_is_young(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_lock_is_nobodys(scratch: Path) -> None:
     own_directory().mkdir(mode=0o700)
-    for name in ("1-new", "ray"):  # one that is starting, and what is no launch
+    for name in ("1-left", "ray"):  # the second is no launch
         (own_directory() / name).mkdir()
     assert launches() == []
-    assert sorted(os.listdir(own_directory())) == ["1-new", "ray"]
-    monkeypatch.setattr(launch_folder, "YOUNG_S", -1.0)
-    assert launches() == []
     assert os.listdir(own_directory()) == ["ray"]
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = tempfile.mkdtemp, list[str]()
+
+    def swept(**given: Any) -> str:
+        made.append(make(**given))
+        if len(made) < 3:
+            sweep(tmp_path, "*")
+        return made[-1]
+
+    monkeypatch.setattr(own_folder.tempfile, "mkdtemp", swept)
+    with OwnFolder(tmp_path, "1-") as folder:
+        sweep(tmp_path, "*")  # it is locked
+        assert os.listdir(tmp_path) == [folder.path.name] and str(folder.path) == made[2]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_that_others_may_enter_is_refused(scratch: Path) -> None:

@@ -27,7 +27,7 @@ from dtensor.daft import (
 )
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.memory_folder import MemoryFolder, sweep
+from dtensor.daft.ray.own_folder import OwnFolder
 from tests.chaos.watch import running
 from tests.daft.programs import function, pipeline, program
 
@@ -242,27 +242,18 @@ def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.Mo
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_folders_of_nobody_are_removed(tmp_path: Path) -> None:
-    with MemoryFolder() as own:
+def test_folders_of_nobody_are_removed() -> None:
+    with OwnFolder.in_memory() as own:
+        there, said = os.pipe()
         pid = os.fork()
         if not pid:
-            MemoryFolder()
+            os.write(said, bytes(OwnFolder.in_memory().path))
             os._exit(0)  # as if it had been killed
         os.waitpid(pid, 0)
-        prefix = own.path.name[: own.path.name.rindex("-") + 1]
-        sweep(prefix)
-        assert own.path.exists()
-        left = [p for p in Path("/dev/shm").glob(f"{prefix}*") if p != own.path]
-        assert not any((p / "owner").exists() and _is_free(p / "owner") for p in left)
+        left = Path(os.read(there, 1000).decode())
+        os.close(there)
+        os.close(said)
+        assert left.exists() and left.parent == own.path.parent
+        with OwnFolder.in_memory():
+            assert own.path.exists() and not left.exists()
     assert not own.path.exists()
-
-
-def _is_free(path: Path) -> bool:
-    import fcntl
-
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True

@@ -12,60 +12,45 @@ program what stands at each position of its lists (`program3.json`, `status/line
 
 Invariants: the directory is the user's and nobody else may enter it (0700), or it is not used: a
 launch then has a folder of its own that others do not find, with a warning, and who looks gets a
-`PermissionError`. All that is read there is data. A file appears whole. A launch holds a lock on
-its folder, which ends with its process however that ends, and which keeps systemd from removing it
-for its age; what nobody holds is removed by whoever looks or launches next. The directory itself
-stays. It does not import Ray.
+`PermissionError`. All that is read there is data. A file appears whole. What a launch has left
+whose process was killed is removed by whoever looks or launches next (own_folder.py). The
+directory itself stays. It does not import Ray.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-import stat
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from dtensor.daft.ray.own_folder import OwnFolder, check_own, make_own, own_directory, sweep
 from dtensor.daft.ray.progress import progress_of
 from dtensor.daft.status.diagnosis import Launched, diagnose
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.seen import Progress, Seen, ThreadSeen, look, thread
 from dtensor.daft.status.status import Status
 
-YOUNG_S = 60.0
-"""A folder without a lock and a launch that is no older is about to get both."""
 ALSO = "/tmp"  # is looked at: who looks may have another TMPDIR
 _LAUNCH = "launch.json"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def own_directory(parent: str | None = None) -> Path:
-    """Where this user's launches have their folders, in `parent` or where temporary files go."""
-    return Path(parent or tempfile.gettempdir()) / f"dtensor-{os.geteuid()}"
 
 
 class LaunchFolder:
     """A launch's own, until it is closed. `path`: files in it that end with the launch go there."""
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path = path
-        self._lock = lock
+    def __init__(self, own: OwnFolder) -> None:
+        self.path = own.path
+        self._own = own
 
     @staticmethod
     def make() -> LaunchFolder:
-        path = _new_folder()
-        lock = os.open(path, _FOLDER)
-        with suppress(OSError):  # a file system without locks: then nobody takes it for dead
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        _sweep(path.parent)
-        return LaunchFolder(path, lock)
+        own = _new_folder()
+        _sweep(own.path.parent)
+        return LaunchFolder(own)
 
     def say(self, kind: str, hosts: Mapping[str, Sequence[int]]) -> None:
         """What the launch is: "ranks" or "actors"; and the file of each host's counter, with the
@@ -95,10 +80,7 @@ class LaunchFolder:
 
     def close(self) -> None:
         """Twice is fine."""
-        if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        self._own.close()
 
     def _write(self, name: str, data: object) -> None:
         part = self.path / f".{name}"
@@ -188,7 +170,7 @@ def launches() -> list[LaunchSeen]:
         if not directory.exists():
             continue
         try:
-            _check_own(directory)
+            check_own(directory)
         except PermissionError as error:
             refused.append(error)
             continue
@@ -212,57 +194,21 @@ def _born(path: Path) -> float:
         return 0.0
 
 
-def _new_folder() -> Path:
+def _new_folder() -> OwnFolder:
     directory, prefix = own_directory(), f"{os.getpid()}-"
     try:
         make_own(directory)
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
+        return OwnFolder(directory, prefix)
     except PermissionError as error:
         warnings.warn(
             f"{error}\n`python -m dtensor status` will not find this launch.",
             RuntimeWarning,
             stacklevel=2,
         )
-        return Path(tempfile.mkdtemp(prefix="dtensor-"))
-
-
-def make_own(directory: Path) -> None:
-    """A directory that nobody else may enter. `PermissionError` if there is another."""
-    with suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    _check_own(directory)
-
-
-def _check_own(directory: Path) -> None:
-    facts = directory.lstat()
-    if not stat.S_ISDIR(facts.st_mode):
-        what, fix = "is no directory", f"look who has made it, and remove {directory}"
-    elif facts.st_uid != os.geteuid():
-        what = f"belongs to user {facts.st_uid}, and this is user {os.geteuid()}"
-        fix = "set TMPDIR to a directory of your own, for launches and for who looks at them"
-    elif facts.st_mode & 0o077:
-        what = f"is open to others (mode {stat.S_IMODE(facts.st_mode):04o})"
-        fix = f"chmod 700 {directory}"
-    else:
-        return
-    raise PermissionError(f"{directory} {what}: it is not used.\n  Fix: {fix}.")
+        return OwnFolder(Path(tempfile.gettempdir()), "dtensor-")
 
 
 def _sweep(directory: Path) -> None:
     """Remove the folders whose launches have ended without doing so."""
-    if directory.name != own_directory().name:  # it is not ours alone: a launch was refused one
-        return
-    for path in directory.glob("*-*"):
-        if not (path / _LAUNCH).exists() and time.time() - _born(path) < YOUNG_S:
-            continue  # it is about to be locked
-        try:
-            lock = os.open(path, _FOLDER)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # it runs, or that cannot be told
-            pass
-        finally:
-            os.close(lock)
+    if directory.name == own_directory().name:  # else a launch was refused it: it is not ours alone
+        sweep(directory, "*-*")

@@ -31,8 +31,8 @@ import ray.exceptions
 from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.host import Host
 from dtensor.daft.ray.launch_folder import LaunchFolder
-from dtensor.daft.ray.memory_folder import MemoryFolder
 from dtensor.daft.ray.messages import Invitation
+from dtensor.daft.ray.own_folder import OwnFolder
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
 from dtensor.daft.ray.starting import (
@@ -288,7 +288,7 @@ class Home:
     def snapshots(self) -> Path:
         """The launch's own folder in memory, 0700, for what outlives a process."""
         if self._snapshots is None:
-            self._snapshots = self._ending.enter_context(MemoryFolder()).path
+            self._snapshots = self._ending.enter_context(OwnFolder.in_memory()).path
         return self._snapshots
 
     def announce(self, key: str) -> None:

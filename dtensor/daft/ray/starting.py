@@ -20,7 +20,6 @@ import os
 import secrets
 import signal
 import socket
-import stat
 import sys
 import tempfile
 import threading
@@ -34,6 +33,8 @@ from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants
+
+from dtensor.daft.ray.own_folder import make_own, own_directory
 
 RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
@@ -131,12 +132,11 @@ def _own_folder() -> str:
     to replace the sockets: hence inside one of the user's own. Not in `tempfile`'s: a socket's path
     has 107 bytes at most, and Ray needs 64 of them."""
     base = os.environ.get("RAY_TMPDIR", "/tmp")
-    own = Path(base, f"dtensor-{os.getuid()}")
-    with suppress(FileExistsError):
-        own.mkdir(mode=0o700)
-    found = own.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))  # it is somebody else's
+    own = own_directory(base)
+    try:
+        make_own(own)
+    except PermissionError:  # it is somebody else's
+        own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))
     return str(own / "ray")
 
 
