@@ -182,7 +182,9 @@ def test_the_path_of_the_readmes_example():
     text = python("-W", "ignore", "-m", "tests.path")
     files, lines, ran = (int(n.replace(",", "")) for n in re.findall(r"[\d,]+\d", text))
     assert files > 20 and lines > ran > 1000
-    assert files <= 93 and lines <= 23_850 and ran <= 10_900, text
+    # runs that are undone, steps that go on elsewhere, an optimizer's state as named values: 700
+    # lines more; and launching apart from sessions, and these from an optimizer's state
+    assert files <= 95 and lines <= 24_550 and ran <= 11_160, text
 
 
 def test_long_files_are_looked_at():
