@@ -27,7 +27,6 @@ from dtensor.runtime.checkpoint.manifest import read_manifest
 from dtensor.runtime.checkpoint.records import (
     CheckpointError,
     PartRecord,
-    StoredPiece,
     TensorPiece,
     TensorRecord,
     running_checks,
@@ -76,23 +75,7 @@ def write_hf_part(folder: str, rank: int, pieces: Sequence[TensorPiece]) -> Part
         record = PartRecord(
             rank=rank,
             files={},
-            tensors=tuple(
-                TensorRecord(
-                    path=piece.path,
-                    dtype=piece.tensor.dtype,
-                    shape=piece.shape,
-                    pieces=(
-                        StoredPiece(
-                            offsets=piece.offsets,
-                            sizes=tuple(piece.tensor.shape),
-                            file=there[piece.name].pieces[0].file,
-                            data_at=None,
-                            nbytes=piece.tensor.numel() * piece.tensor.itemsize,
-                        ),
-                    ),
-                )
-                for piece in pieces
-            ),
+            tensors=tuple(piece.stored(there[piece.name].pieces[0].file) for piece in pieces),
             bytes_written=nbytes,
             bytes_linked=0,
         )
@@ -127,7 +110,7 @@ def _write_into(descriptor: int, piece: TensorPiece, record: TensorRecord) -> in
     assert begin is not None
     data = piece.data()
     at = 0
-    for first, number in runs(piece.offsets, tuple(piece.tensor.shape), piece.shape):
+    for first, number in runs(piece.offsets, piece.sizes, piece.shape):
         write_at(descriptor, data[at : at + number * itemsize], begin + first * itemsize)
         at += number * itemsize
     return at
@@ -213,8 +196,7 @@ Key = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[i
 
 
 def _key(piece: TensorPiece, checks: tuple[int, ...]) -> Key:
-    sizes = tuple(piece.tensor.shape)
-    return piece.name, str(piece.tensor.dtype), piece.shape, piece.offsets, sizes, checks
+    return piece.name, str(piece.tensor.dtype), piece.shape, piece.offsets, piece.sizes, checks
 
 
 def _records_by_file(previous: Path | None) -> dict[str, list[list[Key]]]:
@@ -250,12 +232,11 @@ def _buckets(
     bucket: list[tuple[TensorPiece, tuple[int, ...]]] = []
     size = 0
     for piece, checks in pieces:
-        nbytes = piece.tensor.numel() * piece.tensor.itemsize
-        if bucket and size + nbytes > BUCKET_BYTES:
+        if bucket and size + piece.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append((piece, checks))
-        size += nbytes
+        size += piece.nbytes
     if bucket:
         yield bucket
 
@@ -267,24 +248,9 @@ def _laid_out(
     records: list[TensorRecord] = []
     at = 0
     for piece, checks in bucket:
-        sizes = tuple(piece.tensor.shape)
-        frame = Frame.of(piece.tensor.dtype, sizes)
-        nbytes = piece.tensor.numel() * piece.tensor.itemsize
-        length = len(frame.head) + nbytes + len(frame.after)
-        stored = StoredPiece(
-            offsets=piece.offsets,
-            sizes=sizes,
-            file=file,
-            data_at=at + len(frame.head),
-            nbytes=nbytes,
-            item=(at, length),
-            checks=checks,
-        )
-        records.append(
-            TensorRecord(
-                path=piece.path, dtype=piece.tensor.dtype, shape=piece.shape, pieces=(stored,)
-            )
-        )
+        frame = Frame.of(piece.tensor.dtype, piece.sizes)
+        length = len(frame.head) + piece.nbytes + len(frame.after)
+        records.append(piece.stored(file, at + len(frame.head), (at, length), checks))
         at += length
     return records, at
 
@@ -292,7 +258,7 @@ def _laid_out(
 def _content(bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]]) -> Iterator[memoryview]:
     """The bytes of the file of a bucket."""
     for piece, checks in bucket:
-        frame = Frame.of(piece.tensor.dtype, tuple(piece.tensor.shape))
+        frame = Frame.of(piece.tensor.dtype, piece.sizes)
         yield memoryview(frame.head)
         yield piece.data()
         yield memoryview(frame.tail(checks[-1] if checks else 0))

@@ -55,7 +55,7 @@ class TensorPiece:
     tensor: Tensor
 
     def __post_init__(self) -> None:
-        sizes = tuple(self.tensor.shape)
+        sizes = self.sizes
         if not (len(self.shape) == len(self.offsets) == len(sizes)) or any(
             at < 0 or at + size > whole
             for at, size, whole in zip(self.offsets, sizes, self.shape, strict=True)
@@ -73,6 +73,35 @@ class TensorPiece:
     @property
     def name(self) -> str:
         return ".".join(self.path)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    def stored(
+        self,
+        file: str,
+        data_at: int | None = None,
+        item: tuple[int, int] | None = None,
+        checks: tuple[int, ...] | None = None,
+    ) -> TensorRecord:
+        """The record of the tensor with this piece alone, which lies there."""
+        piece = StoredPiece(
+            offsets=self.offsets,
+            sizes=self.sizes,
+            file=file,
+            data_at=data_at,
+            nbytes=self.nbytes,
+            item=item,
+            checks=checks,
+        )
+        return TensorRecord(
+            path=self.path, dtype=self.tensor.dtype, shape=self.shape, pieces=(piece,)
+        )
 
     def data(self) -> memoryview:
         """Its bytes in row-major order, in this process's memory; copied only if they must be."""
