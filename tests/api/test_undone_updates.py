@@ -31,7 +31,8 @@ class _Model(nn.Module):
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.drop(self.norm(self.up(x)).relu()))
+        hidden = self.drop(self.norm(self.up(x.to(self.up.weight.dtype)).float()).relu())
+        return self.down(hidden.to(self.down.weight.dtype)).float()
 
 
 def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -43,6 +44,7 @@ OPTIMIZERS = {
     "Adam by torch's loop": partial(torch.optim.Adam, lr=0.01, foreach=True),
     "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
     "plain SGD": partial(torch.optim.SGD, lr=0.01),
+    "AdamW on masters": partial(torch.optim.AdamW, lr=0.01),
 }
 
 
@@ -71,13 +73,18 @@ def test_an_update_that_fails_is_undone(
     monkeypatch.setattr(shard_optimizer, "_update", failing)
     for fails in (False, True):
         torch.manual_seed(0)
+        masters = kind == "AdamW on masters"
         module = _Model()
+        for layer in (module.up, module.down) if masters else ():
+            layer.to(torch.bfloat16)
         zero = {"dp": 3} if "dp" in mesh else None
         placements = {"up.weight": dict(tp=dt.Column())} if "tp" in mesh else {}
         model = dt.parallelize(module, dt.Mesh(**mesh), placements, zero=zero)
         opt = OPTIMIZERS[kind](module.parameters())
         inputs = dict(dp=dt.Row()) if "dp" in mesh else {}
-        step = dt.train_step(model, _loss, opt, inputs=inputs)
+        step = dt.train_step(
+            model, _loss, opt, inputs=inputs, master_weights=masters, clip_grad_norm=1.0
+        )
         losses: list[float] = []
         with dt.launch(dt.Mesh(**mesh)) as running:
             for number in range(5):

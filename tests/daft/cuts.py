@@ -48,7 +48,7 @@ from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Copies, Store
 from dtensor.daft.run.transport import LocalTransport, Pending
-from dtensor.daft.run.undoing import Change
+from dtensor.daft.run.undoing import TableChange
 from dtensor.daft.run.undone import Counters, Spoiled
 from dtensor.daft.run.worker import Counted, Worker
 from dtensor.daft.verification.pairing import Site, instruction_at
@@ -253,7 +253,7 @@ class _Ready(LocalTransport):
 class _Host:
     rank: int
     worker: Worker
-    queue: deque[tuple[Any, tuple[Any, ...], Change]] = field(default_factory=deque)
+    queue: deque[tuple[Any, tuple[Any, ...], TableChange]] = field(default_factory=deque)
     at: int | None = None
     """The position in the run under way."""
     was: dict[int, Table] = field(default_factory=dict)
@@ -283,7 +283,7 @@ class World:
         self.rolled_back = 0
         self.slow = 0
         self.most = 0
-        self.sent: list[list[tuple[Any, tuple[Any, ...], Change]]] = [[] for _ in range(size)]
+        self.sent: list[list[tuple[Any, tuple[Any, ...], TableChange]]] = [[] for _ in range(size)]
         self.hosts = [_Host(rank, self._worker(rank, self._fresh(rank))) for rank in range(size)]
         for host in self.hosts:
             host.was[0] = {}
@@ -345,7 +345,7 @@ class World:
     ) -> None:
         number, sure, taken = self.changes.add(places, together=together, commits=commits)
         for rank, part, committed in zip(places, parts, sure, strict=True):
-            message = method, part, Change(number, committed, taken)
+            message = method, part, TableChange(number, committed, taken)
             self.sent[rank].append(message)
             self.hosts[rank].queue.append(message)
 
@@ -390,7 +390,7 @@ class World:
             host.at += 1
         return True
 
-    def _ended(self, host: _Host, change: Change) -> None:
+    def _ended(self, host: _Host, change: TableChange) -> None:
         host.queue.popleft()
         host.was[change.number] = copied(host.worker)
         assert host.worker._undoing is not None

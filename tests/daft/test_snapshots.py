@@ -23,7 +23,7 @@ from dtensor.daft.cluster.changes import Changes
 from dtensor.daft.run.snapshot_file import SnapshotFile, nbytes_of
 from dtensor.daft.run.snapshots import Copies, Snapshots
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.run.undoing import Change
+from dtensor.daft.run.undoing import TableChange
 from dtensor.daft.run.undone import Undone
 from dtensor.daft.run.worker import Worker
 from dtensor.daft.verification.verifier import verify
@@ -273,17 +273,17 @@ def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) 
     store = SnapshotFile.create(shm, (0,))
     worker = Worker((0,), torch.device("cpu"), LocalTransport(), snapshots=store)
     worker.load(0, verify(made, ((0,),)).lists[0], made)
-    worker.put({0: {"w": torch.zeros(2), "old": 1}}, {}, Change(1))
+    worker.put({0: {"w": torch.zeros(2), "old": 1}}, {}, TableChange(1))
 
-    def run(x: float, change: Change, drop: dict[int, list[str]]) -> object:
+    def run(x: float, change: TableChange, drop: dict[int, list[str]]) -> object:
         return worker.run(0, {0: {"x": torch.tensor(x)}}, drop=drop, change=change)
 
-    run(1.0, Change(2, taken=False), {})
-    assert isinstance(run(200.0, Change(3), {0: ["old"]}), Undone)
+    run(1.0, TableChange(2, taken=False), {})
+    assert isinstance(run(200.0, TableChange(3), {0: ["old"]}), Undone)
     assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
     with pytest.raises(LookupError):
         worker.get({0: ["old"]})
-    run(2.0, Change(4, taken=False), {})
+    run(2.0, TableChange(4, taken=False), {})
     assert worker.ended() == 4 and worker.roll_back(4) == 3  # what was taken
     assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
 

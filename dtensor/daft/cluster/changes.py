@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtensor.daft.run.undoing import Change
+from dtensor.daft.run.undoing import TableChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Changes:
             host, _, number = self._awaited.popleft()
             self.heard(host, number)
         number, sure, taken = self.add(hosts, together=together, commits=commits)
-        told = [Change(number, committed, taken) for committed in sure]
+        told = [TableChange(number, committed, taken) for committed in sure]
         return [(*part, change) for part, change in zip(parts, told, strict=True)]
 
     def awaits(self, hosts: Sequence[int], asked: Sequence[Any]) -> None:

@@ -52,7 +52,7 @@ _NOTHING = 0  # the number of an entry that is none
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Extent:
     begin: int
     nbytes: int
 
@@ -63,10 +63,10 @@ class RecordPlace:
 
     entry: int
     views: dict[Key, torch.Tensor]
-    data: Region
-    told: Region
+    data: Extent
+    told: Extent
     told_bytes: int
-    more: Region | None = None
+    more: Extent | None = None
 
 
 class SnapshotFile(Store):
@@ -80,7 +80,7 @@ class SnapshotFile(Store):
         self._free_entries: list[int] = []
         self._end = _DATA
         self._small = range(0)  # of a page for small regions, what is left
-        self._free: dict[int, list[Region]] = {}  # by size
+        self._free: dict[int, list[Extent]] = {}  # by size
         self._spare: dict[Keys, list[RecordPlace]] = {}
 
     @staticmethod
@@ -143,7 +143,7 @@ class SnapshotFile(Store):
             data = pickle.dumps(dict(others), protocol=pickle.HIGHEST_PROTOCOL)
             place.more = self._take(len(data))
             self._bytes(place.more)[: len(data)] = _tensor(data)
-        more = place.more or Region(0, 0)
+        more = place.more or Extent(0, 0)
         told = place.told
         at = _PAGE // 8 + place.entry * _ENTRY
         numbers = place.data.begin, place.data.nbytes, told.begin, told.nbytes, place.told_bytes
@@ -168,7 +168,7 @@ class SnapshotFile(Store):
         newest, oldest = self._head[1], self._head[2]
         self._num_entries = self._head[3]
         records: list[Record] = []
-        used: list[Region] = []
+        used: list[Extent] = []
         for entry in range(self._num_entries):
             at = _PAGE // 8 + entry * _ENTRY
             told_number, *numbers = self._head[at : at + _ENTRY].tolist()
@@ -177,7 +177,7 @@ class SnapshotFile(Store):
                 self._head[at] = _NOTHING
                 self._free_entries.append(entry)
                 continue
-            data, told, more = Region(*numbers[:2]), Region(*numbers[2:4]), Region(*numbers[5:7])
+            data, told, more = Extent(*numbers[:2]), Extent(*numbers[2:4]), Extent(*numbers[5:7])
             used += [data, told, more]
             place = RecordPlace(entry, {}, data, told, numbers[4], more if more.nbytes else None)
             records.append(self._record(number, bool(before), place))
@@ -215,7 +215,7 @@ class SnapshotFile(Store):
         return Record(number, place.views, others, absent, before, place)
 
     def _views(
-        self, data: Region, named: Iterable[tuple[int, str, str, list[int]]]
+        self, data: Extent, named: Iterable[tuple[int, str, str, list[int]]]
     ) -> dict[Key, torch.Tensor]:
         window, begin = self._bytes(data), 0
         views: dict[Key, torch.Tensor] = {}
@@ -236,7 +236,7 @@ class SnapshotFile(Store):
             self._free_entries += reversed(fresh)
         return self._free_entries.pop()
 
-    def _take(self, nbytes: int) -> Region:
+    def _take(self, nbytes: int) -> Extent:
         size = region_bytes(nbytes)
         if free := self._free.get(size):
             return free.pop()
@@ -250,11 +250,11 @@ class SnapshotFile(Store):
                 self._small.start,
                 range(self._small.start + size, self._small.stop),
             )
-            return Region(begin, size)
+            return Extent(begin, size)
         begin = -(-self._end // _PAGE) * _PAGE
         self._reserve(begin, size)
         self._end = begin + size
-        region = Region(begin, size)
+        region = Extent(begin, size)
         memory, offset = self._window(region)
         _advise(memory, _POPULATE_WRITE, offset, size)
         return region
@@ -288,7 +288,7 @@ class SnapshotFile(Store):
                 memory, offset = self._window(region)
                 memory.madvise(mmap.MADV_REMOVE, offset, region.nbytes)
 
-    def _forget_all_but(self, used: Iterable[Region]) -> None:
+    def _forget_all_but(self, used: Iterable[Extent]) -> None:
         end = _DATA
         for region in sorted(used, key=lambda r: r.begin):
             begin = -(-end // _PAGE) * _PAGE
@@ -298,16 +298,16 @@ class SnapshotFile(Store):
                     memory.madvise(mmap.MADV_REMOVE, 0, whole)
             end = max(end, region.begin + region.nbytes)
 
-    def _window(self, region: Region) -> tuple[mmap.mmap, int]:
+    def _window(self, region: Extent) -> tuple[mmap.mmap, int]:
         memory, offset, _ = self._mapped(region)
         return memory, offset
 
-    def _bytes(self, region: Region) -> torch.Tensor:
+    def _bytes(self, region: Extent) -> torch.Tensor:
         """u8[nbytes]"""
         _, offset, there = self._mapped(region)
         return there[offset : offset + region.nbytes]
 
-    def _mapped(self, region: Region) -> tuple[mmap.mmap, int, torch.Tensor]:
+    def _mapped(self, region: Extent) -> tuple[mmap.mmap, int, torch.Tensor]:
         end = region.begin + region.nbytes
         for where, memory, there in self._windows:
             if where.start <= region.begin <= end <= where.stop:

@@ -2,7 +2,7 @@
 
     undoing = Undoing(table, Copies(), ranks=(0, 1))
     undoing.load(7, program)
-    undoing.begin_run(7, inputs, {}, {}, Change(12, committed=11))   # then it runs
+    undoing.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))   # then it runs
     undoing.end_run()                                                # its state is what it wrote
 
 What a run writes the program says: state that a call writes or makes, inputs that are `changed` and
@@ -33,7 +33,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TableChange:
     """What a host is told of a change of its table: its number; `committed`: once it has ended
     here, nobody asks for a state before that one; `taken`: the state after it is to be kept."""
 
@@ -42,7 +42,7 @@ class Change:
     taken: bool = True
 
 
-UNNUMBERED = Change(0)
+UNNUMBERED = TableChange(0)
 
 
 class Undoing:
@@ -68,7 +68,7 @@ class Undoing:
     def unload(self, handle: int) -> None:
         del self._writes[handle]
 
-    def begin(self, change: Change, *named: Named) -> None:
+    def begin(self, change: TableChange, *named: Named) -> None:
         """A put or a delete of these."""
         keys = tuple(key for some in named for key in _keys(some))
         self._change, self._written, self._dropped = change, ((), ()), ()
@@ -81,7 +81,7 @@ class Undoing:
         inputs: Mapping[int, Mapping[str, object]],
         keep: Mapping[str, str],
         drop: Named,
-        change: Change,
+        change: TableChange,
     ) -> None:
         writes = self._writes[handle]
         if writes.alone:
@@ -94,7 +94,7 @@ class Undoing:
             state = (*state, *self._alone, COUNTERS)
         self.snapshots.begin(state)
 
-    def _asked_for(self, change: Change) -> bool:
+    def _asked_for(self, change: TableChange) -> bool:
         """Whether somebody may ask for the state before a change once it has ended: in one process
         that has all hosts, nobody does, and a run is undone while it is under way."""
         return self._outlives or change.committed < change.number

@@ -39,7 +39,7 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.transport import Transport
-from dtensor.daft.run.undoing import UNNUMBERED, Change, Stored, Undoing
+from dtensor.daft.run.undoing import UNNUMBERED, Stored, TableChange, Undoing
 from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, with_run
 from dtensor.daft.verification.pairing import Site
 
@@ -99,7 +99,7 @@ class Worker:
         self._returned: Collection[str] = ()  # of the run under way, as `_now` is
 
     def put(
-        self, values: Values, drop: Names = NOTHING_DROPPED, change: Change = UNNUMBERED
+        self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
     ) -> None:
         if self._undoing is not None:
             self._undoing.begin(change, drop, values)
@@ -131,7 +131,7 @@ class Worker:
         found = self._table.get(COUNTERS)
         return found if isinstance(found, Counters) else Counters()
 
-    def delete(self, names: Names, change: Change = UNNUMBERED) -> None:
+    def delete(self, names: Names, change: TableChange = UNNUMBERED) -> None:
         if self._undoing is not None:
             self._undoing.begin(change, names)
         self._drop(names)
@@ -188,7 +188,7 @@ class Worker:
         returned: Collection[str] = (),
         drop: Names = NOTHING_DROPPED,
         run: int = 0,
-        change: Change = UNNUMBERED,
+        change: TableChange = UNNUMBERED,
     ) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
         `returned`. `run` is its number."""
@@ -210,7 +210,7 @@ class Worker:
         returned: Collection[str],
         drop: Names,
         run: int,
-        change: Change = UNNUMBERED,
+        change: TableChange = UNNUMBERED,
     ) -> None:
         if self._undoing is not None:
             self._undoing.begin_run(handle, inputs, keep, drop, change)
