@@ -17,7 +17,7 @@ class Answer:
 
 
 def came(call: SentCall) -> bool:
-    return call.asked.there
+    return call.asked is not None and call.asked.there
 
 
 def sent(host: int, change: int | None, run: int | None, *, asked: bool = True) -> SentCall:
@@ -34,6 +34,7 @@ def test_an_answer_that_died_is_asked_for_again() -> None:
         for host in range(2):
             log.add(sent(host, number, run))
     for call in log.calls[:3]:
+        assert call.asked is not None
         call.asked.there = True  # all but host 1's to run 1, which has ended there
     ended = log.ended([2, 2], came)
     assert ended == [2, 1]
