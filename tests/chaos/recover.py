@@ -230,7 +230,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def recover(count: int, seed: int, *, per_launch: int = 5, spares: int = 1, only: str = "") -> int:
+def recover(count: int, seed: int, *, per_launch: int = 8, spares: int = 1, only: str = "") -> int:
     """So many faults, on all cases in turn; prints what became of them. 1 if anything differed."""
     from dtensor.daft.ray.starting import start_ray
 

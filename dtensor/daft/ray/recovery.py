@@ -31,8 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dtensor.daft.cluster.changes import Changes
-from dtensor.daft.cluster.cluster import Recovered
-from dtensor.daft.cluster.log import Log, Sent
+from dtensor.daft.cluster.log import Log, Recovered, SentCall
 from dtensor.daft.errors import ActorLost, ClusterClosed, CommunicationError, DaftError, Failure
 from dtensor.daft.ray.crew import NEW, Crew
 from dtensor.daft.ray.joining import HostFailed, Join
@@ -103,13 +102,13 @@ class Recovering(Protocol):
         """Send it all programs."""
         ...
 
-    def send_again(self, call: Sent) -> None: ...
+    def send_again(self, call: SentCall) -> None: ...
 
     def replayed(self, host: int) -> Sequence[tuple[int, str]]:
         """What replayable writes of programs write, by rank of a host and name."""
         ...
 
-    def read_by(self, call: Sent) -> Sequence[tuple[int, str]]:
+    def read_by(self, call: SentCall) -> Sequence[tuple[int, str]]:
         """What a run may read there, by rank and name."""
         ...
 
@@ -140,7 +139,7 @@ class Recovery:
             host = launch.crew.place(each.host.index)
             assert host is not None, "a call is one of a host's"
             self.log.add(
-                Sent(
+                SentCall(
                     host=host,
                     change=change,
                     run=run,
@@ -169,7 +168,7 @@ class Recovery:
         self._later.append((self.log.added, act))
         self.settle()
 
-    def _came(self, call: Sent) -> bool:
+    def _came(self, call: SentCall) -> bool:
         reply: Reply | None = None if call.asked is None else call.asked.ref
         if reply is None or reply.message is None:
             return False
