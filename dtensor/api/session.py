@@ -33,6 +33,7 @@ from dtensor.api.resident import Named, OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
+from dtensor.daft.cluster.cluster import Recovered
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.launching import Offer
 from dtensor.daft.run.worker import Counted
@@ -107,6 +108,11 @@ class MeshSession:
     @property
     def closed(self) -> bool:
         return self.launch.closed
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        """What was lost of the launch's ranks, and replaced, so far; empty in-process."""
+        return self.cluster.recoveries
 
     @property
     def local(self) -> LocalKind:

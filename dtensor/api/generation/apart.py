@@ -45,6 +45,7 @@ from dtensor.api.generation.programs import (
     caches_of,
     decode_program,
     prefill_program,
+    put_anew,
     settle_caches,
 )
 from dtensor.api.generation.requests import TextRequest
@@ -161,6 +162,13 @@ class Apart:
         self.clear()
         self._here, self._there = here, there
         self.own.initial.holders.clear()
+
+    def begin_again(self) -> None:
+        """The caches are gone; who was under way waits again."""
+        assert self._there is not None
+        self._under_way.clear()
+        self.clear()
+        put_anew(self._there, self.own)
 
     def clear(self) -> None:
         """Nobody is under way."""

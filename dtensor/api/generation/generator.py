@@ -41,6 +41,7 @@ from dtensor.api.generation.programs import (
     decode_program,
     live_spec,
     prefill_program,
+    put_anew,
     settle_caches,
 )
 from dtensor.api.generation.requests import (
@@ -58,6 +59,7 @@ from dtensor.api.generation.summary import Summary, summary_of
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.randomness import Counter, initial_seed, key_of
 from dtensor.api.session import MeshSession, session_for
+from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_number, check_word
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
@@ -121,6 +123,7 @@ class Generator:
         self._asked = Counter("generate")  # requests, for seeds that nobody states
         self._numbers = 0
         self._session: MeshSession | None = None
+        self._recovered = 0  # as of the session's cluster, when the caches were put
         self._live: DTensor | None = None
         self._seats: list[TextRequest | None] = [None] * slots
         self._waiting: deque[TextRequest] = deque()
@@ -328,6 +331,17 @@ class Generator:
         """Prefills who can sit, decodes for all who sit, and reads what is older than ``ahead``."""
         try:
             self._enter()
+            self._advance_once()
+        except BaseException:
+            self._clear()
+            raise
+
+    def _advance_once(self) -> None:
+        assert self._session is not None
+        cluster = self._session.cluster
+        if cluster.recovered != self._recovered:
+            self._begin_again()
+        try:
             with evaluating(self.model.module):
                 self._settle()
                 asked = self._admit()
@@ -336,9 +350,27 @@ class Generator:
                     made = self._decode(self.model, self.caches, self._live)
                     self._went(sitting, made, whole=True)
                 self._read(self.ahead if asked or sitting else 0)
-        except BaseException:
-            self._clear()
-            raise
+        except DaftError:
+            if cluster.recovered == self._recovered:
+                raise
+
+    def _begin_again(self) -> None:
+        """A rank was replaced, and its caches are gone: who was on the way is prefilled again, and
+        decodes again what it has. Tokens do not depend on the slot or on when they are made."""
+        assert self._session is not None
+        self._recovered = self._session.cluster.recovered
+        flying = [request for run in self._flying for _, request in run.of]
+        apart = [] if self._apart is None else self._apart.requests
+        seated = [request for request in self._seats if request is not None]
+        begun = [r for r in dict.fromkeys((*flying, *seated, *apart)) if not r.done]
+        self._flying.clear()
+        self._seats = [None] * self.slots
+        self._waiting.extendleft(reversed(begun))
+        for request in begun:
+            request.begin_again(self.model.version)
+        if self._apart is not None:
+            self._apart.begin_again()
+        put_anew(self._session, self.caches)
 
     def _admit(self) -> bool:
         """Those who came first sit, as many as there are free slots; those of one bucket enter
@@ -405,7 +437,10 @@ class Generator:
             if self._apart is not None:
                 for _, request in run.of:
                     self._apart.check(request)
+            assert self._session is not None
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
+            if self._session.cluster.recovered != self._recovered:
+                return  # it may have been made of what was lost
             for number, (row, request) in enumerate(run.of):
                 at = row if run.whole else number
                 request.took(tokens[at], logprobs[at])
@@ -425,6 +460,7 @@ class Generator:
             begun |= {id(r) for r in self._apart.requests}
             self._apart.enter()
         self._session = session
+        self._recovered = session.cluster.recovered
         self.caches.initial.holders.clear()  # zeros again: what was there ended with its launch
         spec = live_spec(self.model, self.rows, self.rows_over)
         self._live = placed(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)

@@ -23,6 +23,7 @@ from dtensor.api.compiled import CompiledFunction, compile
 from dtensor.api.generation.caches import Decoding, Prefill, Slots
 from dtensor.api.generation.forwards import Forward
 from dtensor.api.parallel import ParallelModule, chosen_by, parallelize
+from dtensor.api.session import MeshSession
 from dtensor.api.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
@@ -127,6 +128,13 @@ def settle_caches(caches: ParallelModule, decode: Plan) -> None:
     found = chosen_by(decode).items()
     own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
     caches.settle(own, decode.stage_ranks, caches.stage_plan)
+
+
+def put_anew(session: MeshSession, caches: ParallelModule) -> None:
+    """What ranks have of these counts no longer: each makes its zeros again."""
+    resident = session.resident(caches)
+    resident.forget(list(resident.specs))
+    caches.initial.holders.clear()
 
 
 def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:

@@ -92,6 +92,7 @@ class TextRequest:
     logprobs: list[float] = field(default_factory=list[float])
     reason: Reason | None = None
     versions: list[int] = field(default_factory=list[int])
+    again: int = 0  # of the tokens, so many are still to be made again
 
     @property
     def done(self) -> bool:
@@ -100,6 +101,14 @@ class TextRequest:
     def took(self, token: int, logprob: float) -> None:
         """One more token; none after the last."""
         if self.done:
+            return
+        if self.again:
+            known, self.again = self.tokens[-self.again], self.again - 1
+            if token != known:
+                raise RuntimeError(
+                    f"request {self.number} was made again, as a rank was lost, and a token came "
+                    f"out as {token} that had been {known}.\nfix: submit it again"
+                )
             return
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -116,6 +125,19 @@ class TextRequest:
             done=self.reason,
         )
         self.events.append(event)
+
+    def begin_again(self, version: int) -> None:
+        """Its keys and values were lost: they are made again, from the prompt on. RuntimeError if
+        the weights are others now than those that some of its tokens were made with."""
+        made = self.versions[: len(self.tokens)]
+        if any(known != version for known in made):
+            raise RuntimeError(
+                f"the cache of request {self.number} was lost with a rank, and the weights have "
+                f"changed since it was begun, so that it cannot be made again.\n"
+                f"fix: submit it again"
+            )
+        self.versions.clear()
+        self.again = len(self.tokens)
 
     def generated(self) -> Generated:
         assert self.reason is not None

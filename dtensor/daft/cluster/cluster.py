@@ -32,7 +32,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -54,6 +54,7 @@ from dtensor.daft.run.worker import (
     Change,
     Counted,
     Names,
+    Stored,
     Worker,
 )
 from dtensor.daft.verification.pairing import Hosts, merge_sites
@@ -134,6 +135,25 @@ class RecordedRun:
     begin: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was lost once, and what became of it. `failures`: of each lost process, what it was
+    doing; `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done
+    again; `begun`: when it was seen, by the monotonic clock."""
+
+    failures: tuple[Failure, ...]
+    ranks: tuple[int, ...]
+    by: tuple[str, ...]
+    runs: int
+    begun: float
+    seconds: float
+
+    def __str__(self) -> str:
+        again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
+        lost = "\n".join(map(str, self.failures))
+        return f"recovered in {self.seconds:.2f} s: replaced by {' and '.join(self.by)}, {again}\n{lost}"
+
+
 class Cluster(ABC):
     """`calls` counts the calls from the controller to actors; a compiled run makes one to each that
     takes part in it.
@@ -152,6 +172,17 @@ class Cluster(ABC):
     immediate: bool
     known_as: dict[int, str]
     recording: list[RecordedRun] | None = None
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        """What was lost, and replaced, so far."""
+        return ()
+
+    @property
+    def recovered(self) -> int:
+        """How often lost ranks were replaced so far. Values that only replayable writes have made,
+        as those of caches, do not outlive it: reading one is an error until it is put anew."""
+        return 0
 
     @abstractmethod
     def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
@@ -237,6 +268,23 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None
             )
 
 
+def _read_by(handle: Handle, inputs: Sequence[Mapping[str, object]]) -> Generator[tuple[int, str]]:
+    """The values in tables that a run with these inputs may read, by rank and name."""
+    for rank in handle.program.members:
+        for name in handle.program.ranks[rank].state:
+            yield rank, name
+        for value in inputs[rank].values():
+            if isinstance(value, Stored):
+                yield rank, value.name
+
+
+def _kept_by(handle: Handle, kept: Mapping[str, str]) -> Generator[tuple[int, str]]:
+    for rank in handle.program.members:
+        for output in handle.program.ranks[rank].outputs:
+            if output in kept:
+                yield rank, kept[output]
+
+
 def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
     """Consecutive ranks share a host: hosts_of(4, 2) == ((0, 1), (2, 3))."""
     if size < 1 or ranks_per_actor < 1:
@@ -298,6 +346,12 @@ class HostedCluster(Cluster):
         """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
         `read`, what it raises must come with another call."""
 
+    def _needs(self, keys: Iterable[tuple[int, str]]) -> None:
+        """Raises if one of these values of ranks was lost with a process."""
+
+    def _makes(self, keys: Iterable[tuple[int, str]]) -> None:
+        """These are put anew, or go."""
+
     def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
         """These calls were made, one of each host concerned, with the lock held."""
 
@@ -343,6 +397,7 @@ class HostedCluster(Cluster):
                 for (_, ranks), gone in zip(places, dropped, strict=True)
             ]
             self._change(Worker.put, places, parts)
+            self._makes((rank, name) for rank, own in enumerate(values) for name in own)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         check_size(self.size, names, "get")
@@ -350,6 +405,7 @@ class HostedCluster(Cluster):
         if not any(asked):
             asked = [own is not None for own in names]
         wanted = [tuple(own or ()) for own in names]
+        self._needs((rank, name) for rank, own in enumerate(wanted) for name in own)
         return _Called(self, self._submit_items(Worker.get, wanted, asked), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
@@ -410,6 +466,7 @@ class HostedCluster(Cluster):
             if counted is not None:
                 counted = self._settled(counted, handle)
             self._check()
+            self._needs(_read_by(handle, inputs))
             run, self.runs = self.runs, self.runs + 1
             self._note(run, handle, counted)
             dropped = self._dropped(drop, handle.places)
@@ -422,6 +479,8 @@ class HostedCluster(Cluster):
                     for own, gone in zip(fed, dropped, strict=True)
                 ]
                 asked = self._run(Worker.run, handle, parts, run)
+                if kept:
+                    self._makes(_kept_by(handle, kept))
                 future = _Called(self, asked, dict)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))

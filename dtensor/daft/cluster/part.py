@@ -25,6 +25,7 @@ from dtensor.daft.cluster.cluster import (
     Future,
     Handle,
     Mode,
+    Recovered,
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
@@ -71,6 +72,14 @@ class Part(Cluster):
     @property
     def runs(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.whole.runs
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        return self.whole.recoveries
+
+    @property
+    def recovered(self) -> int:
+        return self.whole.recovered
 
     @property
     def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -18,13 +18,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
+from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Recovered, hosts_of
 from dtensor.daft.cluster.log import Sent
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
@@ -36,22 +36,25 @@ from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
-from dtensor.daft.ray.recovery import STOPPED_S, Recovered, Recovery
+from dtensor.daft.ray.recovery import STOPPED_S, Recovery
 from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import Stored, Worker
 from dtensor.daft.verification.pairing import Site, instruction_at
 
 
 @dataclass(slots=True)
 class HostCall:
-    """A call of a host. `plain`: what is given in it of which hosts were sent the data before."""
+    """A call of a host. `plain`: what is given in it of which hosts were sent the data before;
+    `stored`: values of ranks that are given in it by their names."""
 
     kind: Kind
     functions: tuple[Method, ...]
     given: tuple[Any, ...] | Payload
     run: int | None
+    program: int | None = None
+    stored: tuple[tuple[int, str], ...] = ()
     plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
         default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
     )
@@ -159,6 +162,14 @@ class RayCluster(HostedCluster):
             asked = self._send(host, call := HostCall(kind, functions, payload, run))
             call.given, asked.call = payload.kept(), call
             call.plain = self._sent.known(part[0], plain) if plain else {}
+            if method is Worker.run:
+                call.program = part[0]
+                call.stored = tuple(
+                    (rank, value.name)
+                    for rank, own in part[1].items()
+                    for value in own.values()
+                    if isinstance(value, Stored)
+                )
         if run is not None and plain:
             self._sent.note(run, part[0], plain)
         return asked
@@ -196,6 +207,9 @@ class RayCluster(HostedCluster):
             self._raise_unread(asked, f"then failed: {error}")
             raise
         self._raise_unread(asked)
+        for each in asked:
+            if each.gone is not None:
+                raise each.gone
         return found
 
     def _raise_unread(self, asked: Sequence[Asked], note: str = "") -> None:
@@ -253,8 +267,20 @@ class RayCluster(HostedCluster):
         return self.watch.came(asked)
 
     @property
+    def recovered(self) -> int:
+        return 0 if self._recovery is None else len(self._recovery.recovered)
+
+    def _needs(self, keys: Iterable[tuple[int, str]]) -> None:
+        if self._recovery is not None and self._recovery.gone:
+            self._recovery.check_there(keys)
+
+    def _makes(self, keys: Iterable[tuple[int, str]]) -> None:
+        if self._recovery is not None and self._recovery.gone:
+            for key in keys:
+                self._recovery.gone.pop(key, None)
+
+    @property
     def recoveries(self) -> Sequence[Recovered]:
-        """What was lost, and replaced, so far."""
         return () if self._recovery is None else tuple(self._recovery.recovered)
 
     def _ship(self, handle: Handle) -> Sequence[Asked]:
@@ -366,6 +392,22 @@ class RayCluster(HostedCluster):
     def start_over(self) -> None:
         self._sent = SentInputs()
         self._under_way = [deque() for _ in self.hosts]
+
+    def replayed(self, host: int) -> list[tuple[int, str]]:
+        return [
+            (rank, name)
+            for handle, _, _ in self._programs.values()
+            for rank in self.hosts[host]
+            for name in handle.program.ranks[rank].replayable
+        ]
+
+    def read_by(self, call: Sent) -> Sequence[tuple[int, str]]:
+        message: HostCall = call.message
+        if message.program is None:
+            return ()
+        lists = self._programs[message.program][0].program.ranks
+        ranks = self.hosts[call.host]
+        return (*message.stored, *((rank, n) for rank in ranks for n in lists[rank].state))
 
     def send_again(self, call: Sent) -> None:
         message: HostCall = call.message

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.cluster.cluster import Recovered
 from dtensor.daft.cluster.log import Log, Sent
 from dtensor.daft.errors import ActorLost, ClusterClosed, CommunicationError, DaftError, Failure
 from dtensor.daft.ray.crew import NEW, Crew
@@ -53,26 +54,6 @@ MOST_CALLS = 2048
 """Of the log: from then on a call waits for earlier ones to be sure."""
 MOST_AT_ONCE = 3
 """How often hosts may be lost in one run, one after the other, before it is taken for the cause."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What was lost once, and what became of it. `failures`: of each lost host, what it was doing;
-    `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done again;
-    `begun`: when it was seen, by the monotonic clock."""
-
-    failures: tuple[Failure, ...]
-    ranks: tuple[int, ...]
-    by: tuple[str, ...]
-    runs: int
-    begun: float
-    seconds: float
-
-    def __str__(self) -> str:
-        again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
-        by = " and ".join(self.by)
-        lost = "\n".join(map(str, self.failures))
-        return f"recovered in {self.seconds:.2f} s: replaced by {by}, {again}\n{lost}"
 
 
 @dataclass(slots=True)
@@ -124,6 +105,14 @@ class Recovering(Protocol):
 
     def send_again(self, call: Sent) -> None: ...
 
+    def replayed(self, host: int) -> Sequence[tuple[int, str]]:
+        """What replayable writes of programs write, by rank of a host and name."""
+        ...
+
+    def read_by(self, call: Sent) -> Sequence[tuple[int, str]]:
+        """What a run may read there, by rank and name."""
+        ...
+
     def start_over(self) -> None:
         """Forget what hosts were sent."""
         ...
@@ -133,6 +122,7 @@ class Recovery:
     def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
         self.epoch = 0
         self.recovered: list[Recovered] = []
+        self.gone: dict[tuple[int, str], ActorLost] = {}  # values of ranks, until they are put anew
         self.log = Log()
         self._launch = launch
         self._changes = changes
@@ -285,12 +275,35 @@ class Recovery:
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
         self._changes.rolled_back(cut)
+        for host in gone:
+            self._note_gone(host, error)
+        spoiled = {c.run for c in again if any(key in self.gone for key in launch.read_by(c))}
+        for call in again:
+            if call.asked is not None and call.run in spoiled:
+                call.asked.gone = next(iter(self.gone.values()))
         launch.start_over()
         for call in again:
             launch.send_again(call)
         for spare in crew.hire():
             launch.teach(spare)
         return runs
+
+    def _note_gone(self, host: int, error: ActorLost) -> None:
+        """What the process had that no snapshot has."""
+        for rank, name in self._launch.replayed(host):
+            reason = (
+                f"{name!r} was lost with the process of this rank, which was replaced: values that "
+                f"are written over in place, as those of caches, are in no snapshot.\n"
+                f"  fix: put it anew"
+            )
+            failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
+            self.gone[rank, name] = ActorLost(failure)
+
+    def check_there(self, keys: Iterable[tuple[int, str]]) -> None:
+        """Raises if one of these values of ranks was lost."""
+        for key in keys:
+            if key in self.gone:
+                raise ActorLost(self.gone[key].failure)
 
     def _gone(self) -> list[int]:
         """The hosts that are lost now."""

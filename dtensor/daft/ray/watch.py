@@ -55,6 +55,7 @@ class Asked:
     before: int = 0
     since: float | None = None
     call: Any = None  # to be made again, where that may be
+    gone: ActorLost | None = None  # a value that it was to read was lost with a process
 
 
 Due: TypeAlias = Callable[[Sequence[Asked]], Mapping[int, int]]

@@ -1,0 +1,150 @@
+"""Launches on Ray in which ranks are lost and replaced: a delay, a warning, and the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.daft import ActorLost
+from dtensor.daft.ray.cluster import RayCluster
+from dtensor.errors import PlanningError
+from tests.api.generation import placed
+from tests.chaos.recover import CASES, batch, disturbed, drawn, same, training, undisturbed
+
+pytest.importorskip("ray")
+
+PROMPTS = [[5, 3, 9], [7], [11, 12, 13, 14, 15]]
+
+
+def lose(session: Any, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
+    cluster = session.launch.cluster
+    assert isinstance(cluster, RayCluster)
+    os.kill(cluster.crew.host(rank).counter.pid, how)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("name", CASES)
+def test_training_ends_with_the_same_bits(name: str) -> None:
+    """Four faults each, at drawn instructions."""
+    faults = drawn(4, seed=7)
+    steps = 20
+    losses, state, outcomes = disturbed(name, faults, steps)
+    expected = undisturbed(name, steps)
+    assert losses == expected[0] and same(state, expected[1])
+    assert len(outcomes) == 4
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_a_warning_and_a_record() -> None:
+    model, _, step = training(CASES["tp2"])
+    with dt.launch(model.mesh, "ray", snapshot_every=1) as run:
+        float(step(*batch(0)))
+        lose(run, 1)
+        with pytest.warns(
+            RuntimeWarning, match="recovered in .* replaced by a new process"
+        ) as told:
+            float(step(*batch(1)))
+        assert len(told) == len(run.recoveries) == 1
+        assert run.recoveries[0].runs == 1 and run.recoveries[0].seconds > 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.filterwarnings("ignore:recovered")
+@pytest.mark.parametrize("where", ["tp2", "pp2"])
+def test_texts_are_made_again(where: str) -> None:
+    gen = dt.generator(placed("llama", where), slots=2, length=48, buckets=(8,), ahead=1)
+    how: dict[str, Any] = dict(max_new_tokens=12, temperature=[0, 1.0, 0.7], seed=3)
+    with dt.launch(gen.model.mesh):
+        want = gen(PROMPTS, **how)
+    with dt.launch(gen.model.mesh, "ray", snapshot_every=1, spares=1) as run:
+        assert gen(PROMPTS, **how) == want
+        events = 0
+        for event in gen.stream(PROMPTS, **how):
+            events += 1
+            assert (
+                event.token
+                == want[event.request].tokens[event.position - len(PROMPTS[event.request])]
+            )
+            if events in (3, 17):
+                lose(run, events % 2)
+        assert events == 36 and len(run.recoveries) == 2
+        assert gen(PROMPTS, **how) == want
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.filterwarnings("ignore:recovered")
+def test_two_meshes_and_one_rank_of_one() -> None:
+    """The others go on with what they have; the rank is named by both numbers."""
+    play = dt.Mesh(tp=2, name="play")
+    x = torch.arange(8.0).reshape(4, 2)
+    model, optimizer, step = training(CASES["dp2 zero3"])
+    losses = []
+    with dt.launch(model.mesh, play, backend="ray", snapshot_every=1) as run:
+        there = dt.distribute(x, play, tp=dt.Row())
+        for number in range(6):
+            losses.append(float(step(*batch(number))))
+            there = there * 2
+            if number in (1, 3):
+                lose(run, number)
+        state = dt.gather_state_dict(model, optimizer)
+        assert torch.equal(there.full_tensor(), x * 64)
+        assert "rank 1 of mesh(tp=2" in str(run.recoveries[1])
+    want = undisturbed("dp2 zero3", 6)
+    assert losses == want[0] and same(state, want[1])
+
+
+class Cached(torch.nn.Module):
+    kept: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(4, 3))
+
+    def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        self.kept.index_copy_(0, row, x)
+        return self.kept.sum(1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.filterwarnings("ignore:recovered")
+def test_what_no_snapshot_has_is_an_error() -> None:
+    model = dt.parallelize(Cached(), dt.Mesh(tp=2), {"kept": dict(tp=dt.Row())})
+    write = dt.compile(lambda m, x, row: m(x, row), model.mesh)
+    with dt.launch(model.mesh, "ray", snapshot_every=1) as run:
+        first = write(model, torch.ones(1, 3), torch.tensor([3])).full_tensor()
+        assert first.tolist() == [0.0, 0.0, 0.0, 3.0]
+        lose(run, 1)
+        with pytest.raises(ActorLost, match="in no snapshot"):
+            for _ in range(2):
+                write(model, torch.ones(1, 3), torch.tensor([0])).full_tensor()
+
+
+def test_what_is_stated_is_checked() -> None:
+    mesh = dt.Mesh(tp=2)
+    for options, text in [
+        (dict(spares=-1), "spares=-1"),
+        (dict(snapshot_every=0), "snapshot_every=0"),
+        (dict(snapshot_every=True), "snapshot_every=True"),
+        (dict(max_restarts=1.5), "max_restarts=1.5"),
+        (dict(backend="ray", spares=1, mode="interpreted"), "compiled mode"),
+        (dict(backend="ray", spares=1, device="cuda"), "on CPUs alone"),
+    ]:
+        with pytest.raises(PlanningError, match=text), dt.launch(mesh, **options):  # type: ignore[arg-type]
+            pass
+    with dt.launch(mesh, spares=1, snapshot_every=2) as run:
+        assert run.recoveries == ()
