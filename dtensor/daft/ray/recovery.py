@@ -15,6 +15,8 @@ fails in step 7, as a transfer breaks. Then, in `recover`:
     again       steps 7 and 8 are sent again, with copies of what they were given; the futures that
                 the user has of them resolve with these
 
+Where a connection breaks between processes that are all there, the same, without the first line.
+
 Invariants: calls have the numbers that they had, and so ranks count runs as before. What a user has
 read once is not read again: it would be the same. A host that is lost meanwhile starts the next
 epoch; nothing of an older epoch (store, memory, connections, answers) is used in a later one. With
@@ -200,7 +202,7 @@ class Recovery:
         with launch.lock:
             if self.epoch != epoch or launch.failure is not None:
                 return launch.failure
-            if launch.closed or not isinstance(error, ActorLost):
+            if launch.closed or not isinstance(error, ActorLost | CommunicationError):
                 return error
             try:
                 found = self._replace(error)
@@ -213,7 +215,7 @@ class Recovery:
         warnings.warn(str(found), RuntimeWarning, stacklevel=3)
         return None
 
-    def _replace(self, error: ActorLost) -> Recovered:
+    def _replace(self, error: ActorLost | CommunicationError) -> Recovered:
         begin, lost = time.monotonic(), _Lost()
         while True:
             self.epoch += 1
@@ -234,12 +236,14 @@ class Recovery:
             seconds=time.monotonic() - begin,
         )
 
-    def _start_epoch(self, error: ActorLost, lost: _Lost) -> set[int]:
+    def _start_epoch(self, error: ActorLost | CommunicationError, lost: _Lost) -> set[int]:
         """The runs that are done again. Raises `error` if it cannot be mended, and another
         `ActorLost` if another one is lost meanwhile."""
         launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
         gone = self._gone()
         self._restarts += len(gone)
+        if not gone:  # connections broke between hosts that are all there
+            lost.failures.append(error.failure)
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
@@ -269,7 +273,7 @@ class Recovery:
         cut = self._changes.cut(self.log.ended(ended, self._came))
         again = self.log.again(cut, self._came)
         runs = {call.run for call in again if call.run is not None}
-        self._check(error, ended, runs if gone else set())
+        self._check(error, ended, runs)
         there = self._wait([launch.ask(host, Ranks.roll_back, to) for host, to in cut.items()])
         if there != list(cut.values()):
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
@@ -288,7 +292,7 @@ class Recovery:
             launch.teach(spare)
         return runs
 
-    def _note_gone(self, host: int, error: ActorLost) -> None:
+    def _note_gone(self, host: int, error: DaftError) -> None:
         """What the process had that no snapshot has."""
         for rank, name in self._launch.replayed(host):
             reason = (
@@ -311,7 +315,7 @@ class Recovery:
         launch.watch.find([process.index for process in launch.crew.all])
         return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
 
-    def _check(self, error: ActorLost, ended: Sequence[int], runs: set[int]) -> None:
+    def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
         """Raises the error if what is sure is not there any more, or if it comes again and
         again."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
