@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtensor.daft.ray.starting import start_ray
+from tests.chaos.inside import KINDS as FAULTS
 from tests.chaos.kinds import KINDS, RAY_KINDS, Place
 from tests.chaos.recover import recover
 from tests.chaos.watch import alive, held, left
@@ -48,11 +49,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ray", type=int, default=20, help="cycles on Ray")
     parser.add_argument("--kinds", default="", help="only kinds whose name has this")
     parser.add_argument("--recover", type=int, default=0, help="faults that are recovered from")
-    parser.add_argument("--seed", type=int, default=0, help="of these")
+    parser.add_argument("--programs", default="", help="of these, in programs whose name has this")
+    parser.add_argument("--seed", type=int, default=0, help="that faults are drawn from")
     parser.add_argument("--spares", type=int, default=1, help="of each launch with them")
     options = parser.parse_args(argv)
     if options.recover:
-        return recover(options.recover, options.seed, spares=options.spares, only=options.kinds)
+        kinds = [kind for kind in FAULTS if options.kinds in kind]
+        wrong = recover(
+            options.recover, options.seed, spares=options.spares, only=options.programs, kinds=kinds
+        )
+        return int(wrong > 0)
     warnings.simplefilter("ignore")
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
     started = time.monotonic()
