@@ -44,6 +44,9 @@ PATIENCE_S = 180.0
 SAVED_EVERY = 2
 MARK = "DTENSOR_CHAOS"
 ENDED_S = 30.0  # how long what a killed controller has started may take to end
+AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
+AGENTS_S = 120.0
+"""These of Ray's first try for 60 s to tell its server, which has ended, that their raylet has."""
 
 
 class Wrong(AssertionError):
@@ -237,17 +240,18 @@ def goes_on(name: str, path: Path, state: Any, want: list[Any]) -> None:
 
 def killed_controller(name: str, draw: random.Random, count: int, folder: Path) -> None:
     """So often in a row; then it is left to end."""
-    steps = 6 + 4 * count
+    steps = 4 + 12 * count
     want = undisturbed(name, steps).steps
     losses, mark = folder / "losses", str(uuid.uuid4())
     command = [sys.executable, "-m", "tests.chaos.disk", str(folder / "ckpt"), str(losses)]
     memory: list[Path] = []
+    (scratch := folder / "tmp").mkdir()
     for n in range(count + 1):
         had = len(_lines(losses))
         with open(folder / "output", "w+") as output:
             process = subprocess.Popen(
                 [*command, str(steps), name],
-                env={**os.environ, MARK: mark},
+                env={**os.environ, MARK: mark, "TMPDIR": str(scratch)},
                 stdout=output,
                 stderr=output,
             )
@@ -255,9 +259,9 @@ def killed_controller(name: str, draw: random.Random, count: int, folder: Path) 
                 if n == count:
                     process.wait(PATIENCE_S)
                 else:
-                    goes = lambda: len(_lines(losses)) > had or process.poll() is not None  # noqa: E731, B023
-                    _wait(goes)
-                    time.sleep(draw.random() * 1.5)
+                    enough = had + draw.randrange(1, 6)
+                    _wait(lambda: len(_lines(losses)) >= enough or process.poll() is not None)  # noqa: B023
+                    time.sleep(draw.random() * 0.05)
                 left, memory = memory, _memory_of(process.pid)
             finally:
                 process.kill()
@@ -267,7 +271,8 @@ def killed_controller(name: str, draw: random.Random, count: int, folder: Path) 
         check(len(_lines(losses)) > had, said[-4000:])
         check(n < count or process.returncode == 0, said[-4000:])
         check(not any(path.exists() for path in left), f"{left} outlive the next start")
-        _wait(lambda: not _marked(mark), ENDED_S, lambda: f"left: {_marked(mark)}")
+        _wait(lambda: not _marked(mark) - AGENTS, ENDED_S, lambda: f"left: {_marked(mark)}")
+    _wait(lambda: not _marked(mark), AGENTS_S, lambda: f"left: {_marked(mark)}")
     found = [line.split() for line in _lines(losses)]
     for number, loss in found:
         check(float.fromhex(loss) == want[int(number)], f"step {number} gives {loss}")
@@ -276,16 +281,16 @@ def killed_controller(name: str, draw: random.Random, count: int, folder: Path) 
     check(all(number % SAVED_EVERY == 0 for number in begun), f"it went on at {begun}")
 
 
-def _marked(mark: str) -> list[str]:
+def _marked(mark: str) -> set[str]:
     """The processes that were started by one with this in its environment."""
-    found: list[str] = []
+    found: set[str] = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             if f"{MARK}={mark}".encode() in Path("/proc", entry, "environ").read_bytes():
-                found.append(Path("/proc", entry, "cmdline").read_text().replace("\0", " ")[:80])
+                found.add(Path("/proc", entry, "cmdline").read_text().replace("\0", " ").strip())
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return [line for line in found if line]  # a zombie has none
+    return found - {""}  # a zombie's
 
 
 def _memory_of(pid: int) -> list[Path]:
