@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 
@@ -33,7 +33,6 @@ from dtensor.api.resident import Named, OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
-from dtensor.daft.cluster.cluster import Recovered
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.launching import Offer
 from dtensor.daft.run.worker import Counted
@@ -58,6 +57,9 @@ from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.log import Recovered
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from dtensor.api.plan_call import (
 )
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.reads_as_float import ReadsAsFloat
-from dtensor.api.session import MeshSession, session_for
+from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.daft import DaftError, Future, TaskError
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
 from dtensor.frontend.graph import Graph
@@ -230,14 +230,18 @@ class TrainStep:
 
     def plan(self, *batch: Any, hints: bool = False, **kwargs: Any) -> Plan:
         """The plan of a step on such a batch: tensors (meta too) or specs. Nothing is launched.
+        Inside a launch that keeps snapshots its memory has them, too.
 
         ``hints``: end it with the pins whose opposite (column for row) would be cheaper; that
         plans once more for each pattern.
         """
         planned = self._plan(self._call(batch, kwargs))
+        plan, running = planned.plan, launched()
+        if running is not None and running.cluster.copies:
+            plan = replace(plan, copies=running.cluster.copies)
         if not hints:
-            return planned.plan
-        return replace(planned.plan, hints=hints_of(planned.request, planned.plan))
+            return plan
+        return replace(plan, hints=hints_of(planned.request, planned.plan))
 
     def stage_costs(self, *batch: Any, **kwargs: Any) -> Costs:
         """Predicted seconds of F, I and W of each stage on one microbatch, communication included:

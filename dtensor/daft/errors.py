@@ -93,8 +93,8 @@ class DaftError(RuntimeError):
 class TaskError(DaftError):
     """A `Call` raised: a fault of the user's code. In-process, `__cause__` is its exception.
 
-    Its run is undone, and the ranks go on, unless they had begun to write state: then `failure` of
-    the cluster is this error.
+    Its run is undone, and the ranks go on, unless they had begun to write state and nobody keeps
+    snapshots of it: then `failure` of the cluster is this error.
     """
 
 

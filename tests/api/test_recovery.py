@@ -93,7 +93,7 @@ def test_two_meshes_and_one_rank_of_one() -> None:
     model, optimizer, step = training(CASES["dp2 zero3"])
     losses = []
     with dt.launch(model.mesh, play, backend="ray", snapshot_every=1) as run:
-        there = dt.distribute(x, play, tp=dt.Row())
+        there: Any = dt.distribute(x, play, tp=dt.Row())
         for number in range(6):
             losses.append(float(step(*batch(number))))
             there = there * 2
@@ -124,14 +124,18 @@ class Cached(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:recovered")
 def test_what_no_snapshot_has_is_an_error() -> None:
     model = dt.parallelize(Cached(), dt.Mesh(tp=2), {"kept": dict(tp=dt.Row())})
-    write = dt.compile(lambda m, x, row: m(x, row), model.mesh)
-    with dt.launch(model.mesh, "ray", snapshot_every=1) as run:
+    write: Any = dt.compile(lambda m, x, row: m(x, row), model.mesh)
+    with dt.launch(model.mesh, "ray", snapshot_every=1, bring_home=False) as run:
         first = write(model, torch.ones(1, 3), torch.tensor([3])).full_tensor()
         assert first.tolist() == [0.0, 0.0, 0.0, 3.0]
         lose(run, 1)
         with pytest.raises(ActorLost, match="in no snapshot"):
             for _ in range(2):
                 write(model, torch.ones(1, 3), torch.tensor([0])).full_tensor()
+    dt.load_state_dict(model, None, {"model": {"kept": torch.ones(4, 3)}})
+    with dt.launch(model.mesh):
+        again = write(model, torch.zeros(1, 3), torch.tensor([0])).full_tensor()
+        assert again.tolist() == [0.0, 3.0, 3.0, 3.0]
 
 
 def test_what_is_stated_is_checked() -> None:

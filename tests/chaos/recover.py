@@ -99,7 +99,7 @@ def recover(
     count: int,
     seed: int,
     *,
-    per_launch: int = 5,
+    per_launch: int = 8,
     spares: int = 1,
     only: str = "",
     kinds: Sequence[str] = (),

@@ -1,4 +1,4 @@
-"""Ranks on Ray that are lost and replaced: nothing of what the user sees changes, but for a delay."""
+"""Ranks on Ray that are lost and replaced: the user sees a delay, and the same numbers."""
 
 from __future__ import annotations
 
@@ -144,6 +144,25 @@ def test_a_run_that_ends_each_process(ray_session: None) -> None:
         with pytest.raises(ActorLost, match=r"net.py:8") as caught:
             cluster.run(handle, fed(1.0)).get()
         assert "was begun" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("size", "every"), [(1, 1), (2, 3)])
+def test_one_rank_alone_and_seldom_copies(ray_session: None, size: int, every: int) -> None:
+    with launched(size, snapshot_every=every) as cluster:
+        cluster.put(zeros(size))
+        handle = cluster.load(counting(size) if size > 1 else alone())
+        for number in range(1, 9):
+            future = cluster.run(handle, fed(1.0, size))
+            if number in (2, 5, 7):
+                lose(cluster, size - 1)
+            assert future.get()[0]["y"][0] == size * number
+        assert [found.ranks for found in cluster.recoveries] == [(size - 1,)] * 3
+
+
+def alone() -> Program:
+    add = function("add", "def forward(x, n):\n    n.add_(x)\n    return (n.clone(),)")
+    own = [Call("add", ("x", "n"), ("y",), writes=("n",))]
+    return program(own, functions=[add], inputs=[("x",)], outputs=[("y",)], state=[("n",)])
 
 
 def test_a_controller_that_only_sends(ray_session: None) -> None:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dtensor.daft import Call, Free, Function, TaskError, launch_cluster
+from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.run.snapshot_file import SnapshotFile, nbytes_of
+from dtensor.daft.run.snapshots import Copies, Snapshots
+from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.undoing import TableChange
+from dtensor.daft.run.undone import Undone
+from dtensor.daft.run.worker import Worker
+from dtensor.daft.verification.verifier import verify
+from tests.daft.cuts import World, differs, drawn
 from tests.daft.programs import program
 from tests.daft.test_undo import AGREE, CHECKED
 
@@ -50,3 +71,224 @@ def test_a_failure_after_the_commit_point_is_undone() -> None:
             assert one.tolist() == [1.0 + bad] * 3 and two.tolist() == [2.0 + 2 * bad] * 2
             cluster.run(handle, fed).get()
         assert cluster.get([("w",)] * 2).get()[0][0].tolist() == [3.0] * 3
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+# -- hosts that lose each other --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(
+        [("copies", 1, False), ("file", 1, False), ("file", 1, True), ("file", 3, True)]
+    ),
+)
+def test_what_is_behind_the_cut_is_done_again(
+    seed: int, how: tuple[Literal["copies", "file"], int, bool]
+) -> None:
+    """Each host can go back to where the cut says, is then what it was, and ends as if nothing had
+    happened; and it keeps no more than it has to."""
+    store, every, kills = how
+    size = (2 if store == "copies" else 1) + seed % 3
+    ops = drawn(random.Random(seed), size, 12)
+    calm = World(size, 0).play(ops)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        world = World(size, seed, store=store, folder=Path(folder), every=every)
+        world.play(ops, 0.03, kills=kills)
+        for expected, found in zip(calm.tables(), world.tables(), strict=True):
+            # a cache of a host that died has the rows that were written since its last record
+            assert differs(expected, found, lasting_only=kills) == ""
+        assert world.left_over() == []
+
+
+def test_a_host_may_free_what_nobody_can_ask_for() -> None:
+    changes = Changes(3)
+    assert changes.add((0, 1, 2), together=False) == (1, [0, 0, 0], True)
+    assert changes.add((0, 1, 2), commits=True) == (2, [1, 1, 1], True)
+    assert changes.add((0, 1, 2)) == (3, [0, 0, 0], True)  # it has no commit point
+    # hosts 0 and 1 have ended all before it, but host 2 may be behind: then they go back with it
+    assert changes.add((0, 1), commits=True) == (4, [1, 1], True)
+    for host in range(3):
+        changes.heard(host, 3)
+    assert changes.base == [3, 3, 3]
+    assert changes.cut([4, 3, 3]) == {0: 3, 1: 3, 2: 3}
+    assert changes.cut([4, 4, 3]) == {0: 4, 1: 4, 2: 3}
+    seldom = Changes(2, every=2)
+    assert [seldom.add((0, 1), commits=True)[2] for _ in range(4)] == [False, True, False, True]
+    assert seldom.cut([3, 4]) == {0: 2, 1: 2}
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def _steps(folder: str, pipe: object) -> None:
+    """Until it is killed: change n fills all values with n, and says so."""
+    table: dict[tuple[int, str], object] = {
+        (0, f"w{i}"): torch.zeros(1000 * i + 3) for i in range(6)
+    }
+    snapshots = Snapshots(table, SnapshotFile.create(Path(folder), (0,)))
+    keys = tuple(table)
+    number = 0
+    while True:
+        number += 1
+        snapshots.begin(keys)
+        for value in table.values():
+            assert isinstance(value, Tensor)
+            value.fill_(number)
+        if number % 7 == 0:  # and one comes and goes
+            table[0, "text"] = f"after {number}" * 100
+        elif number % 7 == 3:
+            table.pop((0, "text"), None)
+        snapshots.end(number, written=keys, alone=((0, "text"),), committed=number - 1)
+
+
+def _newest(path: Path) -> int:
+    with open(path, "rb") as file:
+        return int.from_bytes(file.read(16)[8:], "little")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", range(12))
+def test_what_a_process_leaves_that_is_killed(kill: int) -> None:
+    """Wherever it was: a state is whole, and no older than what had ended."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        process = context.Process(target=_steps, args=(folder, None))
+        process.start()
+        path = SnapshotFile.path(Path(folder), (0,))
+        while not path.exists() or _newest(path) < 3:
+            time.sleep(0.001)
+        time.sleep(0.0037 * kill)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        table: dict[tuple[int, str], object] = {}
+        snapshots = Snapshots(table, SnapshotFile.open(Path(folder), (0,)))
+        oldest = snapshots._states[0]  # the change under way may have said that one is committed
+        assert snapshots.ended - 1 <= oldest <= snapshots.ended
+        for state in (snapshots.ended, oldest):
+            assert snapshots.roll_back(state) == state
+            for i in range(6):
+                value = table[0, f"w{i}"]
+                assert isinstance(value, Tensor) and value.shape == (1000 * i + 3,)
+                assert torch.equal(value, torch.full_like(value, state))
+            last = state - state % 7
+            there = f"after {last}" * 100 if state % 7 < 3 and last else None
+            assert table.get((0, "text")) == there
+        snapshots.begin(())
+        snapshots.end(snapshots.ended + 1, committed=snapshots.ended)
+
+
+def test_bytes_of_a_file() -> None:
+    """What a step writes twice, what is only put once, and pages that say what is where."""
+    table: dict[tuple[int, str], object] = {}
+    page, sizes = 4096, (5000, 16, 70_000)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        store = SnapshotFile.create(Path(folder), (0,))
+        snapshots = Snapshots(table, store)
+        trained = tuple((0, f"w{size}") for size in sizes)
+        frozen = (0, "frozen")
+        table.update({(0, f"w{size}"): torch.zeros(size) for size in sizes})
+        table[frozen] = torch.zeros(3 * page // 4)
+        snapshots.begin((*trained, frozen))
+        snapshots.end(1, alone=(*trained, frozen), committed=1)
+        for number in range(2, 9):
+            snapshots.begin(trained)
+            snapshots.end(number, written=trained, committed=number - 1)
+        step = -(-nbytes_of([table[key] for key in trained]) // page) * page  # type: ignore[misc]
+        heads = 3 * page  # states, entries, what says which values there are
+        assert store.nbytes == heads + 2 * step + 3 * page
+        table.pop(frozen)
+        snapshots.begin((frozen,))
+        snapshots.end(9, alone=(frozen,), committed=9)
+        wide = torch.zeros(100_000)
+        table[0, "wide"] = wide
+        snapshots.begin(((0, "wide"),))
+        snapshots.end(10, alone=((0, "wide"),), committed=10)  # pages that nobody uses go back
+        assert store.nbytes <= heads + step + -(-wide.nbytes // page) * page
+
+
+def test_another_users_file_is_refused(shm: Path) -> None:
+    store = SnapshotFile.create(shm, (0, 1))
+    store.close()
+    with pytest.raises(FileExistsError):
+        SnapshotFile.create(shm, (0, 1))
+    with pytest.raises(FileNotFoundError):
+        SnapshotFile.open(shm, (2, 3))
+    path = SnapshotFile.path(shm, (0, 1))
+    path.chmod(0o644)
+    with pytest.raises(OSError, match="no file of snapshots of this user's alone"):
+        SnapshotFile.open(shm, (0, 1))
+    path.chmod(0o600)
+    SnapshotFile.open(shm, (0, 1)).close()
+    with open(path, "r+b") as file:
+        file.write(b"elsewhat")
+    with pytest.raises(OSError, match="no file of snapshots that was begun"):
+        SnapshotFile.open(shm, (0, 1))
+
+
+@pytest.mark.parametrize("kind", ["copies", "file"])
+def test_a_value_in_place_stays_in_place(kind: str, shm: Path) -> None:
+    """Views of it see the old value, as those of an optimizer's runs do; one that is of another
+    shape now is another tensor; what is no tensor is a copy."""
+    flat = torch.arange(6.0)
+    table: dict[tuple[int, str], object] = {
+        (0, "a"): flat[:2],
+        (0, "b"): flat[2:].view(2, 2),
+        (0, "n"): [1, 2],
+    }
+    store = Copies() if kind == "copies" else SnapshotFile.create(shm, (0,))
+    snapshots = Snapshots(table, store)
+    keys = tuple(table)
+    snapshots.begin(())
+    snapshots.end(1, alone=keys, committed=0)
+    snapshots.begin(keys)
+    flat.fill_(-1)
+    table[0, "b"] = torch.zeros(7)
+    table[0, "n"].append(3)  # type: ignore[attr-defined]
+    table[0, "new"] = 1
+    assert snapshots.roll_back(1) == 1
+    assert flat.tolist() == [0, 1, -1, -1, -1, -1]
+    assert table[0, "b"].tolist() == [[2, 3], [4, 5]]  # type: ignore[attr-defined]
+    assert table[0, "n"] == [1, 2]
+    assert table[0, "a"] is not flat and table[0, "a"].data_ptr() == flat.data_ptr()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="No state of change -1 or before is kept: the oldest is"):
+        snapshots.roll_back(-1)
+
+
+def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) -> None:
+    made = program(
+        [Call("moved", ("w", "x"), (), ("w",))],
+        functions=[MOVED],
+        inputs=[("x",)],
+        state=[("w",)],
+    )
+    store = SnapshotFile.create(shm, (0,))
+    worker = Worker((0,), torch.device("cpu"), LocalTransport(), snapshots=store)
+    worker.load(0, verify(made, ((0,),)).lists[0], made)
+    worker.put({0: {"w": torch.zeros(2), "old": 1}}, {}, TableChange(1))
+
+    def run(x: float, change: TableChange, drop: dict[int, list[str]]) -> object:
+        return worker.run(0, {0: {"x": torch.tensor(x)}}, drop=drop, change=change)
+
+    run(1.0, TableChange(2, taken=False), {})
+    assert isinstance(run(200.0, TableChange(3), {0: ["old"]}), Undone)
+    assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
+    with pytest.raises(LookupError):
+        worker.get({0: ["old"]})
+    run(2.0, TableChange(4, taken=False), {})
+    assert worker.ended() == 4 and worker.roll_back(4) == 3  # what was taken
+    assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
+
+
+def test_there_is_no_snapshot_every_0() -> None:
+    for wrong in (0, -1, True, 1.0, "1"):
+        with pytest.raises(ValueError, match="is no number of runs.\n  Fix: snapshot_every=1"):
+            launch_cluster(1, snapshot_every=wrong)  # type: ignore[arg-type]

@@ -23,12 +23,15 @@ is not known to be committed. Pure: who has ended what, the backend says.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from dtensor.daft.run.undoing import TableChange
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Logged:
     """`hosts` make it together: none of them without the others."""
 
     number: int
@@ -37,13 +40,40 @@ class Change:
 
 
 class Changes:
-    def __init__(self, num_hosts: int, every: int = 1) -> None:
+    """`alone`: neither another host's end nor an answer is waited for."""
+
+    def __init__(self, num_hosts: int, every: int = 1, *, alone: bool = False) -> None:
         self.number = 0
+        self.alone = alone
         self.every = every
-        self.log: deque[Change] = deque()
+        self.log: deque[Logged] = deque()
         self.ended = [0] * num_hosts  # by host, the last one that is known to have
         self.base = [0] * num_hosts  # by host, the cut that is known
         self._runs = 0  # on all hosts
+        self._awaited: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
+
+    def numbered(
+        self,
+        hosts: Sequence[int],
+        parts: Sequence[tuple[Any, ...]],
+        ended: Callable[[Any], bool],
+        *,
+        together: bool,
+        commits: bool,
+    ) -> list[tuple[Any, ...]]:
+        """One more change: what its hosts are sent, with what each of them is told. ``ended``:
+        whether a call has come back, and raised nothing."""
+        while self._awaited and ended(self._awaited[0][1]):
+            host, _, number = self._awaited.popleft()
+            self.heard(host, number)
+        number, sure, taken = self.add(hosts, together=together, commits=commits)
+        told = [TableChange(number, committed, taken) for committed in sure]
+        return [(*part, change) for part, change in zip(parts, told, strict=True)]
+
+    def awaits(self, hosts: Sequence[int], asked: Sequence[Any]) -> None:
+        """When these calls have come back, their hosts have ended the last change."""
+        own = zip(hosts, asked, strict=True)
+        self._awaited.extend((host, each, self.number) for host, each in own)
 
     def add(
         self,
@@ -51,11 +81,9 @@ class Changes:
         *,
         together: bool = True,
         commits: bool = False,
-        alone: bool = False,
     ) -> tuple[int, list[int], bool]:
         """One more change: its number; for each of its hosts, what is committed for sure once that
-        host has ended it; whether it is taken. ``commits``: it has a commit point; ``alone``:
-        neither another host's end nor an answer is waited for."""
+        host has ended it; whether it is taken. ``commits``: it has a commit point."""
         self.number += 1
         everyone = len(hosts) == len(self.ended)
         taken = True
@@ -71,13 +99,15 @@ class Changes:
             sure = self._sure(hosts, known)
         else:
             sure = [self.base[host] for host in hosts]
-        self.log.extend(Change(self.number, group, taken) for group in groups)
-        if alone and taken:
+        self.log.extend(Logged(self.number, group, taken) for group in groups)
+        if self.alone and taken:
             sure = [self.number]
         return self.number, sure, taken
 
     def _sure(self, hosts: Sequence[int], known: Mapping[int, int]) -> list[int]:
-        ended = [max(last, known.get(host, 0)) for host, last in enumerate(self.ended)]
+        # of the others what is committed, and not what they have ended: that may be undone yet, and
+        # the message be sent again
+        ended = [max(last, known.get(host, 0)) for host, last in enumerate(self.base)]
         found = cut(self.log, ended, self.base)
         return [found[host] for host in hosts]
 
@@ -103,7 +133,7 @@ class Changes:
         self.ended = [to[host] for host in range(len(self.ended))]
 
 
-def cut(log: Iterable[Change], ended: Sequence[int], base: Sequence[int]) -> dict[int, int]:
+def cut(log: Iterable[Logged], ended: Sequence[int], base: Sequence[int]) -> dict[int, int]:
     """See `Changes.cut`; ``base``: what can be had in any case."""
     changes = tuple(log)
     states = [[first] for first in base]  # of each host, those it can be in again

@@ -31,8 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -48,21 +47,14 @@ from dtensor.daft.errors import (
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.undone import Fault, Undone, first_fault
-from dtensor.daft.run.worker import (
-    NOTHING_DROPPED,
-    NOTHING_KEPT,
-    Change,
-    Counted,
-    Names,
-    Stored,
-    Worker,
-)
+from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.changes import Changes
     from dtensor.daft.cluster.counting import Counting
+    from dtensor.daft.cluster.log import Recovered
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
 """timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
@@ -73,6 +65,7 @@ Part: TypeAlias = tuple[Any, ...]
 """What it is called with on one host."""
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 """Hosts, each with those of its ranks that are concerned."""
+_CHANGES = (Worker.put, Worker.delete, Worker.run)
 MOST_RECENT = 10_000
 """Runs whose hosts are remembered, to ask them why one was undone."""
 
@@ -135,27 +128,6 @@ class RecordedRun:
     begin: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What was lost once, and what became of it. `failures`: of each lost process, what it was
-    doing, or what broke where none was lost; `by`: what took its place, nothing where the processes
-    that are there connected anew; `ranks`: those it hosted; `runs`: how many runs were done again;
-    `begun`: when it was seen, by the monotonic clock."""
-
-    failures: tuple[Failure, ...]
-    ranks: tuple[int, ...]
-    by: tuple[str, ...]
-    runs: int
-    begun: float
-    seconds: float
-
-    def __str__(self) -> str:
-        again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
-        lost = "\n".join(map(str, self.failures))
-        how = f"replaced by {' and '.join(self.by)}" if self.by else "connected anew"
-        return f"recovered in {self.seconds:.2f} s: {how}, {again}\n{lost}"
-
-
 class Cluster(ABC):
     """`calls` counts the calls from the controller to actors; a compiled run makes one to each that
     takes part in it.
@@ -163,7 +135,8 @@ class Cluster(ABC):
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
     failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
     `known_as`: what users call ranks that are in parts of it.
-    `recording`: while there is a list, compiled runs are timed ones and go there.
+    `recording`: while there is a list, compiled runs are timed ones and go there. `copies`: how
+    many of what a run writes are kept to undo it.
     """
 
     size: int
@@ -174,6 +147,7 @@ class Cluster(ABC):
     immediate: bool
     known_as: dict[int, str]
     recording: list[RecordedRun] | None = None
+    copies: int = 0
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
@@ -270,23 +244,6 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None
             )
 
 
-def _read_by(handle: Handle, inputs: Sequence[Mapping[str, object]]) -> Generator[tuple[int, str]]:
-    """The values in tables that a run with these inputs may read, by rank and name."""
-    for rank in handle.program.members:
-        for name in handle.program.ranks[rank].state:
-            yield rank, name
-        for value in inputs[rank].values():
-            if isinstance(value, Stored):
-                yield rank, value.name
-
-
-def _kept_by(handle: Handle, kept: Mapping[str, str]) -> Generator[tuple[int, str]]:
-    for rank in handle.program.members:
-        for output in handle.program.ranks[rank].outputs:
-            if output in kept:
-                yield rank, kept[output]
-
-
 def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
     """Consecutive ranks share a host: hosts_of(4, 2) == ((0, 1), (2, 3))."""
     if size < 1 or ranks_per_actor < 1:
@@ -332,7 +289,6 @@ class HostedCluster(Cluster):
         self._counting: Counting | None = None  # none where one host knows of all runs
         self._lock = threading.RLock()
         self.changes: Changes | None = None
-        self._unheard: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
         self.number_changes(snapshot_every)
 
     def number_changes(self, every: int | None) -> None:
@@ -340,7 +296,9 @@ class HostedCluster(Cluster):
         if every is not None:
             from dtensor.daft.cluster.changes import Changes
 
-            self.changes = Changes(len(self.hosts), every)
+            self.copies = 1 if self.immediate else 2  # of files, one is whole while one is written
+
+            self.changes = Changes(len(self.hosts), every, alone=self.immediate)
 
     # -- what a backend does --------------------------------------------------------------------
     @abstractmethod
@@ -348,11 +306,14 @@ class HostedCluster(Cluster):
         """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
         `read`, what it raises must come with another call."""
 
-    def _needs(self, keys: Iterable[tuple[int, str]]) -> None:
-        """Raises if one of these values of ranks was lost with a process."""
+    def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
+        """A run is to be called; raises if a value that it may read was lost with a process."""
 
-    def _makes(self, keys: Iterable[tuple[int, str]]) -> None:
-        """These are put anew, or go."""
+    def _finds(self, names: Sequence[Sequence[str]]) -> None:
+        """As `_reads`, of values by rank."""
+
+    def _makes(self, names: Sequence[Collection[str]]) -> None:
+        """These values are put anew, by rank."""
 
     def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
         """These calls were made, one of each host concerned, with the lock held."""
@@ -398,8 +359,8 @@ class HostedCluster(Cluster):
                 ({rank: values[rank] for rank in ranks}, gone)
                 for (_, ranks), gone in zip(places, dropped, strict=True)
             ]
-            self._change(Worker.put, places, parts)
-            self._makes((rank, name) for rank, own in enumerate(values) for name in own)
+            self._submit(Worker.put, places, self._numbered(places, parts), read=False)
+            self._makes(values)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         check_size(self.size, names, "get")
@@ -407,7 +368,7 @@ class HostedCluster(Cluster):
         if not any(asked):
             asked = [own is not None for own in names]
         wanted = [tuple(own or ()) for own in names]
-        self._needs((rank, name) for rank, own in enumerate(wanted) for name in own)
+        self._finds(wanted)
         return _Called(self, self._submit_items(Worker.get, wanted, asked), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
@@ -416,7 +377,7 @@ class HostedCluster(Cluster):
         places = self._places([bool(own) for own in names])
         parts = [({rank: unwanted[rank] for rank in ranks},) for _, ranks in places]
         with self._lock:
-            self._change(Worker.delete, places, parts)
+            self._submit(Worker.delete, places, self._numbered(places, parts), read=False)
 
     def load(self, program: Program) -> Handle:
         self._check()
@@ -468,7 +429,7 @@ class HostedCluster(Cluster):
             if counted is not None:
                 counted = self._settled(counted, handle)
             self._check()
-            self._needs(_read_by(handle, inputs))
+            self._reads(handle, inputs)
             run, self.runs = self.runs, self.runs + 1
             self._note(run, handle, counted)
             dropped = self._dropped(drop, handle.places)
@@ -480,9 +441,12 @@ class HostedCluster(Cluster):
                     (handle.id, own, kept, counted, timed, returned, gone, run)
                     for own, gone in zip(fed, dropped, strict=True)
                 ]
-                asked = self._run(Worker.run, handle, parts, run)
+                parts = self._numbered(handle.places, parts, handle)
+                asked = self._each(Worker.run, handle.places, parts, run, True)
+                self._awaits(handle.places, asked)
                 if kept:
-                    self._makes(_kept_by(handle, kept))
+                    own = (program.outputs for program in handle.program.ranks)
+                    self._makes([[kept[o] for o in kept if o in made] for made in own])
                 future = _Called(self, asked, dict)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
@@ -515,8 +479,8 @@ class HostedCluster(Cluster):
 
         With the lock held: an actor carries out one run at a time, and this one is many calls."""
         lists, places = handle.report.lists, handle.places
-        self._check()
-        self.collect(self._run(Worker.begin, handle, parts, None))
+        parts = self._numbered(places, parts, handle)
+        self.collect(self._submit(Worker.begin, places, parts))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
         everyone = (tuple(range(self.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
@@ -525,51 +489,29 @@ class HostedCluster(Cluster):
             part = (handle.id, position)
             self.collect([self._call(host, run, True, Worker.step, part)])
         made = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
-        self._to_hear(places, made)
+        self._awaits(places, made)
         return _Called(self, made, dict)
 
-    def _change(self, method: Method, places: Places, parts: Sequence[Part]) -> None:
-        """A put or a delete: of each host by itself. With the lock held."""
-        self._check()
-        parts = self._numbered(places, parts, together=False, commits=False)
-        self._each(method, places, parts, None, False)
-
-    def _run(
-        self, method: Method, handle: Handle, parts: Sequence[Part], run: int | None
-    ) -> list[Any]:
-        """A run, or its beginning, with the number of the change that it is. With the lock held."""
-        places = handle.places
-        commits = handle.told and len(places) > 1
-        parts = self._numbered(places, parts, together=True, commits=commits)
-        asked = self._each(method, places, parts, run, True)
-        if method is Worker.run:
-            self._to_hear(places, asked)
-        return asked
-
-    def _to_hear(self, places: Places, asked: Sequence[Any]) -> None:
-        """When these come back, their hosts have ended the last change."""
-        if self.changes is not None and not self.immediate:
-            number = self.changes.number
-            self._unheard.extend(
-                (host, each, number) for (host, _), each in zip(places, asked, strict=True)
-            )
-
     def _numbered(
-        self, places: Places, parts: Sequence[Part], *, together: bool, commits: bool
+        self, places: Places, parts: Sequence[Part], run: Handle | None = None
     ) -> Sequence[Part]:
+        """With what hosts are told of a change, where they keep snapshots: of a run, or of each of
+        them by itself. With the lock held."""
         if self.changes is None or not places:
             return parts
-        while self._unheard and self.ended(self._unheard[0][1]):
-            host, _, number = self._unheard.popleft()
-            self.changes.heard(host, number)
-        hosts = [host for host, _ in places]
-        number, sure, taken = self.changes.add(
-            hosts, together=together, commits=commits, alone=self.immediate
+        self._check()
+        return self.changes.numbered(
+            [host for host, _ in places],
+            parts,
+            self.ended,
+            together=run is not None,
+            commits=run is not None and run.told and len(places) > 1,
         )
-        return [
-            (*part, Change(number, committed, taken))
-            for part, committed in zip(parts, sure, strict=True)
-        ]
+
+    def _awaits(self, places: Places, asked: Sequence[Any]) -> None:
+        """When these come back, their hosts have ended the last change."""
+        if self.changes is not None and not self.immediate:
+            self.changes.awaits([host for host, _ in places], asked)
 
     def _settled(self, counted: Counted, handle: Handle) -> Counted:
         """What a run is counted as, for hosts that know which runs before it were undone, or are
@@ -712,8 +654,8 @@ class HostedCluster(Cluster):
             if asked or not isinstance(error, Exception):
                 self._interrupted()  # hosts that were called would wait for the others
             raise
-        last = parts[0][-1] if parts and parts[0] else None
-        self._called(run, last.number if isinstance(last, Change) else None, asked)
+        change = self.changes.number if self.changes and method in _CHANGES else None
+        self._called(run, change, asked)
         return asked
 
     def _check(self) -> None:

@@ -44,8 +44,9 @@ class InProcessCluster(HostedCluster):
         )
         copies = None if snapshot_every is None else Copies()
         self._worker = Worker(everyone, device, LocalTransport(), lent=True, snapshots=copies)
-        super().__init__(size, device, (everyone,), seed, None if copies is None else 1)
+        super().__init__(size, device, (everyone,), seed)
         self.immediate = True
+        self.number_changes(None if copies is None else 1)
 
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
         try:

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from dtensor.daft.cluster.cluster import (
     Cluster,
     Future,
     Handle,
     Mode,
-    Recovered,
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
@@ -42,6 +41,9 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.log import Recovered
 
 
 class Part(Cluster):
@@ -84,6 +86,10 @@ class Part(Cluster):
     @property
     def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.whole.failure
+
+    @property
+    def copies(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.copies
 
     def inner(self, name: str) -> str:
         """The name that the whole has for a name in the part's tables."""

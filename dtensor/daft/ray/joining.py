@@ -47,7 +47,7 @@ from dtensor.daft.run.transport import LocalTransport, Transport
 
 MAX_GROUPS = 24
 """Communicators on one GPU, see `nccl.py`."""
-SLICE_S = 0.1  # how often one that waits for others to join looks whether they have, or are lost
+SLICE_S = 0.02  # how often one that waits for others to join looks whether they have, or are lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +182,14 @@ def meet(store: Store, prefixed: Store, join: Join, index: int, card: str = "") 
     `here<index>`."""
     prefixed.set(f"here{index}", card)
     others = [f"here{other}" for other in range(len(join.hosts))]
-    while not prefixed.check(others):  # the store's own `wait` logs each time that it times out
+    came = False
+    while not came:  # the store's own `wait` logs each time that it times out
+        came = prefixed.check(others)
         for host in join.hosts:
             if store.check([lost_key(host)]):
                 store.get(lost_key(host))  # raises if the controller has not written it
                 raise RuntimeError(f"process {host} was lost before it joined the program")
-        time.sleep(SLICE_S)
+        time.sleep(0.0 if came else SLICE_S)
 
 
 def lost_key(host: int) -> str:

@@ -26,7 +26,7 @@ import torch
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
-from dtensor.daft.ray.joining import Join, Joined
+from dtensor.daft.ray.joining import HostFailed, Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
@@ -96,6 +96,11 @@ def _is_plain(value: Any) -> bool:
 
 def _store(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
     """What a dead process of these ranks has left, or a new one."""
+    if not folder.exists():
+        raise RuntimeError(
+            f"Ranks {ranks} are on another machine than the controller, where nobody would find "
+            f"their snapshots.\n  Fix: launch without spares= and snapshot_every="
+        )
     try:
         return SnapshotFile.open(folder, ranks)
     except FileNotFoundError:
@@ -137,7 +142,8 @@ class Ranks:
         if self._joined is None or self._worker is None:
             return
         self._joined.transport.close()
-        for handle in tuple(self._worker.engines):
+        for handle, engine in tuple(self._worker.engines.items()):
+            engine.abandon()  # messages of gloo's hold its connections
             self._worker.unload(handle)
 
     def rejoin(
@@ -206,8 +212,14 @@ class Ranks:
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
-        with joined.running(run):
-            made = method(worker, handle, *arguments)
+        try:
+            with joined.running(run):
+                made = method(worker, handle, *arguments)
+        except HostFailed as failed:
+            if self._memory is not None:  # it will meet others again; gloo's connections break
+                failed.__context__ = None  # once nothing refers to their messages
+                self.leave()
+            raise
         self._counter.end()
         return made
 

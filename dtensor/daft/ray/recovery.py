@@ -33,8 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dtensor.daft.cluster.changes import Changes
-from dtensor.daft.cluster.cluster import Recovered
-from dtensor.daft.cluster.log import Log, Sent
+from dtensor.daft.cluster.log import Log, Recovered, SentCall
 from dtensor.daft.errors import ActorLost, ClusterClosed, CommunicationError, DaftError, Failure
 from dtensor.daft.ray.crew import NEW, Crew
 from dtensor.daft.ray.joining import HostFailed, Join
@@ -47,7 +46,7 @@ from dtensor.daft.verification.pairing import Site
 
 STOPPED_S = 0.75
 """A process that a signal has stopped for so long is lost, where it can be replaced."""
-MEET_S = 15.0
+MEET_S = 10.0
 """How long hosts may stand still that have nothing to do but to meet."""
 SLICE_S = 0.25
 SETTLE_S = 2.0  # a death may show a moment later than what comes of it
@@ -105,13 +104,13 @@ class Recovering(Protocol):
         """Send it all programs."""
         ...
 
-    def send_again(self, call: Sent) -> None: ...
+    def send_again(self, call: SentCall) -> None: ...
 
     def replayed(self, host: int) -> Sequence[tuple[int, str]]:
         """What replayable writes of programs write, by rank of a host and name."""
         ...
 
-    def read_by(self, call: Sent) -> Sequence[tuple[int, str]]:
+    def read_by(self, call: SentCall) -> Sequence[tuple[int, str]]:
         """What a run may read there, by rank and name."""
         ...
 
@@ -142,7 +141,7 @@ class Recovery:
             host = launch.crew.place(each.host.index)
             assert host is not None, "a call is one of a host's"
             self.log.add(
-                Sent(
+                SentCall(
                     host=host,
                     change=change,
                     run=run,
@@ -171,7 +170,7 @@ class Recovery:
         self._later.append((self.log.added, act))
         self.settle()
 
-    def _came(self, call: Sent) -> bool:
+    def _came(self, call: SentCall) -> bool:
         reply: Reply | None = None if call.asked is None else call.asked.ref
         if reply is None or reply.message is None:
             return False
@@ -247,11 +246,9 @@ class Recovery:
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
-        new = list[HostProcess]()
         for host in gone:
             old = crew.host(host)
             process, by = crew.replace(host)
-            new.append(process)
             lost.failures.append(launch.watch.lost[old.index].failure)
             lost.ranks += crew.hosts[host]
             lost.by.append(by)
@@ -260,7 +257,8 @@ class Recovery:
                 channel.came([Reply(0)], 0.01)  # what it has said to the last is read
             if by == NEW:
                 launch.teach(process)
-        asked = [launch.ask(h, Ranks.leave) for h, p in enumerate(crew.all) if p not in new]
+        # new processes too: nobody begins to connect to one that has not started
+        asked = launch.ask_all(Ranks.leave)
         self._wait(asked, whatever=True)
         for each in asked:
             channel.forget_unread(each.host.index)
@@ -298,7 +296,7 @@ class Recovery:
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
                 f"are written over in place, as those of caches, are in no snapshot.\n"
-                f"  fix: put it anew"
+                f"  fix: launch again with what was saved, by dt.load_state_dict for one"
             )
             failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
             self.gone[rank, name] = ActorLost(failure)

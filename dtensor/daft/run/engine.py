@@ -78,7 +78,7 @@ class Engine:
     """`device`: of the ranks here, and of what they send in place of values that were not made.
     `number`: of the program, among those that its hosts load over this transport. `undoes`: who
     owns the table can make it again what it was; `late`: it has to, after the run that has ended.
-    """
+    `alone`: all ranks of the program are here."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class Engine:
         self._built = {name: self._functions[name].build() for name in sorted(needed)}
         ranks = sorted({rank for rank, _ in sites})
         self._waits = {rank: starts_of_waits(program.ranks[rank].instructions) for rank in ranks}
-        self._alone = set(ranks) >= {r for r, own in enumerate(program.ranks) if own.instructions}
-        self._idle = self._sums_of_votes() if self._alone else frozenset[Site]()
+        self.alone = set(ranks) >= {r for r, own in enumerate(program.ranks) if own.instructions}
+        self._idle = self._sums_of_votes() if self.alone else frozenset[Site]()
         self._steps = [self._prepare(site) for site in self.sites]
         self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
         self._undoable = _undoable(program, ranks)
-        self._undoes = undoes and self._alone
+        self._undoes = undoes and self.alone
         leaks = _communicates(program) and not _commits(program)
         self._leaks = leaks and not self._undoes
         self.late = False
@@ -278,7 +278,7 @@ class Engine:
                 table, key = self._place(rank, value)
 
                 def commit() -> None:
-                    if self._spoiled if self._alone else table[key]:
+                    if self._spoiled if self.alone else table[key]:
                         raise OthersFailed
 
                 return commit

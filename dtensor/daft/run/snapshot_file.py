@@ -5,11 +5,11 @@
     store.states(6, 7)                                   # states 6 and 7 can be had from it
     SnapshotFile.open(folder, (0, 1)).found()            # elsewhere, later: (6, 7, [records])
 
-The folder is the launch's own, in memory (/dev/shm) as a rule. The file is sparse: a page that says
-which states there are; a table of entries, 64 bytes each, a record's place in eight numbers; then
-regions. A record has one region for its tensors, end to end in steps of `STEP` bytes, one for what
-says which they are (JSON), and, where there are values that are no tensors, one for those (a
-pickle: the folder is 0700, and a file of another user's is refused).
+The folder is the launch's own, in memory (/dev/shm): others have no files of that length. The file
+is sparse: a page that says which states there are; a table of entries, 64 bytes each, a record's
+place in eight numbers; then regions. A record has one region for its tensors, end to end in steps
+of `STEP` bytes, one for what says which they are (JSON), and, where there are values that are no
+tensors, one for those (a pickle: the folder is 0700, and a file of another user's is refused).
 
 Invariants: an entry's number is written last, and taken away before its memory is used again; so
 whatever instruction a process dies at, each record that others find is whole. Stores of one thread
@@ -52,21 +52,21 @@ _NOTHING = 0  # the number of an entry that is none
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class Extent:
     begin: int
     nbytes: int
 
 
 @dataclass(slots=True)
-class Place:
+class RecordPlace:
     """Of a record: its entry, what it has, and where."""
 
     entry: int
     views: dict[Key, torch.Tensor]
-    data: Region
-    told: Region
+    data: Extent
+    told: Extent
     told_bytes: int
-    more: Region | None = None
+    more: Extent | None = None
 
 
 class SnapshotFile(Store):
@@ -79,8 +79,9 @@ class SnapshotFile(Store):
         self._num_entries = 0
         self._free_entries: list[int] = []
         self._end = _DATA
-        self._free: dict[int, list[Region]] = {}  # by size
-        self._spare: dict[Keys, list[Place]] = {}
+        self._small = range(0)  # of a page for small regions, what is left
+        self._free: dict[int, list[Extent]] = {}  # by size
+        self._spare: dict[Keys, list[RecordPlace]] = {}
 
     @staticmethod
     def path(folder: Path, ranks: Sequence[int]) -> Path:
@@ -110,6 +111,7 @@ class SnapshotFile(Store):
             raise OSError(f"{path} is no file of snapshots of this user's alone.")
         store = SnapshotFile(descriptor)
         if store._head[0] != _MAGIC:
+            store.close()
             raise OSError(f"{path} is no file of snapshots that was begun.")
         return store
 
@@ -126,6 +128,8 @@ class SnapshotFile(Store):
         tensors: Mapping[Key, torch.Tensor],
         others: Mapping[Key, object],
         gone: Keys,
+        *,
+        before: bool,
     ) -> Record:
         spares = [] if others or gone else self._spare.get(tuple(tensors), [])
         place = spares.pop() if spares else None
@@ -139,17 +143,17 @@ class SnapshotFile(Store):
             data = pickle.dumps(dict(others), protocol=pickle.HIGHEST_PROTOCOL)
             place.more = self._take(len(data))
             self._bytes(place.more)[: len(data)] = _tensor(data)
-        more = place.more or Region(0, 0)
+        more = place.more or Extent(0, 0)
         told = place.told
         at = _PAGE // 8 + place.entry * _ENTRY
         numbers = place.data.begin, place.data.nbytes, told.begin, told.nbytes, place.told_bytes
         self._head[at + 1 : at + _ENTRY] = array("q", (*numbers, more.begin, more.nbytes))
-        self._head[at] = number
-        return Record(number, place.views, dict(others), gone, place)
+        self._head[at] = 2 * number + before
+        return Record(number, place.views, dict(others), gone, before, place)
 
     def drop(self, record: Record) -> None:
         place = record.place
-        assert isinstance(place, Place)
+        assert isinstance(place, RecordPlace)
         self._head[_PAGE // 8 + place.entry * _ENTRY] = _NOTHING
         if len(place.views) > 1 and not record.others and not record.gone:
             self._spare.setdefault(tuple(place.views), []).append(place)
@@ -164,20 +168,23 @@ class SnapshotFile(Store):
         newest, oldest = self._head[1], self._head[2]
         self._num_entries = self._head[3]
         records: list[Record] = []
-        used: list[Region] = []
+        used: list[Extent] = []
         for entry in range(self._num_entries):
             at = _PAGE // 8 + entry * _ENTRY
-            number, *numbers = self._head[at : at + _ENTRY].tolist()
+            told_number, *numbers = self._head[at : at + _ENTRY].tolist()
+            number, before = divmod(told_number, 2)
             if not 0 < number <= newest:
                 self._head[at] = _NOTHING
                 self._free_entries.append(entry)
                 continue
-            data, told, more = Region(*numbers[:2]), Region(*numbers[2:4]), Region(*numbers[5:7])
+            data, told, more = Extent(*numbers[:2]), Extent(*numbers[2:4]), Extent(*numbers[5:7])
             used += [data, told, more]
-            records.append(self._record(number, entry, data, told, numbers[4], more))
+            place = RecordPlace(entry, {}, data, told, numbers[4], more if more.nbytes else None)
+            records.append(self._record(number, bool(before), place))
         self._end = max((r.begin + r.nbytes for r in used), default=_DATA)
         self._forget_all_but(used)
-        return oldest, newest, sorted(records, key=lambda record: record.number)
+        records.sort(key=lambda record: (record.number, record.before))
+        return oldest, newest, records
 
     def close(self) -> None:
         """Views stay as long as they are used; the file stays."""
@@ -185,7 +192,7 @@ class SnapshotFile(Store):
         self._spare.clear()
         os.close(self._descriptor)
 
-    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> Place:
+    def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> RecordPlace:
         """Room for a record of such values, and what it is written there."""
         named = [
             (*key, dtype_name(value.dtype), list(value.shape)) for key, value in tensors.items()
@@ -195,22 +202,20 @@ class SnapshotFile(Store):
         self._bytes(told)[: len(text)] = _tensor(text)
         data = self._take(nbytes_of(tensors.values()))
         views = self._views(data, named)
-        return Place(self._entry(), views, data, told, len(text))
+        return RecordPlace(self._entry(), views, data, told, len(text))
 
-    def _record(
-        self, number: int, entry: int, data: Region, told: Region, told_bytes: int, more: Region
-    ) -> Record:
-        text = self._bytes(told)[:told_bytes].numpy().tobytes()
+    def _record(self, number: int, before: bool, place: RecordPlace) -> Record:
+        text = self._bytes(place.told)[: place.told_bytes].numpy().tobytes()
         named, gone = json.loads(text)
-        views = self._views(data, named)
+        place.views = self._views(place.data, named)
         others: dict[Key, object] = {}
-        if more.nbytes:
-            others = pickle.loads(self._bytes(more).numpy().tobytes())
-        place = Place(entry, views, data, told, told_bytes, more if more.nbytes else None)
-        return Record(number, views, others, tuple((rank, name) for rank, name in gone), place)
+        if place.more is not None:
+            others = pickle.loads(self._bytes(place.more).numpy().tobytes())
+        absent = tuple((rank, name) for rank, name in gone)
+        return Record(number, place.views, others, absent, before, place)
 
     def _views(
-        self, data: Region, named: Iterable[tuple[int, str, str, list[int]]]
+        self, data: Extent, named: Iterable[tuple[int, str, str, list[int]]]
     ) -> dict[Key, torch.Tensor]:
         window, begin = self._bytes(data), 0
         views: dict[Key, torch.Tensor] = {}
@@ -231,19 +236,27 @@ class SnapshotFile(Store):
             self._free_entries += reversed(fresh)
         return self._free_entries.pop()
 
-    def _take(self, nbytes: int) -> Region:
+    def _take(self, nbytes: int) -> Extent:
         size = region_bytes(nbytes)
         if free := self._free.get(size):
             return free.pop()
         if size >= _LARGE:
             self._give_back()
-        begin = -(-self._end // _PAGE) * _PAGE if size >= _PAGE else self._end
+        if size < _PAGE and len(self._small) < size:  # small ones stand together
+            page = self._take(_PAGE)
+            self._small = range(page.begin, page.begin + _PAGE)
+        if size < _PAGE:
+            begin, self._small = (
+                self._small.start,
+                range(self._small.start + size, self._small.stop),
+            )
+            return Extent(begin, size)
+        begin = -(-self._end // _PAGE) * _PAGE
         self._reserve(begin, size)
         self._end = begin + size
-        region = Region(begin, size)
-        if size >= _PAGE:
-            memory, offset = self._window(region)
-            _advise(memory, _POPULATE_WRITE, offset, size)
+        region = Extent(begin, size)
+        memory, offset = self._window(region)
+        _advise(memory, _POPULATE_WRITE, offset, size)
         return region
 
     def _reserve(self, begin: int, nbytes: int) -> None:
@@ -258,7 +271,7 @@ class SnapshotFile(Store):
             )
             raise
 
-    def _give_up(self, place: Place) -> None:
+    def _give_up(self, place: RecordPlace) -> None:
         for region in (place.data, place.told, place.more):
             if region is not None:
                 self._free.setdefault(region.nbytes, []).append(region)
@@ -275,7 +288,7 @@ class SnapshotFile(Store):
                 memory, offset = self._window(region)
                 memory.madvise(mmap.MADV_REMOVE, offset, region.nbytes)
 
-    def _forget_all_but(self, used: Iterable[Region]) -> None:
+    def _forget_all_but(self, used: Iterable[Extent]) -> None:
         end = _DATA
         for region in sorted(used, key=lambda r: r.begin):
             begin = -(-end // _PAGE) * _PAGE
@@ -285,16 +298,16 @@ class SnapshotFile(Store):
                     memory.madvise(mmap.MADV_REMOVE, 0, whole)
             end = max(end, region.begin + region.nbytes)
 
-    def _window(self, region: Region) -> tuple[mmap.mmap, int]:
+    def _window(self, region: Extent) -> tuple[mmap.mmap, int]:
         memory, offset, _ = self._mapped(region)
         return memory, offset
 
-    def _bytes(self, region: Region) -> torch.Tensor:
+    def _bytes(self, region: Extent) -> torch.Tensor:
         """u8[nbytes]"""
         _, offset, there = self._mapped(region)
         return there[offset : offset + region.nbytes]
 
-    def _mapped(self, region: Region) -> tuple[mmap.mmap, int, torch.Tensor]:
+    def _mapped(self, region: Extent) -> tuple[mmap.mmap, int, torch.Tensor]:
         end = region.begin + region.nbytes
         for where, memory, there in self._windows:
             if where.start <= region.begin <= end <= where.stop:

@@ -1,7 +1,7 @@
 """What a host's table was after its last changes, so that it can be that again.
 
     snapshots = Snapshots(table, Copies())       # or a SnapshotFile, which outlives the process
-    snapshots.begin(7, ((0, "w"),))              # change 7 may write rank 0's w, f32[4]
+    snapshots.begin(((0, "w"),))                 # change 7 may write rank 0's w, f32[4]
     table[0, "w"] += 1
     snapshots.end(7, written=((0, "w"),), committed=6)    # nobody will ask for a state before 6
     snapshots.roll_back(6)                       # w is what it was, bit for bit, and in place
@@ -10,17 +10,17 @@ A change is a put, a delete or a run; changes have numbers that rise, of which a
 *record* is a copy of some values with the number of the change after which they were so; what was
 deleted is in it as gone. Two ways of keeping, by where the copies lie:
 
-- *Memory of this process* serves to undo a change that failed here. A value is copied before it is
-  written, unless it is as its last record says: a step costs one copy, and what is never written
-  none.
+- *Memory of this process* serves to undo a change that failed here. Values are copied before they
+  are written: a step costs one copy, and what is never written none.
 - *A file* serves whoever comes after this process, too. What a change has written is copied after
   it: all values that a run wrote are one record, whose memory is that of the record before the last
   one. So there are two copies of what a step writes, of which one is always whole.
 
 Invariants: the state after each change from `committed` on can be had again (with `take=False`, of
-those changes that were taken), and older copies are freed or written over. A value in place stays
-in place: what is a view of it, as an optimizer's flat runs are, sees the old value again. What is
-no tensor is copied as its class says (`copy.deepcopy`), unless it cannot change.
+those changes that were taken), and older copies are freed or written over. A value that is made
+again what it was keeps its memory where it can, and is another tensor: whoever knew it by identity,
+as an optimizer does, sees that it was put. What is no tensor is copied as its class says
+(`copy.deepcopy`), unless it cannot change.
 
 Replayable writes, as those to caches are, belong to no state: `roll_back` leaves such a value as it
 is, unless another change wrote it since; then it is as it was before that one.
@@ -39,7 +39,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dtensor.daft.run.undone import Spoiled, Undone
+from dtensor.daft.run.undone import Counters, Spoiled
 
 _torch: Any = torch  # whose types do not know all that it has
 
@@ -48,29 +48,21 @@ Key: TypeAlias = tuple[int, str]
 Keys: TypeAlias = tuple[Key, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a host remembers of runs that were undone: it stands in its table, as a value of no
-    rank. `runs`: of what is counted, by its key."""
-
-    undone: tuple[Undone, ...] = ()
-    runs: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-
-
-COUNTERS: Key = (-1, "counters")
 _UNCHANGING = (int, float, str, bytes, type(None), Spoiled, Counters)
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Values after change `number`: copies of tensors, others, and those that were not there.
-    `needed`: the keys for which somebody may ask for it yet. `place`: what its store knows it by.
+    """Values after change `number`: copies of tensors, others, and those that were not there; of
+    the first states to have them so, or (`before`) of the last. `needed`: the keys for which
+    somebody may ask for it yet. `place`: what its store knows it by.
     """
 
     number: int
     tensors: dict[Key, torch.Tensor]
     others: dict[Key, object]
     gone: Keys
+    before: bool
     place: object = None
     needed: set[Key] = field(init=False)
 
@@ -94,8 +86,11 @@ class Store(ABC):
         tensors: Mapping[Key, torch.Tensor],
         others: Mapping[Key, object],
         gone: Keys,
+        *,
+        before: bool,
     ) -> Record:
-        """A record with copies; whole, or none for whoever comes after."""
+        """A record with copies of tensors; whole, or none for whoever comes after. ``others`` are
+        copies, which nobody changes."""
 
     @abstractmethod
     def drop(self, record: Record) -> None:
@@ -130,6 +125,8 @@ class Copies(Store):
         tensors: Mapping[Key, torch.Tensor],
         others: Mapping[Key, object],
         gone: Keys,
+        *,
+        before: bool,
     ) -> Record:
         held = self._spare.pop(tuple(tensors), None)
         if held is None or not alike(tensors, held):
@@ -140,7 +137,7 @@ class Copies(Store):
                 for key, value in tensors.items()
             }
         copy_all(held.values(), tensors.values())
-        return Record(number, held, {key: _copied(value) for key, value in others.items()}, gone)
+        return Record(number, held, dict(others), gone, before)
 
     def drop(self, record: Record) -> None:
         if record.tensors:
@@ -179,17 +176,18 @@ class Snapshots:
                 self._versions.setdefault(key, []).append(record)
                 self._unsaved[key] = self.ended + 1
 
+    @property
+    def outlives(self) -> bool:
+        return self._store.outlives
+
     # -- a change ---------------------------------------------------------------------------------
 
-    def begin(self, number: int, keys: Keys) -> None:
-        """Change `number` begins, and may write these: until `end` they are as `roll_back` can make
-        them again."""
-        if self.ended == self._states[-1]:
-            changed = set(self._replayed)
-            if not self._store.outlives:
-                changed.update(self._unsaved)
-            if old := tuple(key for key in keys if key in changed):
-                self._keep(old, self.ended)
+    def begin(self, keys: Keys) -> None:
+        """The next change begins, and may write these: `roll_back` makes them what they are now."""
+        if not self._store.outlives:
+            self._keep(keys, self.ended, before=True)
+        elif self.ended == self._states[-1]:
+            self._keep(tuple(k for k in keys if k in self._replayed), self.ended, before=True)
         self._writing = keys
 
     def end(
@@ -211,7 +209,7 @@ class Snapshots:
         alone = tuple(alone)
         now = (*written, *alone)
         if not self._store.outlives:
-            self._supersede(number, [key for key in now if key not in self._unsaved])
+            self._supersede(number, now)
         self._unsaved.update(dict.fromkeys(now, number))
         self._replayed.difference_update(now)
         self._alone.update(alone)
@@ -219,34 +217,40 @@ class Snapshots:
         self._replayed.update(replayed)
         self._writing = ()
         self._free(min(committed, number - 1))  # its memory serves the record to come
-        if take and self._store.outlives and self._unsaved:
-            together = tuple(key for key in self._unsaved if key not in self._alone)
-            if together:
+        self.ended = number
+        if take:
+            self.take()
+        self._free(committed)
+
+    def take(self) -> None:
+        """The state as it is may be asked for, though it was not to be kept."""
+        number = self.ended
+        if number == self._states[-1]:
+            return
+        if self._store.outlives:
+            if together := tuple(key for key in self._unsaved if key not in self._alone):
                 self._keep(together, number)
             for key in tuple(self._unsaved):
                 self._keep((key,), number)
-        self.ended = number
-        if take:
-            self._states.append(number)
-            self._store.states(self._states[0], number)
-        self._free(committed)
+        self._states.append(number)
+        self._store.states(self._states[0], number)
 
-    def _keep(self, keys: Keys, number: int) -> None:
+    def _keep(self, keys: Keys, number: int, *, before: bool = False) -> None:
         """A record of these as they are now, after change `number`."""
         tensors: dict[Key, torch.Tensor] = {}
         others: dict[Key, object] = {}
         gone: list[Key] = []
         for key in keys:
             if key not in self._table:
-                if key in self._versions:
+                if key in self._versions or not self._store.outlives:
                     gone.append(key)
             elif isinstance(value := self._table[key], torch.Tensor):
                 tensors[key] = value
             else:
-                others[key] = value
+                others[key] = _copied(value)
         self._supersede(number, keys)
         if tensors or others or gone:
-            record = self._store.keep(number, tensors, others, tuple(gone))
+            record = self._store.keep(number, tensors, others, tuple(gone), before=before)
             for key in record.needed:
                 self._versions.setdefault(key, []).append(record)
         for key in keys:
@@ -284,7 +288,7 @@ class Snapshots:
             left.remove(record)
             if not left:
                 del self._versions[key]
-            elif key in left[0].gone:  # as if it had never been
+            elif key in left[0].gone and not left[0].before:  # as if it had never been
                 self._unneeded(left[0], (key,))
 
     # -- undoing ----------------------------------------------------------------------------------
@@ -304,9 +308,11 @@ class Snapshots:
         since.update(self._writing)
         since.update(key for key, own in self._versions.items() if own[-1].number > target)
         there: list[tuple[torch.Tensor, torch.Tensor]] = []
+        replayed: set[Key] = set()
         for key in sorted(since):
-            before = [r for r in self._versions.get(key, ()) if r.number <= target]
-            record = before[-1] if before else None
+            record = self._as_of(target, key)
+            if record is not None and record.number > target:
+                replayed.add(key)
             if record is None or key in record.gone:
                 self._table.pop(key, None)
             elif key in record.others:
@@ -315,6 +321,7 @@ class Snapshots:
                 saved, now = record.tensors[key], self._table.get(key)
                 if isinstance(now, torch.Tensor) and _takes(now, saved):
                     there.append((now, saved))
+                    self._table[key] = now.detach()
                 else:
                     self._table[key] = saved.clone()
         copy_all([now for now, _ in there], [saved for _, saved in there])
@@ -322,15 +329,23 @@ class Snapshots:
         self._superseded = deque(each for each in self._superseded if each[0] <= target)
         later = {r for own in self._versions.values() for r in own if r.number > target}
         for record in later:
-            self._remove(record)
+            self._unneeded(record, record.keys)  # which may free another of them
         for key in since:
             self._unsaved.pop(key, None)
         self._alone -= since
-        self._replayed -= since
+        self._replayed = (self._replayed - since) | replayed
         self._writing, self._unfilled = (), False
         self.ended = target
         self._states = deque(state for state in self._states if state <= target)
         return target
+
+    def _as_of(self, state: int, key: Key) -> Record | None:
+        """The record that has this value as it was then; None if it was not there."""
+        own = self._versions.get(key, ())
+        later = next((r for r in own if r.number >= state), None)
+        if later is not None and (later.before or later.number == state):
+            return later
+        return next((r for r in reversed(own) if r.number <= state), None)
 
     def close(self) -> None:
         self._versions.clear()

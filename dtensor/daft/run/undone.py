@@ -11,8 +11,8 @@ Not here: how a run is undone (`engine.py`), and what a host remembers of it (`w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -49,6 +49,19 @@ class Undone:
     faults: tuple[Fault, ...]
     run: int | None = None
     program: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a host remembers of runs that were undone: it stands in its table, as a value of no
+    rank. `runs`: of what is counted, by its key."""
+
+    undone: tuple[Undone, ...] = ()
+    runs: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+
+COUNTERS = -1, "counters"
+"""Where, in the table."""
 
 
 class OthersFailed(Exception):

@@ -27,32 +27,26 @@ by one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
 from dtensor.daft.errors import Failure, TaskError
-from dtensor.daft.ir.instructions import Call, outputs_of
+from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
-from dtensor.daft.run.snapshots import COUNTERS, Counters, Key, Keys, Snapshots, Store
+from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.transport import Transport
-from dtensor.daft.run.undone import Fault, Spoiled, Undone, with_run
+from dtensor.daft.run.undoing import UNNUMBERED, Stored, TableChange, Undoing
+from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, with_run
 from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
 NOTHING_KEPT: Mapping[str, str] = MappingProxyType({})
 NOTHING_DROPPED: Names = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Stands among a run's inputs for a value in the rank's table."""
-
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,63 +64,6 @@ class Counted:
     input: str
     takes: bool = True
     since: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What a host is told of a change of its table: its number; `committed`: once it has ended
-    here, nobody asks for a state before that one; `taken`: the state after it is to be kept."""
-
-    number: int
-    committed: int = 0
-    taken: bool = True
-
-
-UNNUMBERED = Change(0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Writes:
-    """What a program's runs write in the table: state, of which some by replayable writes alone,
-    and of inputs that are changed those that stand there. `calls`: what calls write, by name."""
-
-    calls: frozenset[str]
-    state: Keys
-    replayable: Keys
-    inputs: tuple[tuple[Key, bool], ...]
-    """With whether it is replayable."""
-
-    @staticmethod
-    def of(program: Program, ranks: Sequence[int]) -> _Writes:
-        calls: set[str] = set()
-        state: list[Key] = []
-        replayable: list[Key] = []
-        for rank in ranks:
-            own = program.ranks[rank]
-            made: set[str] = set()
-            for i in own.instructions:
-                made.update(i.writes if isinstance(i, Call) else (), outputs_of(i))
-            known = set(own.replayable)
-            state += [(rank, n) for n in dict.fromkeys(own.state) if n in made and n not in known]
-            replayable += [(rank, n) for n in dict.fromkeys(own.state) if n in made and n in known]
-        for own in program.ranks:
-            calls.update(n for i in own.instructions if isinstance(i, Call) for n in i.writes)
-        inputs = tuple(
-            ((rank, name), name in program.ranks[rank].replayable)
-            for rank in ranks
-            for name in program.ranks[rank].changed
-        )
-        return _Writes(frozenset(calls), tuple(state), tuple(replayable), inputs)
-
-    def keys(self, inputs: Values) -> tuple[Keys, Keys]:
-        """In a run with these inputs: what belongs to it, and what is replayable."""
-        if not self.inputs:
-            return self.state, self.replayable
-        stored: tuple[list[Key], list[Key]] = ([], [])
-        for (rank, name), replayable in self.inputs:
-            if isinstance(value := inputs[rank][name], Stored):
-                stored[replayable].append((rank, value.name))
-        return (*self.state, *stored[0]), (*self.replayable, *stored[1])
 
 
 MOST_UNDONE = 64
@@ -154,28 +91,24 @@ class Worker:
         self.engines: dict[int, Engine] = {}
         self._counter = counter
         self._lent = lent
-        self._writes: dict[int, _Writes] = {}  # by program
+        self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
-        self._snapshots = None if snapshots is None else Snapshots(self._table, snapshots)
-        self._change = UNNUMBERED  # of the run under way, as what follows
-        self._dropped: Names = NOTHING_DROPPED
-        self._writing: tuple[Keys, Keys] = (), ()
+        self._undoing = None if snapshots is None else Undoing(self._table, snapshots, ranks)
         self._run = 0  # the number of the last one here
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
         self._returned: Collection[str] = ()  # of the run under way, as `_now` is
 
     def put(
-        self, values: Values, drop: Names = NOTHING_DROPPED, change: Change = UNNUMBERED
+        self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
     ) -> None:
-        keys = (*self._keys(drop), *self._keys(values))
-        self._begins(change, keys)
-        try:
-            self._drop(drop)
-            for rank, named in values.items():
-                for name, value in named.items():
-                    self._table[rank, name] = copy_to(value, self.device)
-        finally:
-            self._ends(change, alone=keys)
+        if self._undoing is not None:
+            self._undoing.begin(change, drop, values)
+        self._drop(drop)
+        for rank, named in values.items():
+            for name, value in named.items():
+                self._table[rank, name] = copy_to(value, self.device)
+        if self._undoing is not None:
+            self._undoing.end()
 
     def get(self, names: Names) -> dict[int, tuple[object, ...]] | Undone:
         found = {rank: tuple(self._find(rank, n) for n in own) for rank, own in names.items()}
@@ -196,19 +129,18 @@ class Worker:
     @property
     def _counters(self) -> Counters:
         found = self._table.get(COUNTERS)
-        return found if isinstance(found, Counters) else NO_COUNTERS
+        return found if isinstance(found, Counters) else Counters()
 
-    def delete(self, names: Names, change: Change = UNNUMBERED) -> None:
-        keys = self._keys(names)
-        self._begins(change, keys)
-        try:
-            self._drop(names)
-        finally:
-            self._ends(change, alone=keys)
+    def delete(self, names: Names, change: TableChange = UNNUMBERED) -> None:
+        if self._undoing is not None:
+            self._undoing.begin(change, names)
+        self._drop(names)
+        if self._undoing is not None:
+            self._undoing.end()
 
     def ended(self) -> int:
         """The last change that ended here; 0 without snapshots."""
-        return 0 if self._snapshots is None else self._snapshots.ended
+        return 0 if self._undoing is None else self._undoing.snapshots.ended
 
     def roll_back(self, to: int) -> int:
         """The table, and what is known of runs that were undone, bit for bit as right after the
@@ -218,33 +150,11 @@ class Worker:
 
         ValueError if that state is not kept any more, or there are no snapshots.
         """
-        if self._snapshots is None:
+        if self._undoing is None:
             raise ValueError("This host keeps no snapshots.")
         for engine in self.engines.values():
             engine.abandon()
-        return self._snapshots.roll_back(to)
-
-    def _keys(self, names: Mapping[int, Iterable[str]]) -> Keys:
-        if self._snapshots is None:
-            return ()
-        return tuple((rank, name) for rank, own in names.items() for name in own)
-
-    def _begins(self, change: Change, keys: Keys) -> None:
-        if self._snapshots is not None:
-            self._snapshots.begin(change.number, keys)
-
-    def _ends(
-        self, change: Change, written: Keys = (), alone: Keys = (), replayed: Keys = ()
-    ) -> None:
-        if self._snapshots is not None:
-            self._snapshots.end(
-                change.number,
-                written=written,
-                alone=alone,
-                replayed=replayed,
-                committed=change.committed,
-                take=change.taken,
-            )
+        return self._undoing.roll_back(to)
 
     def _drop(self, names: Names) -> None:
         for rank, unwanted in names.items():
@@ -254,15 +164,19 @@ class Worker:
 
     def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
         transport, device = self.transport, self.device
-        undoes = self._snapshots is not None
-        self.engines[handle] = Engine(
-            program, sites, self._table, transport, device, handle, undoes=undoes
-        )
-        self._writes[handle] = _Writes.of(program, self.ranks)
+        undoes = self._undoing is not None
+        given = program, sites, self._table, transport, device, handle
+        self.engines[handle] = Engine(*given, undoes=undoes)
+        if self._undoing is not None:
+            self._undoing.load(handle, program, alone=self.engines[handle].alone)
+        calls = (i for own in program.ranks for i in own.instructions if isinstance(i, Call))
+        self._written[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
         self.engines.pop(handle).close()
-        del self._writes[handle]
+        if self._undoing is not None:
+            self._undoing.unload(handle)
+        del self._written[handle]
 
     def run(
         self,
@@ -274,13 +188,15 @@ class Worker:
         returned: Collection[str] = (),
         drop: Names = NOTHING_DROPPED,
         run: int = 0,
-        change: Change = UNNUMBERED,
+        change: TableChange = UNNUMBERED,
     ) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
         `returned`. `run` is its number."""
+        if self._undoing is not None:
+            self._undoing.begin_run(handle, inputs, keep, drop, change)
+        self._drop(drop)
         engine = self.engines[handle]
         self._run = run
-        self._begin_run(handle, inputs, keep, drop, change)
         fed = self._in(handle, inputs, keep, counted, returned)
         made = engine.run(fed, self._counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
@@ -294,10 +210,12 @@ class Worker:
         returned: Collection[str],
         drop: Names,
         run: int,
-        change: Change = UNNUMBERED,
+        change: TableChange = UNNUMBERED,
     ) -> None:
+        if self._undoing is not None:
+            self._undoing.begin_run(handle, inputs, keep, drop, change)
+        self._drop(drop)
         self._run = run
-        self._begin_run(handle, inputs, keep, drop, change)
         fed = self._in(handle, inputs, keep, counted, returned)
         self.engines[handle].begin(fed, keeps=bool(keep))
 
@@ -313,35 +231,9 @@ class Worker:
     def close(self) -> None:
         self.engines.clear()
         self._table.clear()
-        if self._snapshots is not None:
-            self._snapshots.close()
+        if self._undoing is not None:
+            self._undoing.snapshots.close()
         self.transport.close()
-
-    def _begin_run(
-        self,
-        handle: int,
-        inputs: Values,
-        keep: Mapping[str, str],
-        drop: Names,
-        change: Change,
-    ) -> None:
-        if self._snapshots is not None:
-            self._change, self._dropped = change, drop
-            state, _ = self._writing = self._writes[handle].keys(inputs)
-            kept = self._kept(handle, keep)
-            self._begins(change, (*state, *kept, *self._keys(drop)) if kept or drop else state)
-        self._drop(drop)
-
-    def _kept(self, handle: int, keep: Mapping[str, str]) -> Keys:
-        if not keep:
-            return ()
-        lists = self.engines[handle].program.ranks
-        return tuple(
-            (rank, name)
-            for rank in self.ranks
-            for output, name in keep.items()
-            if output in lists[rank].outputs
-        )
 
     def _in(
         self,
@@ -352,22 +244,18 @@ class Worker:
         returned: Collection[str],
     ) -> dict[int, dict[str, object]]:
         self._now, self._returned = (keep, counted), returned
-        written = self._writes[handle].calls
-        try:
-            fed = {
-                rank: {
-                    name: self._find(rank, value.name)
-                    if isinstance(value, Stored)
-                    else self._lend(value)
-                    if self._lent and name not in written
-                    else copy_to(value, self.device)
-                    for name, value in named.items()
-                }
-                for rank, named in inputs.items()
+        written = self._written[handle]
+        fed = {
+            rank: {
+                name: self._find(rank, value.name)
+                if isinstance(value, Stored)
+                else self._lend(value)
+                if self._lent and name not in written
+                else copy_to(value, self.device)
+                for name, value in named.items()
             }
-        except LookupError:
-            self._ends(self._change, alone=self._keys(self._dropped))
-            raise
+            for rank, named in inputs.items()
+        }
         if counted is not None:
             unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
             for named in fed.values():
@@ -391,13 +279,12 @@ class Worker:
         keep, counted = self._now
         if isinstance(results, Undone):
             return self._undo(handle, results, keep, counted)
-        kept = self._kept(handle, keep) if self._snapshots is not None else ()
         for rank, named in results.items():
             for output, name in keep.items():
                 if output in named:
                     self._table[rank, name] = copy_to(named[output], self.device)
-        state, replayed = self._writing
-        self._ends(self._change, state, (*kept, *self._keys(self._dropped)), replayed)
+        if self._undoing is not None:
+            self._undoing.end()
         cpu = torch.device("cpu")
         return {
             rank: {
@@ -410,27 +297,27 @@ class Worker:
         self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
     ) -> Undone:
         run = self._run
-        _, replayed = self._writing
-        kept = (*self._kept(handle, keep), *self._keys(self._dropped))
-        if self.engines[handle].late and self._snapshots is not None:
-            self._snapshots.roll_back(self._snapshots.ended)
-            self._begins(self._change, kept)
-            self._drop(self._dropped)
+        if self._undoing is not None and self.engines[handle].late:
+            self._undoing.undo()
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
         )
         undone = Undone(faults, run, handle)
-        runs = dict(self._counters.runs)
+        before = self._counters
+        runs = dict(before.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
-        undone_here = (*self._counters.undone, undone)[-MOST_UNDONE:]
-        self._table[COUNTERS] = Counters(undone_here, runs)
+        self._table[COUNTERS] = Counters((*before.undone, undone)[-MOST_UNDONE:], runs)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
-        for key in self._kept(handle, keep):
-            self._table.setdefault(key, spoiled)
-        self._ends(self._change, (), (*kept, COUNTERS), replayed)
+        program = self.engines[handle].program
+        for rank in self.ranks:
+            for output, name in keep.items():
+                if output in program.ranks[rank].outputs:
+                    self._table.setdefault((rank, name), spoiled)
+        if self._undoing is not None:
+            self._undoing.end_undone()
         return undone
 
     def _find(self, rank: int, name: str) -> object:
@@ -440,9 +327,6 @@ class Worker:
                 f"{sorted(n for r, n in self._table if r == rank)}."
             )
         return self._table[rank, name]
-
-
-NO_COUNTERS = Counters()
 
 
 def copy_to(value: object, device: torch.device) -> object:

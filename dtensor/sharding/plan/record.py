@@ -198,6 +198,7 @@ class PlanRecord:
     plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
     state_writes: tuple[StateWrite, ...] = ()  # one of each buffer or argument that is changed
     hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
+    copies: int = 0  # of what a step writes, that the launch keeps to undo it
 
     def __repr__(self) -> str:
         return f"<plan {self.name} on {self.mesh}, steps: {len(self.steps):,}>"

@@ -11,6 +11,9 @@ A microbatch's gradients live until its backward ends, where they are added to t
 without microbatches they are the accumulators themselves and count as gradients. The flat buffer
 of a bucket exists when activations do not, so the larger of the two counts.
 
+Where the launch keeps copies of what a step writes, to undo it, they count, each value as often as
+it is kept; not what a file of them needs besides (numbers, names, the ends of pages).
+
 Not here: what a kernel allocates within, the allocator's fragmentation; time (seconds.py).
 """
 
@@ -50,10 +53,12 @@ class Memory:
     optimizer: int
     activations: int
     masters: int = 0  # float32 copies of parameters
+    snapshots: int = 0  # copies of what the step writes, where the launch keeps such
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.masters + self.activations
+        held = self.parameters + self.gradients + self.optimizer + self.masters
+        return held + self.activations + self.snapshots
 
 
 def memory_of(plan: PlanRecord) -> tuple[Memory, ...]:
@@ -84,7 +89,19 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
         optimizer=sum(step.state_bytes for step in updates),
         masters=sum(step.master_bytes for step in updates),
         activations=max(_activations(plan, stage, gradients), *buckets, casts),
+        snapshots=plan.copies * _written(plan, stage) if plan.copies else 0,
     )
+
+
+def _written(plan: PlanRecord, stage: int) -> int:
+    """Bytes of the values that a step writes and that it can be undone for: parameters that are
+    trained, as they are held, the optimizer's state, and what else the program changes, but for
+    what it writes in place before all ranks agree."""
+    updates = [s for s in plan.steps if isinstance(s, Update) and s.stage == stage]
+    changed = {w.name for w in plan.state_writes if w.stage == stage and w.how != "in place"}
+    changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
+    held = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
+    return held + sum(s.state_bytes + s.master_bytes for s in updates)
 
 
 def _cast_bytes(step: Update, gradient: torch.dtype) -> int:

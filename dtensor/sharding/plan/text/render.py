@@ -526,6 +526,9 @@ def _memory(plan: PlanRecord) -> list[str]:
         rows.append(["    without recompute", *plain])
     if any(held > 1 for held in plan.in_flight):
         rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
+    if plan.copies:
+        kept = f"  kept to undo a step, x{plan.copies}"
+        rows.append([kept, *(size_text(m.snapshots) for m in memory)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
     return table(rows)
 

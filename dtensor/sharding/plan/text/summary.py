@@ -143,6 +143,7 @@ def _memory(plan: PlanRecord) -> list[Row]:
         "optimizer state": most.optimizer,
         "float32 masters": most.masters,
         "activations": most.activations,
+        "kept to undo a step": most.snapshots,
     }
     where = f" on stage {stage}" if plan.num_stages > 1 else ""
     parts = ", ".join(f"{what} {size_text(size)}" for what, size in held.items() if size)

@@ -1,0 +1,150 @@
+"""A step that fails in its update, where the launch keeps copies of what steps write: it is undone,
+on all ranks, and training goes on with the bits of one that never failed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor.api import session
+from dtensor.daft import TaskError, launch_cluster
+from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.run.snapshots import Copies
+from dtensor.runtime import shard_optimizer
+
+
+@pytest.fixture(autouse=True)
+def _snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "launch_cluster", partial(launch_cluster, snapshot_every=1))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.down = nn.Linear(12, 3)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.norm(self.up(x.to(self.up.weight.dtype)).float()).relu())
+        return self.down(hidden.to(self.down.weight.dtype)).float()
+
+
+def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "Adam by torch's loop": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "SGD": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "plain SGD": partial(torch.optim.SGD, lr=0.01),
+    "AdamW on masters": partial(torch.optim.AdamW, lr=0.01),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_update_that_fails_is_undone(
+    kind: str, mesh: dict[str, int], first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first step, when there is no state yet, and later; before the kernel of a rank, which
+    the user's options bring about, and after it, on either rank; numbers of steps, on which dropout
+    rests, as if it had not been called."""
+    states: list[tuple[list[float], object]] = []
+    until: list[int] = []  # kernels that run before one is said to have failed
+    update = shard_optimizer._update
+
+    def failing(*given: object) -> None:
+        update(*given)  # type: ignore[arg-type]
+        if until:
+            until[0] -= 1
+            if until[0] == 0:
+                until.clear()
+                raise ArithmeticError("after the kernel")
+
+    monkeypatch.setattr(shard_optimizer, "_update", failing)
+    for fails in (False, True):
+        torch.manual_seed(0)
+        masters = kind == "AdamW on masters"
+        module = _Model()
+        for layer in (module.up, module.down) if masters else ():
+            layer.to(torch.bfloat16)
+        zero = {"dp": 3} if "dp" in mesh else None
+        placements = {"up.weight": dict(tp=dt.Column())} if "tp" in mesh else {}
+        model = dt.parallelize(module, dt.Mesh(**mesh), placements, zero=zero)
+        opt = OPTIMIZERS[kind](module.parameters())
+        inputs = dict(dp=dt.Row()) if "dp" in mesh else {}
+        step = dt.train_step(
+            model, _loss, opt, inputs=inputs, master_weights=masters, clip_grad_norm=1.0
+        )
+        losses: list[float] = []
+        with dt.launch(dt.Mesh(**mesh)) as running:
+            for number in range(5):
+                x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+                if fails and number >= first:
+                    opt.param_groups[0]["lr"] = "high"
+                    with pytest.raises(TaskError, match="lr='high' .* is not a number"):
+                        float(step(x))
+                    opt.param_groups[0]["lr"] = 0.01
+                    for bad in (1, 2, 2):
+                        until[:] = [bad]
+                        with pytest.raises(TaskError, match=f"rank {bad - 1} .*after the kernel"):
+                            float(step(x))
+                        assert running.cluster.failure is None and not until
+                losses.append(float(step(x)))
+            states.append((losses, dt.gather_state_dict(model, opt)))
+    (one, whole), (two, undone) = states
+    assert one == two
+    assert _same(whole, undone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}])
+def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
+    """The plan's memory has them, inside such a launch alone: each value that a step writes, once
+    in this process; and beside them the number of steps of each parameter."""
+    mesh = dt.Mesh(**axes)
+    module = _Model()
+    placements = {"up.weight": dict(tp=dt.Column())} if "tp" in axes else {}
+    model = dt.parallelize(module, mesh, placements, zero={"dp": 3} if "dp" in axes else None)
+    opt = torch.optim.AdamW(module.parameters())
+    inputs = dict(dp=dt.Row()) if "dp" in axes else {}
+    step = dt.train_step(model, _loss, opt, inputs=inputs)
+    x = torch.randn(8, 6)
+    assert "to undo" not in str(step.plan(x)) and step.plan(x).memory[0].snapshots == 0
+    with dt.launch(mesh) as running:
+        for _ in range(3):
+            float(step(x))
+        plan = step.plan(x)
+        assert "  kept to undo a step, x1" in str(plan) and "undo a step" in plan.summary()
+        cluster = running.cluster
+        assert isinstance(cluster, InProcessCluster) and cluster._worker._undoing is not None
+        spare = cluster._worker._undoing.snapshots._store
+        assert isinstance(spare, Copies)
+        (kept,) = (own for own in spare._spare.values() if len(own) > 20)
+        of_rank_0 = [value for (rank, _), value in kept.items() if rank == 0]
+        numbers = sum(value.nbytes for value in of_rank_0 if not value.dim())
+        assert numbers == 4 * len(list(module.parameters())) + 8  # of the norm's batches, an int64
+        assert sum(map(_nbytes, of_rank_0)) - numbers + 8 == plan.memory[0].snapshots
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return value.nbytes
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, type(a)) and all(map(_same, a, b))
+    return a == b
