@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.daft import Call
-from dtensor.daft.ray import joining
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.verification.pairing import instruction_at
 
 KINDS = ("SIGKILL", "SIGSTOP", "exception", "delay", "line closed", "memory closed")
 """`line closed`: the connection to the controller; `memory closed`: what ranks of a machine share.
-With `Apart` ranks, `sockets closed` instead of the last: gloo's."""
+"""
+LATE = "late exception"
+"""In a `Call` behind the vote, as an update: it ends a launch on Ray, by name."""
 LONGEST_DELAY_S = 1.5
 
 
@@ -90,11 +91,13 @@ def _lay(ranks: Ranks, program: int, order: Order) -> bool:
     assert ranks._worker is not None
     engine = ranks._worker.engines[program]
     positions: list[int] = engine._order
-    if order.kind == "exception":
+    if "exception" in order.kind:
+        late = order.kind == LATE
         positions = [
             p
             for p in positions
             if isinstance(instruction_at(engine.program, engine.sites[p]), Call)
+            and (engine.sites[p][1] >= engine._undoable[engine.sites[p][0]]) is late
         ]
     if not positions:
         return False
@@ -148,54 +151,12 @@ def _close_memory(ranks: Ranks, order: Order) -> None:
     ranks._joined.transport.close()
 
 
-def _close_sockets(ranks: Ranks, order: Order) -> None:
-    assert _GLOO, "ranks that are not `Apart` have no connections of gloo's"
-    for descriptor in _sockets():
-        if os.readlink(f"/proc/self/fd/{descriptor}") in _GLOO:
-            with socket.socket(fileno=os.dup(descriptor)) as each:
-                try:
-                    each.shutdown(socket.SHUT_RDWR)
-                except OSError:  # it listens, or is not connected
-                    continue
-
-
 ACTS: dict[str, Callable[[Ranks, Order], None]] = {
     "SIGKILL": _signal(signal.SIGKILL),
     "SIGSTOP": _signal(signal.SIGSTOP),
     "exception": _raise,
+    LATE: _raise,
     "delay": _delay,
     "line closed": _close_line,
     "memory closed": _close_memory,
-    "sockets closed": _close_sockets,
 }
-
-_GLOO: set[str] = set()
-"""The sockets that gloo has opened here, by their links in /proc."""
-
-
-class Apart(Ranks):
-    """Ranks of one machine that meet as if they were of several: over gloo."""
-
-    def __init__(self, *given: Any) -> None:
-        joining.own_place = lambda node: f"{node} {os.getpid()}"  # type: ignore[assignment]
-        join_gloo = joining.join_gloo
-
-        def joins(*given: Any) -> Any:
-            before = {os.readlink(f"/proc/self/fd/{each}") for each in _sockets()}
-            made = join_gloo(*given)
-            _GLOO.update({os.readlink(f"/proc/self/fd/{each}") for each in _sockets()} - before)
-            return made
-
-        joining.join_gloo = joins
-        super().__init__(*given)
-
-
-def _sockets() -> list[int]:
-    found: list[int] = []
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                found.append(int(entry))
-        except FileNotFoundError:  # of this listing itself
-            continue
-    return found

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,20 +98,19 @@ Rows = dict[tuple[str, str], Row]
 def recover(
     count: int,
     seed: int,
+    rows: Rows,
     *,
     per_launch: int = 8,
     spares: int = 1,
     only: str = "",
     kinds: Sequence[str] = (),
 ) -> int:
-    """So many faults, on all scenarios in turn; prints what became of them. The launches in which
-    anything differed, raised or hung."""
+    """So many faults, on all scenarios in turn; the launches with other bits, raised or hung."""
     from dtensor.daft.ray.starting import start_ray
 
     start_ray(None)
     names = [name for name in SCENARIOS if only in name]
     expected: dict[tuple[str, int], Result] = {}
-    rows: Rows = defaultdict(Row)
     wrong, number, happened, begun = 0, 0, 0, time.monotonic()
     while happened < count and number < 2 * count:
         name = names[number % len(names)]
@@ -149,7 +148,6 @@ def recover(
         for kind in {fault.kind for fault in faults} if failed or hung else ():
             rows[name, kind].failed += failed
             rows[name, kind].hung += hung
-    print(table(rows))
     seconds = time.monotonic() - begun
     print(f"{happened} faults, {number} launches, {wrong} of them wrong, {seconds:.0f} s")
     return wrong
@@ -157,15 +155,12 @@ def recover(
 
 def table(rows: Rows) -> str:
     """`failed` and `hung` count launches, by all kinds that were in them."""
-    head = f"{'program':10} {'fault':17} {'count':>5} {'failed':>6} {'hung':>4}"
+    head = f"{'program':10} {'fault':25} {'count':>5} {'failed':>6} {'hung':>4}"
     lines = [f"{head} {'seen s':>13} {'next step s':>13}  by    (seconds: median, worst)"]
     for (name, kind), row in sorted(rows.items()):
-        line = f"{name:10} {kind:17} {row.count:5} {row.failed:6} {row.hung:4}"
-        if row.delay_s:
-            line += (
-                f" {statistics.median(row.seen_s):6.2f} {max(row.seen_s):6.2f}"
-                f" {statistics.median(row.delay_s):6.2f} {max(row.delay_s):6.2f}  "
-                + ", ".join(f"{by} {n}" for by, n in row.by.items())
-            )
-        lines.append(line)
+        line = f"{name:10} {kind:25} {row.count:5} {row.failed:6} {row.hung:4}"
+        for seconds in filter(None, (row.seen_s, row.delay_s)):
+            line += f" {statistics.median(seconds):6.2f} {max(seconds):6.2f}"
+        line += "  " + ", ".join(f"{by} {n}" for by, n in row.by.items())
+        lines.append(line.rstrip())
     return "\n".join(lines)
