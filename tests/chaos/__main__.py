@@ -29,6 +29,7 @@ from pathlib import Path
 from dtensor.daft.ray.starting import start_ray
 from tests.chaos.disk import disk
 from tests.chaos.inside import KINDS as FAULTS
+from tests.chaos.inside import LATE
 from tests.chaos.kinds import KINDS, RAY_KINDS, Place
 from tests.chaos.named import named
 from tests.chaos.recover import Row as FaultRow
@@ -97,7 +98,7 @@ def faults(options: argparse.Namespace) -> int:
     done: dict[tuple[str, str], FaultRow] = defaultdict(FaultRow)
     begun, only, wrong = time.monotonic(), options.programs, 0
     if options.recover:
-        kinds = [kind for kind in FAULTS if options.kinds in kind]
+        kinds = [kind for kind in (*FAULTS, LATE) if options.kinds in kind]
         spares, count = options.spares, options.recover
         wrong += recover(count, options.seed, done, spares=spares, only=only, kinds=kinds)
     if options.named:

@@ -28,10 +28,10 @@ from typing import Any
 
 from dtensor.daft import TaskError
 from dtensor.daft.ray.cluster import RayCluster
-from tests.chaos.inside import Fault, arm
+from tests.chaos.inside import LATE, Fault, arm
 from tests.chaos.programs import Scenario
 
-HARMLESS = ("exception", "delay")
+HARMLESS = ("exception", LATE, "delay")
 """After which all ranks are there, and connected."""
 
 
@@ -98,7 +98,7 @@ class Disturbance:
                 found = act()
             except TaskError as error:
                 self.raised += 1
-                expected = sum(f.kind == "exception" for f in self.faults if f.step <= number)
+                expected = sum("exception" in f.kind for f in self.faults if f.step <= number)
                 if "Injected: on purpose" not in str(error) or self.raised > expected:
                     raise
             else:

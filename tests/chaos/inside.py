@@ -32,7 +32,7 @@ KINDS = ("SIGKILL", "SIGSTOP", "exception", "delay", "line closed", "memory clos
 """`line closed`: the connection to the controller; `memory closed`: what ranks of a machine share.
 """
 LATE = "late exception"
-"""In a `Call` behind the vote, as an update: it ends a launch on Ray, by name."""
+"""In a `Call` behind the vote, as of an update: without snapshots that ends a launch on Ray."""
 LONGEST_DELAY_S = 1.5
 
 

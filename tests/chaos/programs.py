@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from tests.api.generation import placed
-from tests.chaos.inside import KINDS
+from tests.chaos.inside import KINDS, LATE
 
 Step: TypeAlias = Callable[[int, Callable[[], Any]], Any]
 
@@ -214,7 +214,10 @@ _REPLACED = tuple(kind for kind in KINDS if kind != "exception")
 """An exception ends a generator of batches, as it would without faults."""
 
 SCENARIOS: Mapping[str, Scenario] = {
-    **{name: Scenario(meshes=(case.mesh,), make=_trains(case)) for name, case in CASES.items()},
+    **{
+        name: Scenario(meshes=(case.mesh,), make=_trains(case), kinds=(*KINDS, LATE))
+        for name, case in CASES.items()
+    },
     "texts tp2": Scenario(
         meshes=(dt.Mesh(tp=2),), make=_generates("tp2"), steps_per_fault=2, ahead=12
     ),
