@@ -90,8 +90,9 @@ def _here(call: SentCall, came: Came) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """What was lost once, and what became of it. `failures`: of each lost process, what it was
-    doing; `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done
-    again; `begun`: when it was seen, by the monotonic clock."""
+    doing, or what broke where none was lost; `by`: what took its place, nothing where the processes
+    that are there connected anew; `ranks`: those it hosted; `runs`: how many runs were done again;
+    `begun`: when it was seen, by the monotonic clock."""
 
     failures: tuple[Failure, ...]
     ranks: tuple[int, ...]
@@ -102,5 +103,6 @@ class Recovered:
 
     def __str__(self) -> str:
         again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
-        head = f"recovered in {self.seconds:.2f} s: replaced by {' and '.join(self.by)}, {again}"
+        how = f"replaced by {' and '.join(self.by)}" if self.by else "connected anew"
+        head = f"recovered in {self.seconds:.2f} s: {how}, {again}"
         return "\n".join((head, *map(str, self.failures)))

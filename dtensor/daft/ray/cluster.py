@@ -53,7 +53,7 @@ class HostCall:
     `stored`: values of ranks that are given in it by their names."""
 
     kind: Kind
-    functions: tuple[Method, ...]
+    functions: tuple[Any, ...]
     given: tuple[Any, ...] | Payload
     run: int | None
     program: int | None = None
@@ -486,6 +486,9 @@ class RayCluster(HostedCluster):
         lists = self._programs[message.program][0].program.ranks
         ranks = self.hosts[call.host]
         return (*message.stored, *((rank, n) for rank in ranks for n in lists[rank].state))
+
+    def undo(self, call: SentCall, failure: Failure) -> None:
+        call.message.functions = Ranks.undo_program, failure
 
     def send_again(self, call: SentCall) -> None:
         message: HostCall = call.message

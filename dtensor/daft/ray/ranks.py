@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from dtensor.daft.errors import Failure
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.joining import HostFailed, Join, Joined
@@ -239,6 +241,25 @@ class Ranks:
         *arguments: object,
     ) -> Any:
         """`Worker.run`, with the plain data that was sent now or before among the inputs."""
+        self._unpack(run, handle, inputs, plain)
+        return self.run(Worker.run, run, handle, inputs, *arguments)
+
+    def undo_program(
+        self,
+        failure: Failure,
+        run: int,
+        handle: int,
+        inputs: dict[int, dict[str, object]],
+        plain: Plain,
+        *arguments: object,
+    ) -> Any:
+        """In place of `run_program`, once the run has failed of this where it cannot go on."""
+        self._unpack(run, handle, inputs, plain)
+        return self.run(partial(Worker.undo, failure=failure), run, handle, inputs, *arguments)
+
+    def _unpack(
+        self, run: int, handle: int, inputs: dict[int, dict[str, object]], plain: Plain
+    ) -> None:
         for rank, named in plain.items():
             for name, data in named.items():
                 if isinstance(data, bytes):
@@ -247,7 +268,6 @@ class Ranks:
                 if since != (run if isinstance(data, bytes) else data):
                     raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
                 inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
-        return self.run(Worker.run, run, handle, inputs, *arguments)
 
     @property
     def _connected(self) -> tuple[Joined, Worker]:
