@@ -4,7 +4,9 @@
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # hf: every family of models of transformers over two ranks, and its table;
-# chaos: hundreds of launches that end in every way, none of which may leave anything behind;
+# chaos: hundreds of launches that end in every way, none of which may leave anything behind; with
+#   ARGS="--recover 200 --named 30 --disk 40 --seed 0" faults on purpose: ranks killed, stopped, cut
+#   off, delayed, raising; full disks, torn checkpoints, killed controllers; and their table;
 # kernels: all cases of the kernels in Triton's interpreter, and their machine code.
 PYTHON ?= python3
 VENV ?= .venv

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -34,7 +34,6 @@ from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
-from dtensor.daft.cluster.cluster import Recovered
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
@@ -48,6 +47,9 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.log import Recovered
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,16 @@
-"""A launch that ends in any way leaves nothing behind: some cycles of `make chaos`."""
+"""A launch that ends in any way leaves nothing behind: some cycles of `make chaos`. And some of its
+faults on disks; those of ranks are in test_recovery.py."""
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.disk import disk_full, torn_file
 from tests.chaos.kinds import KINDS, RAY_KINDS, Place
 from tests.chaos.watch import alive, held, left
 
@@ -44,6 +47,17 @@ def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
         assert left(before, PATIENCE_S) == [], name
         del kept
     assert left(objects, 0.0, alive) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tp2", "dp2 zero3"])
+def test_torn_files_are_named(name: str, tmp_path: Path) -> None:
+    torn_file(name, random.Random(0), 6, tmp_path)
+
+
+@pytest.mark.ray
+def test_steps_go_on_where_a_disk_is_full(tmp_path: Path, ray_session: None) -> None:
+    disk_full("pp2", random.Random(0), 2, tmp_path)
 
 
 @pytest.mark.slow

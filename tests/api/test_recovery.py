@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,17 @@ from dtensor.daft import ActorLost
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.errors import PlanningError
 from tests.api.generation import placed
-from tests.chaos.recover import CASES, batch, disturbed, drawn, same, training, undisturbed
+from tests.chaos.disturbance import drawn, steps_for
+from tests.chaos.programs import CASES, SCENARIOS, batch, training
+from tests.chaos.recover import disturbed, same, undisturbed
 
 pytest.importorskip("ray")
+
+FAULTS = {
+    "tp2": ("SIGKILL", "exception", "SIGSTOP", "delay"),
+    "pp2": ("line closed", "late exception", "memory closed", "SIGKILL"),
+    "dp2 zero3": ("delay", "memory closed", "line closed", "SIGSTOP"),
+}
 
 PROMPTS = [[5, 3, 9], [7], [11, 12, 13, 14, 15]]
 
@@ -30,15 +39,20 @@ def lose(session: Any, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAULTS)
 def test_training_ends_with_the_same_bits(name: str) -> None:
-    """Four faults each, at drawn instructions."""
-    faults = drawn(4, seed=7)
-    steps = 20
-    losses, state, outcomes = disturbed(name, faults, steps)
-    expected = undisturbed(name, steps)
-    assert losses == expected[0] and same(state, expected[1])
-    assert len(outcomes) == 4
+    """Four faults each, at drawn instructions: all kinds."""
+    faults = [
+        replace(fault, kind=kind)
+        for fault, kind in zip(drawn(4, 7, SCENARIOS[name], twice=0.0), FAULTS[name], strict=True)
+    ]
+    steps = steps_for(4, SCENARIOS[name].steps_per_fault)
+    result, outcomes = disturbed(name, faults, steps)
+    assert same(result, undisturbed(name, steps))
+    assert [each.fault for each in outcomes] == faults
+    for each in outcomes:
+        connected_anew = each.by == "new connections"
+        assert connected_anew == (each.fault.kind == "memory closed")
 
 
 @pytest.mark.ray
@@ -103,7 +117,7 @@ def test_two_meshes_and_one_rank_of_one() -> None:
         assert torch.equal(there.full_tensor(), x * 64)
         assert "rank 1 of mesh(tp=2" in str(run.recoveries[1])
     want = undisturbed("dp2 zero3", 6)
-    assert losses == want[0] and same(state, want[1])
+    assert losses == want.steps and same(state, want.state)
 
 
 class Cached(torch.nn.Module):

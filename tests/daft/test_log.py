@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from dtensor.daft.cluster.changes import Changes
-from dtensor.daft.cluster.log import Log, LoggedCall
+from dtensor.daft.cluster.log import Log, SentCall
 
 
 @dataclass(slots=True)
@@ -16,13 +16,13 @@ class Answer:
     there: bool = False
 
 
-def came(call: LoggedCall) -> bool:
-    return call.asked.there
+def came(call: SentCall) -> bool:
+    return call.asked is not None and call.asked.there
 
 
-def sent(host: int, change: int | None, run: int | None, *, asked: bool = True) -> LoggedCall:
+def sent(host: int, change: int | None, run: int | None, *, asked: bool = True) -> SentCall:
     answer = Answer() if asked else None
-    return LoggedCall(
+    return SentCall(
         host=host, change=change, run=run, asked=answer, message=None, number=0, nbytes=10
     )
 
@@ -34,6 +34,7 @@ def test_an_answer_that_died_is_asked_for_again() -> None:
         for host in range(2):
             log.add(sent(host, number, run))
     for call in log.calls[:3]:
+        assert call.asked is not None
         call.asked.there = True  # all but host 1's to run 1, which has ended there
     ended = log.ended([2, 2], came)
     assert ended == [2, 1]
@@ -63,7 +64,7 @@ def test_what_is_asked_again_is_what_comes_behind_the_cut(seed: int) -> None:
     draw = random.Random(seed)
     num = draw.randint(1, 3)
     log, changes = Log(), Changes(num, draw.choice((1, 1, 3)))
-    lists: list[list[LoggedCall]] = [[] for _ in range(num)]
+    lists: list[list[SentCall]] = [[] for _ in range(num)]
     for run in range(draw.randint(1, 12)):
         kind = draw.choice(("run", "run", "put", "get"))
         some = [h for h in range(num) if draw.random() < 0.6] or [0]

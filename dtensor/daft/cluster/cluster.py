@@ -31,7 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -47,13 +47,14 @@ from dtensor.daft.errors import (
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.undone import Fault, Undone, first_fault
-from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored, Worker
+from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.changes import Changes
     from dtensor.daft.cluster.counting import Counting
+    from dtensor.daft.cluster.log import Recovered
     from dtensor.daft.status.status import Status
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
@@ -126,25 +127,6 @@ class RecordedRun:
     handle: Handle
     future: Future
     begin: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What was lost once, and what became of it. `failures`: of each lost process, what it was
-    doing; `by`: what took its place; `ranks`: those it hosted; `runs`: how many runs were done
-    again; `begun`: when it was seen, by the monotonic clock."""
-
-    failures: tuple[Failure, ...]
-    ranks: tuple[int, ...]
-    by: tuple[str, ...]
-    runs: int
-    begun: float
-    seconds: float
-
-    def __str__(self) -> str:
-        again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
-        head = f"recovered in {self.seconds:.2f} s: replaced by {' and '.join(self.by)}, {again}"
-        return "\n".join((head, *map(str, self.failures)))
 
 
 class Cluster(ABC):
@@ -277,23 +259,6 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: i
             )
 
 
-def _read_by(handle: Handle, inputs: Sequence[Mapping[str, object]]) -> Generator[tuple[int, str]]:
-    """The values in tables that a run with these inputs may read, by rank and name."""
-    for rank in handle.program.members:
-        for name in handle.program.ranks[rank].state:
-            yield rank, name
-        for value in inputs[rank].values():
-            if isinstance(value, Stored):
-                yield rank, value.name
-
-
-def _kept_by(handle: Handle, kept: Mapping[str, str]) -> Generator[tuple[int, str]]:
-    for rank in handle.program.members:
-        for output in handle.program.ranks[rank].outputs:
-            if output in kept:
-                yield rank, kept[output]
-
-
 def hosts_of(size: int, ranks_per_actor: int) -> tuple[tuple[int, ...], ...]:
     """Consecutive ranks share a host: hosts_of(4, 2) == ((0, 1), (2, 3))."""
     if size < 1 or ranks_per_actor < 1:
@@ -356,11 +321,14 @@ class HostedCluster(Cluster):
         """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
         `read`, what it raises must come with another call."""
 
-    def _needs(self, keys: Iterable[tuple[int, str]]) -> None:
-        """Raises if one of these values of ranks was lost with a process."""
+    def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
+        """A run is to be called; raises if a value that it may read was lost with a process."""
 
-    def _makes(self, keys: Iterable[tuple[int, str]]) -> None:
-        """These are put anew, or go."""
+    def _finds(self, names: Sequence[Sequence[str]]) -> None:
+        """As `_reads`, of values by rank."""
+
+    def _makes(self, names: Sequence[Collection[str]]) -> None:
+        """These values are put anew, by rank."""
 
     def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
         """These calls were made, one of each host concerned, with the lock held."""
@@ -412,7 +380,7 @@ class HostedCluster(Cluster):
                 for (_, ranks), gone in zip(places, dropped, strict=True)
             ]
             self._submit(Worker.put, places, self._numbered(places, parts), read=False)
-            self._makes((rank, name) for rank, own in enumerate(values) for name in own)
+            self._makes(values)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         check_size(self.size, names, "get")
@@ -420,7 +388,7 @@ class HostedCluster(Cluster):
         if not any(asked):
             asked = [own is not None for own in names]
         wanted = [tuple(own or ()) for own in names]
-        self._needs((rank, name) for rank, own in enumerate(wanted) for name in own)
+        self._finds(wanted)
         return _Called(self, self._submit_items(Worker.get, wanted, asked), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
@@ -481,7 +449,7 @@ class HostedCluster(Cluster):
             if counted is not None:
                 counted = self._settled(counted, handle)
             self._check()
-            self._needs(_read_by(handle, inputs))
+            self._reads(handle, inputs)
             run, self.runs = self.runs, self.runs + 1
             self._note(run, handle, counted)
             dropped = self._dropped(drop, handle.places)
@@ -497,7 +465,8 @@ class HostedCluster(Cluster):
                 asked = self._each(Worker.run, handle.places, parts, run, True)
                 self._awaits(handle.places, asked)
                 if kept:
-                    self._makes(_kept_by(handle, kept))
+                    own = (program.outputs for program in handle.program.ranks)
+                    self._makes([[kept[o] for o in kept if o in made] for made in own])
                 future = _Called(self, asked, dict)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))

@@ -1,8 +1,8 @@
 """What a controller has asked of its hosts and may have to ask again, if one of them is lost.
 
     log = Log()
-    log.add(LoggedCall(host=0, change=8, run=3, ...))
-    log.add(LoggedCall(host=1, change=8, run=3, ...))
+    log.add(SentCall(host=0, change=8, run=3, ...))
+    log.add(SentCall(host=1, change=8, run=3, ...))
     log.drop([8, 8], came)                     # change 8 is committed on both: it is dropped
     log.ended([9, 9], came)                    # [9, 8]: an answer of host 1's to change 9 is lost
     log.again({0: 8, 1: 8}, came)              # the calls to make again, in order
@@ -21,9 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from dtensor.daft.errors import Failure
+
 
 @dataclass(slots=True, kw_only=True)
-class LoggedCall:
+class SentCall:
     """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
     that it is of. `asked`: what stands for its answer, None where it has none. `message`: what to
     send again, of `nbytes`; `number`: of the call among those of its host."""
@@ -38,17 +40,17 @@ class LoggedCall:
     serial: int = 0  # in the order of the log
 
 
-Came: TypeAlias = Callable[[LoggedCall], bool]
+Came: TypeAlias = Callable[[SentCall], bool]
 """Whether the answer to a call is here; asked of those alone that have one."""
 
 
 @dataclass(slots=True)
 class Log:
-    calls: list[LoggedCall] = field(default_factory=list[LoggedCall])
+    calls: list[SentCall] = field(default_factory=list[SentCall])
     nbytes: int = 0
     added: int = 0  # calls, ever
 
-    def add(self, call: LoggedCall) -> None:
+    def add(self, call: SentCall) -> None:
         call.serial, self.added = self.added, self.added + 1
         self.calls.append(call)
         self.nbytes += call.nbytes
@@ -73,7 +75,7 @@ class Log:
                 found[call.host] = min(found[call.host], call.change - 1)
         return found
 
-    def again(self, cut: Mapping[int, int], came: Came) -> list[LoggedCall]:
+    def again(self, cut: Mapping[int, int], came: Came) -> list[SentCall]:
         return [
             call
             for call in self.calls
@@ -81,5 +83,26 @@ class Log:
         ]
 
 
-def _here(call: LoggedCall, came: Came) -> bool:
+def _here(call: SentCall, came: Came) -> bool:
     return call.asked is None or came(call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What was lost once, and what became of it. `failures`: of each lost process, what it was
+    doing, or what broke where none was lost; `by`: what took its place, nothing where the processes
+    that are there connected anew; `ranks`: those it hosted; `runs`: how many runs were done again;
+    `begun`: when it was seen, by the monotonic clock."""
+
+    failures: tuple[Failure, ...]
+    ranks: tuple[int, ...]
+    by: tuple[str, ...]
+    runs: int
+    begun: float
+    seconds: float
+
+    def __str__(self) -> str:
+        again = f"{self.runs} run{'' if self.runs == 1 else 's'} done again"
+        how = f"replaced by {' and '.join(self.by)}" if self.by else "connected anew"
+        head = f"recovered in {self.seconds:.2f} s: {how}, {again}"
+        return "\n".join((head, *map(str, self.failures)))

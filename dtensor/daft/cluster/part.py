@@ -18,14 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from dtensor.daft.cluster.cluster import (
     Cluster,
     Future,
     Handle,
     Mode,
-    Recovered,
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
@@ -43,6 +42,9 @@ from dtensor.daft.ir.instructions import (
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
 from dtensor.daft.status.status import Status
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.log import Recovered
 
 
 class Part(Cluster):

@@ -18,14 +18,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Recovered, hosts_of
-from dtensor.daft.cluster.log import LoggedCall
+from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
+from dtensor.daft.cluster.log import Recovered, SentCall
 from dtensor.daft.errors import ActorLost, ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
@@ -53,7 +53,7 @@ class HostCall:
     `stored`: values of ranks that are given in it by their names."""
 
     kind: Kind
-    functions: tuple[Method, ...]
+    functions: tuple[Any, ...]
     given: tuple[Any, ...] | Payload
     run: int | None
     program: int | None = None
@@ -337,14 +337,22 @@ class RayCluster(HostedCluster):
     def recovered(self) -> int:
         return 0 if self._recovery is None else len(self._recovery.recovered)
 
-    def _needs(self, keys: Iterable[tuple[int, str]]) -> None:
+    def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
         if self._recovery is not None and self._recovery.gone:
+            lists = handle.program.ranks
+            given = [[v.name for v in own.values() if isinstance(v, Stored)] for own in inputs]
+            self._finds([[*own.state, *names] for own, names in zip(lists, given, strict=True)])
+
+    def _finds(self, names: Sequence[Sequence[str]]) -> None:
+        if self._recovery is not None and self._recovery.gone:
+            keys = ((rank, name) for rank, own in enumerate(names) for name in own)
             self._recovery.check_there(keys)
 
-    def _makes(self, keys: Iterable[tuple[int, str]]) -> None:
+    def _makes(self, names: Sequence[Collection[str]]) -> None:
         if self._recovery is not None and self._recovery.gone:
-            for key in keys:
-                self._recovery.gone.pop(key, None)
+            for rank, own in enumerate(names):
+                for name in own:
+                    self._recovery.gone.pop((rank, name), None)
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
@@ -471,7 +479,7 @@ class RayCluster(HostedCluster):
             for name in own.replayable
         ]
 
-    def read_by(self, call: LoggedCall) -> Sequence[tuple[int, str]]:
+    def read_by(self, call: SentCall) -> Sequence[tuple[int, str]]:
         message: HostCall = call.message
         if message.program is None:
             return ()
@@ -479,7 +487,10 @@ class RayCluster(HostedCluster):
         ranks = self.hosts[call.host]
         return (*message.stored, *((rank, n) for rank in ranks for n in lists[rank].state))
 
-    def send_again(self, call: LoggedCall) -> None:
+    def undo(self, call: SentCall, failure: Failure) -> None:
+        call.message.functions = Ranks.undo_program, failure
+
+    def send_again(self, call: SentCall) -> None:
         message: HostCall = call.message
         if message.plain:
             self._tell(self.crew.host(call.host), Ranks.remember, message.plain)

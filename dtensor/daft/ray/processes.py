@@ -237,8 +237,8 @@ class Home:
 
     def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
-        self.secret = secrets.token_bytes(32)  # by which its processes know each other
         self._closed = False
+        self.secret = secrets.token_bytes(32)  # by which its processes know each other
         self._store: SignedStore | None = None
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None

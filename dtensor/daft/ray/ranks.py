@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from dtensor.daft.errors import Failure
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
-from dtensor.daft.ray.joining import Join, Joined
+from dtensor.daft.ray.joining import HostFailed, Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.progress import ProgramCounter
@@ -97,6 +99,11 @@ def _is_plain(value: Any) -> bool:
 
 def _store(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
     """What a dead process of these ranks has left, or a new one."""
+    if not folder.exists():
+        raise RuntimeError(
+            f"Ranks {ranks} are on another machine than the controller, where nobody would find "
+            f"their snapshots.\n  Fix: launch without spares= and snapshot_every="
+        )
     try:
         return SnapshotFile.open(folder, ranks)
     except FileNotFoundError:
@@ -143,7 +150,8 @@ class Ranks:
         if self._joined is None or self._worker is None:
             return
         self._joined.transport.close()
-        for handle in tuple(self._worker.engines):
+        for handle, engine in tuple(self._worker.engines.items()):
+            engine.abandon()  # messages of gloo's hold its connections
             self._worker.unload(handle)
 
     def rejoin(
@@ -213,8 +221,14 @@ class Ranks:
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
-        with joined.running(run):
-            made = method(worker, handle, *arguments)
+        try:
+            with joined.running(run):
+                made = method(worker, handle, *arguments)
+        except HostFailed as failed:
+            if self._memory is not None:  # it will meet others again; gloo's connections break
+                failed.__context__ = None  # once nothing refers to their messages
+                self.leave()
+            raise
         self._counter.end(measured=method is Worker.run)
         return made
 
@@ -227,6 +241,25 @@ class Ranks:
         *arguments: object,
     ) -> Any:
         """`Worker.run`, with the plain data that was sent now or before among the inputs."""
+        self._unpack(run, handle, inputs, plain)
+        return self.run(Worker.run, run, handle, inputs, *arguments)
+
+    def undo_program(
+        self,
+        failure: Failure,
+        run: int,
+        handle: int,
+        inputs: dict[int, dict[str, object]],
+        plain: Plain,
+        *arguments: object,
+    ) -> Any:
+        """In place of `run_program`, once the run has failed of this where it cannot go on."""
+        self._unpack(run, handle, inputs, plain)
+        return self.run(partial(Worker.undo, failure=failure), run, handle, inputs, *arguments)
+
+    def _unpack(
+        self, run: int, handle: int, inputs: dict[int, dict[str, object]], plain: Plain
+    ) -> None:
         for rank, named in plain.items():
             for name, data in named.items():
                 if isinstance(data, bytes):
@@ -235,7 +268,6 @@ class Ranks:
                 if since != (run if isinstance(data, bytes) else data):
                     raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
                 inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
-        return self.run(Worker.run, run, handle, inputs, *arguments)
 
     @property
     def _connected(self) -> tuple[Joined, Worker]:

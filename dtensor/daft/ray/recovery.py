@@ -15,6 +15,10 @@ fails in step 7, as a transfer breaks. Then, in `recover`:
     again       steps 7 and 8 are sent again, with copies of what they were given; the futures that
                 the user has of them resolve with these
 
+Where a connection breaks between processes that are all there, the same, without the first line;
+and where a call of a run raises behind the vote, when its rank cannot go on: that run is not done
+again, but undone on all ranks, and its future raises.
+
 Invariants: calls have the numbers that they had, and so ranks count runs as before. What a user has
 read once is not read again: it would be the same. A host that is lost meanwhile starts the next
 epoch; nothing of an older epoch (store, memory, connections, answers) is used in a later one. With
@@ -31,9 +35,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dtensor.daft.cluster.changes import Changes
-from dtensor.daft.cluster.cluster import Recovered
-from dtensor.daft.cluster.log import Log, LoggedCall
-from dtensor.daft.errors import ActorLost, ClusterClosed, CommunicationError, DaftError, Failure
+from dtensor.daft.cluster.log import Log, Recovered, SentCall
+from dtensor.daft.errors import (
+    ActorLost,
+    ClusterClosed,
+    CommunicationError,
+    DaftError,
+    Failure,
+    TaskError,
+)
 from dtensor.daft.ray.crew import NEW, Crew
 from dtensor.daft.ray.joining import HostFailed, Join
 from dtensor.daft.ray.messages import ASKED, GAVE
@@ -103,13 +113,17 @@ class Recovering(Protocol):
         """Send it all programs."""
         ...
 
-    def send_again(self, call: LoggedCall) -> None: ...
+    def send_again(self, call: SentCall) -> None: ...
+
+    def undo(self, call: SentCall, failure: Failure) -> None:
+        """When it is sent again, it only says that it was undone."""
+        ...
 
     def replayed(self, host: int) -> Sequence[tuple[int, str]]:
         """What replayable writes of programs write, by rank of a host and name."""
         ...
 
-    def read_by(self, call: LoggedCall) -> Sequence[tuple[int, str]]:
+    def read_by(self, call: SentCall) -> Sequence[tuple[int, str]]:
         """What a run may read there, by rank and name."""
         ...
 
@@ -140,7 +154,7 @@ class Recovery:
             host = launch.crew.place(each.host.index)
             assert host is not None, "a call is one of a host's"
             self.log.add(
-                LoggedCall(
+                SentCall(
                     host=host,
                     change=change,
                     run=run,
@@ -169,7 +183,7 @@ class Recovery:
         self._later.append((self.log.added, act))
         self.settle()
 
-    def _came(self, call: LoggedCall) -> bool:
+    def _came(self, call: SentCall) -> bool:
         reply: Reply | None = None if call.asked is None else call.asked.ref
         if reply is None or reply.message is None:
             return False
@@ -200,7 +214,9 @@ class Recovery:
         with launch.lock:
             if self.epoch != epoch or launch.failure is not None:
                 return launch.failure
-            if launch.closed or not isinstance(error, ActorLost):
+            if launch.closed:
+                return error
+            if isinstance(error, TaskError) and not self._undo(error.failure):
                 return error
             try:
                 found = self._replace(error)
@@ -209,6 +225,8 @@ class Recovery:
             except BaseException:  # Ctrl-C, or the launch is closed: nobody knows who is where
                 launch.interrupted()
                 raise
+            if isinstance(error, TaskError) and not found.ranks:
+                return None  # whoever reads the run's result hears of it
             self.recovered.append(found)
         warnings.warn(str(found), RuntimeWarning, stacklevel=3)
         return None
@@ -221,7 +239,15 @@ class Recovery:
             self.recovered.append(found)
             warnings.warn(str(found), RuntimeWarning, stacklevel=3)
 
-    def _replace(self, error: ActorLost) -> Recovered:
+    def _undo(self, failure: Failure) -> bool:
+        """A call of a run has raised where its rank could not go on, as in an update: that run is
+        not done again, and gives this. False if it is none of those that can be done again."""
+        own = [call for call in self.log.calls if call.run is not None and call.run == failure.step]
+        for call in own:
+            self._launch.undo(call, failure)
+        return bool(own)
+
+    def _replace(self, error: DaftError) -> Recovered:
         begin, lost = time.monotonic(), _Lost()
         while True:
             self.epoch += 1
@@ -242,12 +268,14 @@ class Recovery:
             seconds=time.monotonic() - begin,
         )
 
-    def _start_epoch(self, error: ActorLost, lost: _Lost) -> set[int]:
+    def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
         """The runs that are done again. Raises `error` if it cannot be mended, and another
         `ActorLost` if another one is lost meanwhile."""
         launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
         gone = self._gone()
         self._restarts += len(gone)
+        if not gone:  # connections broke between hosts that are all there
+            lost.failures.append(error.failure)
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
@@ -276,7 +304,7 @@ class Recovery:
         cut = self._changes.cut(self.log.ended(ended, self._came))
         again = self.log.again(cut, self._came)
         runs = {call.run for call in again if call.run is not None}
-        self._check(error, ended, runs if gone else set())
+        self._check(error, ended, runs)
         there = self._wait([launch.ask(host, Ranks.roll_back, to) for host, to in cut.items()])
         if there != list(cut.values()):
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
@@ -295,7 +323,7 @@ class Recovery:
             launch.teach(spare)
         return runs
 
-    def _note_gone(self, host: int, error: ActorLost) -> None:
+    def _note_gone(self, host: int, error: DaftError) -> None:
         """What the process had that no snapshot has."""
         for rank, name in self._launch.replayed(host):
             reason = (
@@ -318,7 +346,7 @@ class Recovery:
         launch.watch.find([process.index for process in launch.crew.all])
         return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
 
-    def _check(self, error: ActorLost, ended: Sequence[int], runs: set[int]) -> None:
+    def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
         """Raises the error if what is sure is not there any more, or if it comes again and
         again."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):

@@ -37,6 +37,9 @@ from dtensor.daft.ray.starting import START_S
 SLICE_S = 0.25  # how often a waiting controller looks at the hosts
 SETTLE_S = 5.0  # how long after a first failure it looks for its root
 ENDING_S = 1.0  # how long Ray may take to say how a process ended that is gone
+CUT_OFF_S = 0.5
+"""So long for the end of a process that can be called no longer; and for any other root, where what
+fails is recovered from: that looks again who is there."""
 STALE_S = 5.0
 """A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
 has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
@@ -300,7 +303,7 @@ class HostWatch:
     def root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
         """What a failure follows from, among these hosts, or those that Ray's `text` names; a death
         may show a moment later than what comes of it."""
-        end = time.monotonic() + SETTLE_S
+        begin = time.monotonic()
         while True:
             errors: list[DaftError] = []
             for each in asked:
@@ -320,13 +323,15 @@ class HostWatch:
             roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
             there = {host.index for host in processes}
             roots += [self.lost[i] for i in among if i in self.lost and i in there]
-            if roots or time.monotonic() > end:
+            lines = self._calls.broken()
+            cut_off = [host for host in processes if host.index in lines]
+            settle_s = CUT_OFF_S if cut_off or self.stopped_s is not None else SETTLE_S
+            if roots or time.monotonic() > begin + settle_s:
                 break
             time.sleep(0.05)
-        if not (roots or errors):
+        if not roots:
             alive = "its connection to the controller broke, though the process is alive."
-            broken = self._calls.broken()
-            roots = [self.lose(host, alive) for host in processes if host.index in broken]
+            roots = [self.lose(host, alive) for host in cut_off]
         line = next(iter(text.strip().splitlines()), "")
         root, *_ = (*roots, *errors, ActorLost(Failure(rank=None, reason=line)))
         for error in errors:

@@ -201,6 +201,31 @@ class Worker:
         made = engine.run(fed, self.counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
 
+    def undo(
+        self,
+        handle: int,
+        inputs: Values,
+        keep: Mapping[str, str] = NOTHING_KEPT,
+        counted: Counted | None = None,
+        timed: bool = False,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
+        run: int = 0,
+        change: TableChange = UNNUMBERED,
+        *,
+        failure: Failure,
+    ) -> Undone:
+        """In place of `run`: it was undone, of this failure of a call."""
+        if self._undoing is not None:
+            self._undoing.begin_run(handle, inputs, keep, drop, change)
+        self._drop(drop)
+        self._run = run
+        rank, index = failure.rank, failure.index
+        faults: tuple[Fault, ...] = ()
+        if rank is not None and index is not None and rank in self.ranks:
+            faults = (Fault((rank, index), TaskError(failure)),)
+        return self._undo(handle, Undone(faults), keep, counted)
+
     def begin(
         self,
         handle: int,

@@ -1,0 +1,241 @@
+"""What is disturbed: programs of few ranks, whose every step gives something to compare.
+
+    scenario = SCENARIOS["tp2"]
+    body = scenario.make()                       # models and placements, outside the launch
+    with dt.launch(*scenario.meshes):
+        result = body(step, 9)                   # nine steps, each through `step`
+
+`step(number, act)` is the caller's: it calls `act` and gives what that gives (`disturbance.py`). A
+step is one of training, or all texts of some prompts, or a batch of reinforcement learning.
+
+Bit for bit as if undisturbed must be losses, tokens, rewards and the final state. Of
+reinforcement learning that holds without staleness; with it, which weights a text was begun with
+depends on when it was, disturbed or not: only the bound holds then, and the number of batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.api.generation import placed
+from tests.chaos.inside import KINDS, LATE
+
+Step: TypeAlias = Callable[[int, Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What each step gave, and what is there at the end."""
+
+    steps: list[Any]
+    state: Any = None
+
+
+Body: TypeAlias = Callable[[Step, int], Result]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 32, vocabulary: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_fn(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How a model is placed on two ranks."""
+
+    mesh: dt.Mesh
+    placements: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    step: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "tp2": Case(
+        dt.Mesh(tp=2),
+        {"*.up.weight": dict(tp=dt.Row()), "*.down.weight": dict(tp=dt.Column())},
+    ),
+    "pp2": Case(
+        dt.Mesh(pp=2),
+        {},
+        dict(stages={"pp": [["embed*", "blocks.[0-1].*"], ["blocks.[2-3].*", "head*"]]}),
+        dict(schedule=dt.OneFOneB(microbatches=2)),
+    ),
+    "dp2 zero3": Case(dt.Mesh(dp=2), {}, dict(zero={"dp": 3}), dict(inputs=dict(dp=dt.Row()))),
+}
+
+
+def training(case: Case) -> tuple[dt.ParallelModule, Any, dt.TrainStep]:
+    torch.manual_seed(0)
+    model = dt.parallelize(Net(), case.mesh, dict(case.placements), **case.options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = dt.train_step(model, loss_fn, optimizer, clip_grad_norm=1.0, **case.step)
+    return model, optimizer, step
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 64, (4, 9), generator=drawn)
+    return ids[:, :-1], ids[:, 1:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """`steps_per_fault`: so far apart; `ahead`: how many runs a step has behind its first."""
+
+    meshes: tuple[dt.Mesh, ...]
+    make: Callable[[], Body]
+    kinds: tuple[str, ...] = KINDS
+    steps_per_fault: int = 4
+    ahead: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return sum(mesh.size for mesh in self.meshes)
+
+
+def _trains(case: Case) -> Callable[[], Body]:
+    def make() -> Body:
+        model, optimizer, step = training(case)
+
+        def body(each: Step, steps: int) -> Result:
+            losses = [each(n, lambda n=n: float(step(*batch(n)))) for n in range(steps)]
+            return Result(steps=losses, state=dt.gather_state_dict(model, optimizer))
+
+        return body
+
+    return make
+
+
+PROMPTS = [[5, 3, 9], [7], [11, 12, 13, 14, 15]]
+
+
+def _generates(where: str) -> Callable[[], Body]:
+    """Greedily, and drawn."""
+
+    def make() -> Body:
+        gen = dt.generator(placed("llama", where), slots=2, length=48, buckets=(8,), ahead=1)
+        how: dict[str, Any] = dict(max_new_tokens=12, temperature=[0, 1.0, 0], seed=3)
+
+        def body(each: Step, steps: int) -> Result:
+            return Result(steps=[each(n, lambda: gen(PROMPTS, **how)) for n in range(steps)])
+
+        return body
+
+    return make
+
+
+TRAIN, PLAY = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
+TEXTS, NEW, SAMPLES = 8, 4, 4
+
+
+def _reinforces(staleness: int) -> Callable[[], Body]:
+    """The model and the loss of examples/rl, smaller, with a score by the controller."""
+
+    def make() -> Body:
+        sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "rl"))
+        try:
+            import counting
+        finally:
+            sys.path.pop(0)
+        torch.manual_seed(0)
+        net = counting.GPT(vocab=counting.NUMBERS, context=16, width=32, heads=4, layers=1)
+        policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})
+        actor = dt.replica(policy, PLAY, counting.HEADS)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1.5e-3)
+        step = dt.train_step(policy, counting.loss_fn, optimizer, inputs=dict(dp=dt.Row()))
+
+        def score(prompt: list[int], tokens: list[int]) -> float:
+            return sum((prompt[-1] + 1 + i) % 12 == t for i, t in enumerate(tokens)) / NEW
+
+        def body(each: Step, steps: int) -> Result:
+            dt.sync(policy, actor)
+            batches = dt.rollouts(
+                actor,
+                itertools.cycle([[n, n + 1] for n in range(11)]),
+                score,
+                batch_size=TEXTS,
+                samples=SAMPLES,
+                staleness=staleness,
+                max_new_tokens=NEW,
+                length=16,
+            )
+
+            def one() -> Any:
+                drawn = next(batches)
+                of = drawn.rewards.view(-1, SAMPLES)
+                advantages = (of - of.mean(1, keepdim=True)).view(-1, 1)
+                loss = float(step(drawn.tokens, drawn.generated, drawn.logprobs, advantages))
+                dt.sync(policy, actor)
+                assert drawn.staleness <= staleness
+                return None if staleness else (drawn.tokens, drawn.logprobs, drawn.rewards, loss)
+
+            found = [each(n, one) for n in range(steps)]
+            state = dt.gather_state_dict(policy, optimizer)
+            return Result(steps=found, state=None if staleness else state)
+
+        return body
+
+    return make
+
+
+_REPLACED = tuple(kind for kind in KINDS if kind != "exception")
+"""An exception ends a generator of batches, as it would without faults."""
+
+SCENARIOS: Mapping[str, Scenario] = {
+    **{
+        name: Scenario(meshes=(case.mesh,), make=_trains(case), kinds=(*KINDS, LATE))
+        for name, case in CASES.items()
+    },
+    "texts tp2": Scenario(
+        meshes=(dt.Mesh(tp=2),), make=_generates("tp2"), steps_per_fault=2, ahead=12
+    ),
+    "texts pp2": Scenario(
+        meshes=(dt.Mesh(pp=2),), make=_generates("pp2"), steps_per_fault=2, ahead=12
+    ),
+    "rl": Scenario(
+        meshes=(TRAIN, PLAY),
+        make=_reinforces(0),
+        kinds=_REPLACED,
+        steps_per_fault=2,
+        ahead=6,
+    ),
+    "rl, stale": Scenario(
+        meshes=(TRAIN, PLAY),
+        make=_reinforces(1),
+        kinds=_REPLACED,
+        steps_per_fault=2,
+        ahead=6,
+    ),
+}
