@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 class Sent:
     """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
     that it is of. `asked`: what stands for its answer, None where it has none. `message`: what to
-    send again, of `nbytes`; `number`: of the call among those of its host."""
+    send again, of `nbytes`; `number`: of the call among those of its host. `gave`: it was answered,
+    and not by an error, before it was sent again."""
 
     host: int
     change: int | None
@@ -35,6 +36,7 @@ class Sent:
     message: Any
     number: int
     nbytes: int
+    gave: bool = False
     serial: int = 0  # in the order of the log
 
 
