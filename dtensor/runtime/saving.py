@@ -41,6 +41,7 @@ from dtensor.runtime.checkpoint import (
     Checkpoint,
     CheckpointError,
     TensorPiece,
+    read_part,
     write_hf_part,
     write_part,
 )
@@ -246,16 +247,8 @@ def copy_and_write(
     *shards: torch.Tensor,
 ) -> tuple[int]:
     """Copy the shares, of ``shards[source[i]]`` each, and leave them to a thread; ``number`` again.
-    A state that no step has made yet is none.
-
-    FileNotFoundError where this machine does not see the folder.
-    """
-    folder = saving["folder"]
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(
-            f"rank {rank} is on {socket.gethostname()}, which does not see {folder}.\n"
-            f"fix: save to a folder that all machines of the launch share"
-        )
+    A state that no step has made yet is none. It never fails: it may be done again, since another
+    rank was lost, when the save is over."""
     pieces = [
         TensorPiece(
             path=share.path,
@@ -335,8 +328,11 @@ _jobs: dict[tuple[str, int], Future[None]] = {}
 
 def hand_over(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
     """Have a thread of this process write a rank's part. It ends by `part-<rank>.json` or an
-    `error-<rank>.json` in the folder, if anything can still be written there (`state_of`)."""
+    `error-<rank>.json` in the folder, if anything can still be written there (`state_of`). Once: a
+    run that is done again, since another rank was lost, has the same pieces."""
     folder = saving["folder"]
+    if (folder, rank) in _jobs:
+        return
     for key in [key for key, job in _jobs.items() if key[0] != folder and job.done()]:
         del _jobs[key]
     _jobs[folder, rank] = _writers.submit(_write, saving, rank, pieces)
@@ -364,6 +360,13 @@ def error_of(folder: str, rank: int) -> str:
 def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
     folder = saving["folder"]
     try:
+        if read_part(folder, rank) is not None:
+            return  # by the process that was lost, before
+        if not os.path.isdir(folder):
+            raise CheckpointError(
+                f"it is on {socket.gethostname()}, which does not see {folder}.\n"
+                f"fix: save to a folder that all machines of the launch share"
+            )
         if saving["format"] == "hf":
             write_hf_part(folder, rank, pieces)
         else:

@@ -19,6 +19,7 @@ from dtensor.daft import (
     ActorLost,
     Call,
     Collective,
+    CommunicationError,
     Free,
     Program,
     TaskError,
@@ -132,6 +133,30 @@ def test_no_more_than_stated(ray_session: None) -> None:
         assert "max_restarts" in caught.value.__notes__[0]
         pids = [host.counter.pid for host in cluster._home.processes if host.counts]
         assert not any(map(running, pids))
+
+
+def test_what_ended_well_and_fails_when_it_is_done_again(ray_session: None, tmp_path: Path) -> None:
+    """What was read of it is true no more: an error, and no other number."""
+    (tmp_path / "n").write_text("5")
+    reads = function("read", "def forward():\n    return (read(),)", read=Reading(tmp_path / "n"))
+    with launched(snapshot_every=50) as cluster:
+        cluster.put(zeros())
+        own = [Call("read", (), ("n",), source="net.py:8: read()")]
+        handle = cluster.load(program(own, own, functions=[reads], state=[("n",)] * 2))
+        cluster.run(handle, [{}] * 2).get()
+        (tmp_path / "n").unlink()
+        lose(cluster, 1)
+        with pytest.raises(CommunicationError, match=r"ended well.*again") as caught:
+            cluster.get([("n",)] * 2).get()
+        assert "net.py:8" in str(caught.value) and "FileNotFoundError" in str(caught.value)
+
+
+class Reading:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> torch.Tensor:
+        return torch.full((4,), float(self.path.read_text()))
 
 
 def test_a_run_that_ends_each_process(ray_session: None) -> None:

@@ -28,7 +28,9 @@ from dtensor.daft.errors import Failure
 class SentCall:
     """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
     that it is of. `asked`: what stands for its answer, None where it has none. `message`: what to
-    send again, of `nbytes`; `number`: of the call among those of its host."""
+    send again, of `nbytes`; `number`: of the call among those of its host. `gave`: it was answered,
+    and not by an error, before it was sent again. `undone`: it is not done again, but its run
+    gives a failure."""
 
     host: int
     change: int | None
@@ -37,6 +39,8 @@ class SentCall:
     message: Any
     number: int
     nbytes: int
+    gave: bool = False
+    undone: bool = False
     serial: int = 0  # in the order of the log
 
 

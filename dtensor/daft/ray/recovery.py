@@ -51,6 +51,7 @@ from dtensor.daft.ray.processes import HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
 from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.run.undone import Undone
 from dtensor.daft.verification.pairing import Site
 
 STOPPED_S = 0.75
@@ -244,6 +245,7 @@ class Recovery:
         not done again, and gives this. False if it is none of those that can be done again."""
         own = [call for call in self.log.calls if call.run is not None and call.run == failure.step]
         for call in own:
+            call.undone = True
             self._launch.undo(call, failure)
         return bool(own)
 
@@ -318,10 +320,41 @@ class Recovery:
                 call.asked.gone = next(iter(self.gone.values()))
         launch.start_over()
         for call in again:
+            call.gave = call.gave or _gave(call)
             launch.send_again(call)
         for spare in crew.hire():
             launch.teach(spare)
+        self._check_again(again)
         return runs
+
+    def _check_again(self, again: Sequence[SentCall]) -> None:
+        """Wait for the calls whose answers somebody may have read; raises if one fails now: what
+        follows would be wrong."""
+        launch = self._launch
+        given = [
+            (call, call.asked)
+            for call in again
+            if call.gave and not call.undone and call.asked is not None and call.asked.gone is None
+        ]
+        asked = [each for _, each in given]
+        while not launch.channel.came([each.ref for each in asked], SLICE_S):
+            if launch.closed:
+                raise ClusterClosed("This cluster was closed while a lost host was replaced.")
+            launch.watch.look(asked, launch.watch.deadline_s)
+            self._raise_lost(None)
+        undone = [each.ref for call, each in given if not _gave(call)]
+        if not undone:
+            return
+        why = [error for reply in undone if (error := launch.channel.failure(reply)) is not None]
+        end = time.monotonic() + (SETTLE_S if why else 0.0)
+        while time.monotonic() < end:  # another one may be lost, and this come of it
+            self._raise_lost(None)
+            time.sleep(0.02)
+        found = [reply.message.value() for reply in undone if not reply.failed]
+        why += [fault.error for each in found for fault in each.faults]
+        reason = "what had ended well was done again, as a rank was lost, and failed then."
+        reason += "".join(f"\n  {error}" for error in why[:1])
+        raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(why), None)
 
     def _note_gone(self, host: int, error: DaftError) -> None:
         """What the process had that no snapshot has."""
@@ -411,3 +444,11 @@ class Recovery:
                     raise launch.watch.lose(process, reason)
         reason = f"hosts did not meet again: {type(raised).__name__}: {raised}"
         raise CommunicationError(Failure(rank=None, reason=reason)) from raised
+
+
+def _gave(call: SentCall) -> bool:
+    """Whether it is answered, by no failure."""
+    reply: Reply | None = None if call.asked is None else call.asked.ref
+    if reply is None or reply.message is None or reply.failed:
+        return False
+    return not isinstance(reply.message.value(), Undone)

@@ -146,7 +146,7 @@ def remove_folder(folder: Path) -> None:
 def write_synced(path: Path, content: bytes) -> None:
     """A file that is there whole or not at all, and stays."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("xb", buffering=0) as file:
+    with partial.open("wb", buffering=0) as file:
         write_all(file, memoryview(content))
         os.fsync(file.fileno())
     partial.rename(path)

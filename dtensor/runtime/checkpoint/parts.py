@@ -133,6 +133,8 @@ class _Part:
             raise ValueError(f"pieces of rank {self.rank} overlap, of some of {sorted(set(names))}")
         files: dict[str, int] = {}
         records: list[TensorRecord] = []
+        for left in self.folder.glob(self._name("*")):
+            left.unlink()  # by a process of this rank that was lost while it wrote
         before = _records_by_file(self.previous)
         for old, places in before.items():
             found = [key for keys in places for key in keys if key in todo]
@@ -169,9 +171,12 @@ class _Part:
         return record
 
     def _new_name(self) -> str:
-        name = f"__{'c' if self.rank == CONTROLLER else self.rank}_{self.num_files}.distcp"
+        name = self._name(self.num_files)
         self.num_files += 1
         return name
+
+    def _name(self, number: int | str) -> str:
+        return f"__{'c' if self.rank == CONTROLLER else self.rank}_{number}.distcp"
 
     def _link(
         self, old: str, bucket: list[tuple[TensorPiece, tuple[int, ...]]]

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,19 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.checkpoint import (
     Checkpoint,
     CheckpointError,
+    TensorPiece,
     Writing,
     folders,
     latest,
     parts,
+    read_part,
     write_part,
+)
+from dtensor.runtime.saving import (
+    Saving,
+    _write,  # pyright: ignore[reportPrivateUsage]
+    hand_over,
+    state_of,
 )
 from tests.runtime.checkpoint.saving import block, check_equal, pieces, save, state
 
@@ -124,6 +132,49 @@ def test_killed_at_a_hundred_random_bytes(tmp_path: Path, monkeypatch: pytest.Mo
         check_equal(Checkpoint.open(tmp_path / "4"), after)
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
     assert 0 < published < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dcp", "hf"])
+def test_a_part_that_a_killed_process_began_is_written_by_another(tmp_path: Path, kind: str):
+    save(tmp_path / "1", state(1))
+    save(tmp_path / "2", state(1))
+    values = state(2) | {path: state(1)[path] for path in list(state(1))[:2]}  # some are linked
+    if kind == "hf":
+        values = {("w",): torch.randn(10, 20), ("b",): torch.randn(7)}
+    drawn = random.Random(0)
+    for _ in range(12):
+        ticks = drawn.randrange(drawn.choice((20, 400, 30_000)))
+        if kind == "dcp":
+            writing = Writing.begin(tmp_path / "3", step=3)
+        else:
+            tensors = {n: (t.dtype, tuple(t.shape)) for (n,), t in values.items()}
+            writing = Writing.begin_hf(tmp_path / "3", tensors)
+        own = [p for rank in (0, 1) for p in pieces(values, rank)]
+        saving = Saving(folder=writing.folder, previous=writing.previous, format=kind)
+
+        def work(
+            ticks: int = ticks, saving: Saving = saving, own: Sequence[TensorPiece] = own
+        ) -> None:
+            count_down(ticks, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            _write(saving, 0, own)
+
+        os.waitpid(in_child(work), 0)
+        hand_over(saving, 0, own)
+        hand_over(saving, 0, own)  # done again on a rank that was not lost
+        while state_of(writing.folder, 0) == "writing":
+            time.sleep(0.001)
+        part = read_part(writing.folder, 0)
+        assert part is not None, state_of(writing.folder, 0)
+        writing.finish([part])
+        hand_over(saving, 0, own)  # and when the save is over
+        found = Checkpoint.open(tmp_path / "3")
+        for path, value in values.items():
+            assert torch.equal(found.read(".".join(path)), value)
+        assert not {n for n in os.listdir(tmp_path / "3") if n.startswith("__0_")} - {
+            piece.file for record in found.tensors.values() for piece in record.pieces
+        }
+        shutil.rmtree(tmp_path / "3")
 
 
 @pytest.mark.slow
