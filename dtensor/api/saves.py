@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +49,7 @@ from dtensor.runtime.checkpoint import (
     read_part,
 )
 from dtensor.runtime.saving import (
+    GONE,
     SAVING,
     WRITING,
     WRITTEN,
@@ -66,6 +68,10 @@ from dtensor.sharding.spec.placements import Partial
 
 LOOK_S = 0.02  # how often a save looks for the parts of ranks
 ASK_S = 2.0  # after which it asks the ranks how far they are: one may be lost, or its disk full
+
+
+class WriterLost(CheckpointError):
+    """A rank was lost while it wrote, and replaced: its part is gone, and the launch goes on."""
 
 
 class Saved:
@@ -97,10 +103,16 @@ class Saved:
         return not self._thread.is_alive()
 
     def settle(self) -> None:
-        """Wait; raises what failed, unless somebody has read it."""
+        """Wait; raises what failed, unless somebody has read it. That a rank was lost, which was
+        replaced, is a warning: the loop goes on, and so do the saves that follow."""
         self._thread.join()
-        if not self._read:
+        if self._read:
+            return
+        try:
             self.get()
+        except WriterLost as error:
+            notes = "\n".join(error.__notes__)
+            warnings.warn(f"{error}\n{notes}", RuntimeWarning, stacklevel=4)
 
     def over(self) -> bool:
         """Whether nobody need wait for it, or be told of it."""
@@ -366,7 +378,8 @@ class _Ending:
             time.sleep(LOOK_S)
         for rank, why in sorted(failed.items()):
             who = "the controller" if rank == self.size else f"rank {rank}"
-            raise CheckpointError(f"{who} could not write its part of {self.stated.path}: {why}")
+            kind = WriterLost if why == GONE else CheckpointError
+            raise kind(f"{who} could not write its part of {self.stated.path}: {why}")
         return list(found.values())
 
     def _fallen(self, waiting: Sequence[int]) -> dict[int, str]:

@@ -322,6 +322,8 @@ FAILED = "error-{}.json"
 WRITING, WRITTEN = "writing", "written"
 
 _writers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="dtensor-save")
+GONE = "the process that was to write it is gone"
+
 _jobs: dict[tuple[str, int], Future[None]] = {}
 """By folder and rank, what is being written by this process, and what was written last."""
 
@@ -342,7 +344,7 @@ def state_of(folder: str, rank: int) -> str:
     """`WRITING`, `WRITTEN`, or why there will be no part of this rank."""
     job = _jobs.get((folder, rank))
     if job is None:
-        return "the process that was to write it is gone"
+        return GONE
     if not job.done():
         return WRITING
     error = job.exception()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.api.saves import Saved, WriterLost
 from dtensor.api.session import session_for
 from dtensor.runtime import saving
 from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
@@ -588,3 +589,20 @@ def test_mistakes_are_told_at_once_and_lose_nothing(tmp_path: Path) -> None:
                 call()
             assert same(run.state(), before), case
     assert sorted(os.listdir(tmp_path)) == ["1", "file", "untied", "wide"]
+
+
+def test_a_writer_that_was_lost_and_replaced_ends_no_loop():
+    def lost() -> None:
+        raise WriterLost("rank 1 could not write its part of ckpt/9: the process ... is gone")
+
+    def full() -> None:
+        raise CheckpointError("rank 1 could not write its part of ckpt/9: No space left")
+
+    saved = Saved("ckpt/9", lost)
+    with pytest.warns(RuntimeWarning, match="rank 1 .* is gone\nckpt/9 was not written"):
+        saved.settle()
+    saved.settle()  # it was said
+    with pytest.raises(WriterLost):
+        saved.get()
+    with pytest.raises(CheckpointError, match="No space left"):
+        Saved("ckpt/9", full).settle()
