@@ -43,6 +43,7 @@ from dtensor.api.randomness import restore_counts
 from dtensor.api.resident import Resident
 from dtensor.api.saves import Saved, SaveOptions, submitted
 from dtensor.api.session import MeshSession, launched, session_at_hand
+from dtensor.api.state import check_optional
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.graph import named_tensors
@@ -52,7 +53,6 @@ from dtensor.runtime.saving import (
     load_program,
 )
 
-_OPTIMIZER = torch.optim.Optimizer | None
 _ONE_SAVE = threading.RLock()
 _LAST: list[Saved] = []
 """The save that the next one waits for."""
@@ -94,7 +94,7 @@ def save(
     """
     _check_path("save", path)
     check_parallel("save", model)
-    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
+    check_optional(optimizer)
     if format not in ("dcp", "hf"):
         raise PlanningError(
             f"format={format!r} is none that there is.\n"
@@ -137,7 +137,7 @@ def load(
     """
     _check_path("load", path)
     check_parallel("load", model)
-    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
+    check_optional(optimizer)
     check_word("dtype", dtype, ("saved", "model"))
     if model.source is not None:
         raise PlanningError(

@@ -30,6 +30,12 @@ from dtensor.frontend.graph import named_tensors
 _OPTIMIZER = torch.optim.Optimizer | None
 
 
+def check_optional(optimizer: object) -> None:
+    """PlanningError unless it is an optimizer of torch's, or None."""
+    fix = "pass the optimizer itself, or leave it out"
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
+
+
 def gather_state_dict(
     model: ParallelModule, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
@@ -39,7 +45,7 @@ def gather_state_dict(
     meta device. RuntimeError where values were left behind in a launch that has ended.
     """
     check_parallel("gather_state_dict", model)
-    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
+    check_optional(optimizer)
     with ONE_AT_A_TIME:
         return _gathered(model, optimizer)
 
@@ -104,7 +110,7 @@ def load_state_dict(
             "a replica has no values of its own to load.\n"
             "fix: dt.load_state_dict(policy, opt, state), then dt.sync(policy, actor)"
         )
-    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", "None")
+    check_optional(optimizer)
     check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
         raise PlanningError(
