@@ -133,7 +133,8 @@ def load(
         dtype: "saved" refuses a tensor of another dtype than the model's; "model" converts it.
 
     All or nothing: PlanningError for names, shapes or dtypes that differ, CheckpointError for a
-    damaged file, DaftError where a rank fails; then nothing was loaded.
+    damaged file, DaftError where a rank fails; then nothing was loaded. Inside a launch the
+    optimizer's state is read by the next step, and damage within its files is an error there.
     """
     _check_path("load", path)
     check_parallel("load", model)
@@ -145,6 +146,7 @@ def load(
             "fix: dt.load(path, policy, opt), then dt.sync(policy, actor)"
         )
     checkpoint = Checkpoint.open(path)
+    checkpoint.check_files()
     values = matched(checkpoint, model, convert=dtype == "model")
     found = None if optimizer is None else matched_state(checkpoint, model, optimizer)
     with ONE_AT_A_TIME:

@@ -606,3 +606,22 @@ def test_a_writer_that_was_lost_and_replaced_ends_no_loop():
         saved.get()
     with pytest.raises(CheckpointError, match="No space left"):
         Saved("ckpt/9", full).settle()
+
+
+def test_a_file_of_the_optimizer_that_is_short_is_an_error_of_the_load(tmp_path: Path):
+    """In a launch it is read later: then the parameters would be loaded already."""
+    mesh, torn = dt.Mesh(dp=2), tmp_path / "9"
+    net = nn.Linear(4, 4)
+    model, opt = dt.parallelize(net, mesh, {}), torch.optim.Adam(net.parameters())
+    step = dt.train_step(model, lambda m, x: m(x).square().sum(), opt, inputs=dict(dp=dt.Row()))
+    with dt.launch(mesh):
+        float(step(torch.ones(2, 4)))
+        dt.save(torn, model, opt).get()
+        before = float(step(torch.ones(2, 4)))
+        weight = net.weight.detach().clone()
+        for file in torn.glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match="bytes, and .* were written"):
+            dt.load(torn, model, opt)
+        assert torch.equal(net.weight, weight)
+        assert float(step(torch.ones(2, 4))) < before

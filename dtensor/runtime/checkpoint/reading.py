@@ -139,6 +139,18 @@ class Checkpoint:
             )
         return result
 
+    def check_files(self) -> None:
+        """CheckpointError if a file is missing or has another length than was written. What its
+        bytes are shows when they are read."""
+        for name, expected in self.files.items():
+            path = Path(self.path) / name
+            try:
+                nbytes = path.stat().st_size
+            except OSError as error:
+                raise damaged(path, f"it cannot be opened ({error.strerror})") from error
+            if nbytes != expected:
+                raise damaged(path, f"it has {nbytes:,} bytes, and {expected:,} were written")
+
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors that were read from files since it was opened, by any thread."""
