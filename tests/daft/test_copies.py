@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("ray")
 
 from dtensor.daft.ray import copies
-from dtensor.daft.ray.copies import CopiedFile, Keeper, Kept, hold
+from dtensor.daft.ray.copies import CopiedFile, Keeper, KeptCopy, hold
 from dtensor.daft.ray.crew import ring
 from dtensor.daft.ray.memory_folder import elsewhere, shared
 from dtensor.daft.run.snapshot_file import SnapshotFile
@@ -152,7 +152,7 @@ def test_no_memory_there(owner: Owner, keeper: Keeper, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Kept, "keep", full)
+    monkeypatch.setattr(KeptCopy, "keep", full)
     owner.change()
     with pytest.raises(ConnectionError, match="No space left on device"):
         owner.store.check()
@@ -166,7 +166,7 @@ def test_a_copy_begun_anew_is_one_when_it_is_whole(
     owner.change()
     keeper.end([RANKS])
     owner.change()
-    monkeypatch.setattr(Kept, "complete", lambda kept: None)  # it is not
+    monkeypatch.setattr(KeptCopy, "complete", lambda kept: None)  # it is not
     owner.store.copy_to(keeper.door, SECRET, RANKS)
     check(other, 1)
     monkeypatch.undo()

@@ -96,11 +96,11 @@ class CopiedFile(Store):
         invitation = Invitation(index=ranks[0], path=None, address=door, key=_key(secret))
         self._sock = join(invitation, ANSWER_S)
         self._answers = incoming(self._sock)
-        self._tell(Kept.begin, tuple(ranks))
+        self._tell(KeptCopy.begin, tuple(ranks))
         for record in self._records.values():
             self._tell_record(record)
-        self._tell(Kept.states, *self._said)
-        self._ask(Kept.complete)
+        self._tell(KeptCopy.states, *self._said)
+        self._ask(KeptCopy.complete)
         if self._broken:
             raise ConnectionError(self._broken)
 
@@ -125,7 +125,7 @@ class CopiedFile(Store):
 
     def drop(self, record: Record) -> None:
         del self._records[id(record)]
-        self._tell(Kept.drop, id(record))
+        self._tell(KeptCopy.drop, id(record))
         self._file.drop(record)
 
     def states(self, oldest: int, newest: int) -> None:
@@ -133,9 +133,9 @@ class CopiedFile(Store):
         self._said = oldest, newest
         self._file.states(oldest, newest)
         if moved:
-            self._ask(Kept.states, oldest, newest)
+            self._ask(KeptCopy.states, oldest, newest)
         else:  # the order is all that matters
-            self._tell(Kept.states, oldest, newest)
+            self._tell(KeptCopy.states, oldest, newest)
 
     def found(self) -> tuple[int, int, list[Record]]:
         oldest, newest, records = self._file.found()
@@ -149,7 +149,7 @@ class CopiedFile(Store):
         self._file.close()
 
     def _tell_record(self, r: Record) -> None:
-        self._tell(Kept.keep, id(r), r.number, r.tensors, r.others, r.gone, r.before)
+        self._tell(KeptCopy.keep, id(r), r.number, r.tensors, r.others, r.gone, r.before)
 
     def _tell(self, method: Any, *given: object) -> None:
         self._send(TOLD, method, given)
@@ -185,7 +185,7 @@ class CopiedFile(Store):
         self._sock = self._answers = None
 
 
-class Kept:
+class KeptCopy:
     """The copy of one host's file, as its keeper has it."""
 
     def __init__(self, folder: Path) -> None:
@@ -244,7 +244,7 @@ class Keeper:
         self._key = _key(secret)
         self._listening = socket.create_server((address, 0))
         self.door: Door = self._listening.getsockname()[:2]
-        self._open: list[tuple[Kept, socket.socket, threading.Thread]] = []
+        self._open: list[tuple[KeptCopy, socket.socket, threading.Thread]] = []
         self._changed = threading.Lock()
         threading.Thread(target=self._listen, name="keeper", daemon=True).start()
 
@@ -261,14 +261,14 @@ class Keeper:
     def _listen(self) -> None:
         while True:
             sock, _ = self._listening.accept()
-            kept = Kept(self._folder)
+            kept = KeptCopy(self._folder)
             keeping = threading.Thread(target=self._keep, args=(kept, sock), daemon=True)
             with self._changed:
                 self._open = [each for each in self._open if each[2].is_alive()]
                 keeping.start()
                 self._open.append((kept, sock, keeping))
 
-    def _keep(self, kept: Kept, sock: socket.socket) -> None:
+    def _keep(self, kept: KeptCopy, sock: socket.socket) -> None:
         with sock:
             try:
                 if self._knows(sock):
@@ -296,7 +296,7 @@ class Keeper:
         return True
 
 
-def _serve(kept: Kept, sock: socket.socket) -> None:
+def _serve(kept: KeptCopy, sock: socket.socket) -> None:
     """Do what comes; what fails, the next that is asked says, and nothing is done after it."""
     failed = ""
     for message in incoming(sock):
