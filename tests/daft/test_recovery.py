@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -285,8 +285,8 @@ def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.Mo
         lose(cluster, 1)
         replace = cluster.crew.replace
 
-        def interrupted(host: int) -> Any:
-            made = replace(host)
+        def interrupted(host: int, places: Sequence[str]) -> Any:
+            made = replace(host, places)
             signal.raise_signal(signal.SIGINT)
             return made
 

@@ -34,11 +34,11 @@ from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.launch_folder import LaunchSeen
 from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
 from dtensor.daft.ray.operators import Needed
-from dtensor.daft.ray.processes import Home, HostProcess
+from dtensor.daft.ray.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
 from dtensor.daft.ray.recovery import STOPPED_S, Recovery
-from dtensor.daft.ray.starting import START_S, own_address, ranks_per_gpu
+from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Stored, Worker
@@ -119,11 +119,15 @@ class RayCluster(HostedCluster):
                 spares=spares,
                 memory=None if self.changes is None else self._home.snapshots,
                 options=options,
+                machines=[""] if self.changes is None else self._home.machines,
             )
+            if self.crew.several:
+                self.copies *= 2  # another machine's hosts keep as much here
             join = self.meeting(0)
             self._joined([self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
             if self.changes is not None:
                 self._recovery = Recovery(self, self.changes, max_restarts)
+                self._recovery.begin_copies(self._wait_long)
         except BaseException:
             self.close()
             raise
@@ -132,7 +136,7 @@ class RayCluster(HostedCluster):
         """How hosts find each other, after so many times that some were replaced."""
         self._say_hosts()
         return Join(
-            address=own_address(),
+            address=self._home.address,
             port=self._home.store.port,
             secret=self._home.secret,
             prefix=f"ranks {epoch}",
@@ -200,7 +204,10 @@ class RayCluster(HostedCluster):
 
     def _joined(self, asked: Sequence[Asked]) -> None:
         if asked:
-            self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
+            self._wait_long(asked)
+
+    def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
+        return self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
 
     # -- how a call reaches a host --------------------------------------------------------------
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
@@ -419,6 +426,13 @@ class RayCluster(HostedCluster):
         return self.failure
 
     def _end(self) -> None:
+        if self._home.several and self.failure is None:
+            first = {p.machine: p for p in (*self.crew.all, *self.crew.spares)}
+            replies = [
+                self.channel.send(process.index, ASKED, (Ranks.remove_memory,), ())
+                for process in first.values()
+            ]
+            self.channel.came(replies, END_S)
         self._home.close()
 
     def _due(self, asked: Sequence[Asked]) -> dict[int, int]:
@@ -448,6 +462,14 @@ class RayCluster(HostedCluster):
     @property
     def lock(self) -> threading.RLock:
         return self._lock
+
+    @property
+    def address(self) -> str:
+        return self._home.address
+
+    @property
+    def secret(self) -> bytes:
+        return self._home.secret
 
     def interrupted(self) -> None:
         self._interrupted()

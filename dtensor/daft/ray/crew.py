@@ -9,6 +9,10 @@ was taken is followed by another, which starts while the ranks go on; where ther
 process is started, which takes seconds. What was replaced is ended first, through its pidfd, so
 that it never writes again.
 
+Where snapshots are kept and Ray spans several machines, hosts are spread over them, in blocks; what
+each machine's hosts keep is with hosts of the next one too, in a ring (`copies.py`). A lost host is
+replaced on its own machine, where others live there, else on the one that has the copies.
+
 Invariants: a process, its line to the controller and what it is called in the store have one
 number, which no other process of the launch has. Not here: what ranks are told when they have to
 meet again, and what they do again (`cluster.py`).
@@ -16,22 +20,26 @@ meet again, and what they do again (`cluster.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from dtensor.daft.ray.messages import ASKED
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import Reply, RunChannel
+from dtensor.daft.ray.starting import on_machine
 from dtensor.daft.verification.pairing import Hosts
 
 SPARE = "a spare"
 STARTING = "a spare that started"
 NEW = "a new process"
+MOVED = " on another machine"
 
 
 class Crew:
-    """`hosts`: the ranks of each; `memory`: as of `Ranks`. `options` are Ray's."""
+    """`hosts`: the ranks of each; `memory`: as of `Ranks`. `options` are Ray's. `machines`: Ray's
+    names of those that it spans, the controller's first, where that matters; else one of no name.
+    """
 
     def __init__(
         self,
@@ -43,6 +51,7 @@ class Crew:
         spares: int,
         memory: Path | None,
         options: Mapping[str, object] = NO_OPTIONS,
+        machines: Sequence[str] = ("",),
     ) -> None:
         self.spares: list[HostProcess] = []
         self.hosts = hosts
@@ -51,10 +60,13 @@ class Crew:
         self._device = device
         self._memory = memory
         self._options = options
+        self._machines = machines
         self._wanted = spares
         self._warm: dict[int, Reply] = {}  # of the spares, what tells that they have started
         self._place: dict[int, int] = {}  # by number of a process, which host it is
-        self._hosts = [self._spawn(ranks) for ranks in hosts]
+        num = len(hosts)
+        where = [machines[host * len(machines) // num] for host in range(num)]
+        self._hosts = [self._spawn(*each) for each in zip(hosts, where, strict=True)]
         for host, process in enumerate(self._hosts):
             self._place[process.index] = host
         self.hire()
@@ -70,14 +82,33 @@ class Crew:
     def all(self) -> Sequence[HostProcess]:
         return self._hosts
 
-    def replace(self, host: int) -> tuple[HostProcess, str]:
-        """Another process for a host, and what it was; the old one is ended."""
+    @property
+    def several(self) -> bool:
+        """Whether copies are kept on other machines."""
+        return len(self._machines) > 1
+
+    @property
+    def controllers(self) -> str:
+        """The controller's machine."""
+        return self._machines[0]
+
+    def living(self, lost: Collection[int]) -> set[str]:
+        """The machines with hosts that are not lost or with spares, and the controller's."""
+        there = [p for host, p in enumerate(self._hosts) if host not in lost]
+        there += [spare for spare in self.spares if self._is_there(spare)]
+        return {self._machines[0], *(process.machine for process in there)}
+
+    def replace(self, host: int, places: Sequence[str]) -> tuple[HostProcess, str]:
+        """Another process for a host, on the first of these machines that has a spare, or else on
+        the first; and what it was. The old one is ended."""
         old = self._hosts[host]
         old.kill()
         old.end(grace_s=0.0)
         old.counts = False
         del self._place[old.index]
-        new, by = self._taken(self.hosts[host])
+        new, by = self._taken(self.hosts[host], places)
+        if new.machine != old.machine:
+            by += MOVED
         new.counts = True
         self._hosts[host] = new
         self._place[new.index] = host
@@ -87,7 +118,9 @@ class Crew:
         """Hosts of these ranks, after those that there are: spares, and new processes."""
         found: list[HostProcess] = []
         for ranks in new:
-            process, _ = self._taken(ranks)
+            hosts = [process.machine for process in self._hosts]
+            fewest = sorted(dict.fromkeys(hosts), key=hosts.count)
+            process, _ = self._taken(ranks, fewest)
             self._place[process.index] = len(self._hosts)
             self._hosts.append(process)
             found.append(process)
@@ -103,15 +136,19 @@ class Crew:
             del self._place[process.index]
         self._hosts, self.hosts = self._hosts[:-num], self.hosts[:-num]
 
-    def _taken(self, ranks: tuple[int, ...]) -> tuple[HostProcess, str]:
+    def _taken(self, ranks: tuple[int, ...], places: Sequence[str]) -> tuple[HostProcess, str]:
         """A process to host these ranks, and what it was."""
-        self.spares = [spare for spare in self.spares if not (spare.gone or spare.stopped)]
-        ready = [spare for spare in self.spares if self._warm[spare.index].came]
-        if not self.spares:
-            return self._spawn(ranks), NEW
-        new = (ready or self.spares)[0]
+        self.spares = [spare for spare in self.spares if self._is_there(spare)]
+        near = [s for place in places for s in self.spares if s.machine == place]
+        ready = [spare for spare in near if self._warm[spare.index].came]
+        if not near:
+            return self._spawn(ranks, places[0]), NEW
+        new = (ready or near)[0]
         self.spares.remove(new)
         return new, SPARE if ready else STARTING
+
+    def _is_there(self, spare: HostProcess) -> bool:
+        return not (spare.gone or spare.stopped or self._channel.is_broken(spare.index))
 
     @property
     def ready(self) -> bool:
@@ -123,17 +160,39 @@ class Crew:
         """Start as many spares as are missing; those that are new."""
         new: list[HostProcess] = []
         while len(self.spares) < self._wanted:
-            spare = self._spawn(())
+            there = [spare.machine for spare in self.spares]
+            where = dict.fromkeys(process.machine for process in self._hosts)
+            spare = self._spawn((), min(where, key=there.count))
             spare.counts = False
             self._warm[spare.index] = self._channel.send(spare.index, ASKED, (Ranks.warm,), ())
             self.spares.append(spare)
             new.append(spare)
         return new
 
-    def _spawn(self, ranks: tuple[int, ...]) -> HostProcess:
-        arguments = ranks, self._device, self._memory
-        process = self._home.spawn(Ranks, *arguments, options=self._options)
+    def _spawn(self, ranks: tuple[int, ...], machine: str) -> HostProcess:
+        arguments, options = (ranks, self._device, self._memory), self._options
+        if machine:
+            arguments = *arguments, machine, machine == self._machines[0]
+            options = {**options, **on_machine(machine)}
+        process = self._home.spawn(Ranks, *arguments, options=options)
+        process.machine = machine
         line = self._channel.add()
         assert line == process.index, "a process has the number of its line"
         process.serve(self._channel.invitation(line))
         return process
+
+
+def ring(machines: Sequence[str]) -> list[int | None]:
+    """By host, whose machines these are, the one of the next machine that keeps its copies; None if
+    there is no other. The hosts of a machine take turns."""
+    there: dict[str, list[int]] = {}
+    for host, machine in enumerate(machines):
+        there.setdefault(machine, []).append(host)
+    if len(there) < 2:
+        return [None] * len(machines)
+    following = dict(zip(there, [*list(there)[1:], *list(there)[:1]], strict=True))
+    found: list[int | None] = []
+    for host, machine in enumerate(machines):
+        others = there[following[machine]]
+        found.append(others[there[machine].index(host) % len(others)])
+    return found

@@ -41,7 +41,7 @@ from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.nccl import join_nccl
 from dtensor.daft.ray.neighbours import own_place
 from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
-from dtensor.daft.ray.starting import START_S, own_address, own_node
+from dtensor.daft.ray.starting import START_S, own_node, reached_at
 from dtensor.daft.ray.store import SignedStore
 from dtensor.daft.run.transport import LocalTransport, Transport
 
@@ -110,7 +110,7 @@ class Joined:
                 join.host_of,
                 meet=lambda card: meet(store, prefixed, join, index, card),
                 connect=lambda: join_gloo(
-                    prefixed, index, join.host_of, own_address(), join.secret
+                    prefixed, index, join.host_of, reached_at(join.address), join.secret
                 ),
             )
         joined = Joined(transport, join, ranks)

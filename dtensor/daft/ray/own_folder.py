@@ -93,6 +93,33 @@ class OwnFolder:
             self._lock = -1
 
 
+def elsewhere(folder: Path, machine: str) -> Path:
+    """What a launch's folder in memory is called on another machine, by Ray's name of that."""
+    return folder.with_name(f"{folder.name}-{machine[:12]}")
+
+
+def shared(path: Path) -> int:
+    """A folder in memory for a launch whose controller is on another machine, made if there is
+    none; nobody removes it while the descriptor that this gives is open in any process.
+    `PermissionError` if it is not this user's alone."""
+    sweep(path.parent, f"dtensor-memory-{os.geteuid()}-*")
+    while True:
+        make_own(path)
+        with suppress(FileNotFoundError):  # somebody removes it just now
+            lock = os.open(path, _FOLDER)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(lock, path):
+                return lock
+            os.close(lock)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
 def sweep(parent: Path, pattern: str) -> None:
     """Remove the folders there that are this user's and nobody's any more."""
     for path in parent.glob(pattern):

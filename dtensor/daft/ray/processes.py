@@ -38,6 +38,7 @@ from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
 from dtensor.daft.ray.starting import (
     LOOPBACK,
     end_ray,
+    machines,
     missing_environment,
     own_address,
     start_ray,
@@ -74,6 +75,7 @@ class HostProcess:
         self.started = time.monotonic()
         self.counts = True  # others rest on it: no spare, and none that was replaced
         self._serving: Any = None  # Ray's reference to the call that it ends with
+        self.machine = ""  # Ray's name of where it is, where that matters
         self._process: int | None = None
         self._ended = False  # before anybody held on to it
         self._answered = False
@@ -146,6 +148,11 @@ class HostProcess:
         """Whether the process has ended, as far as can be seen from here."""
         self.watch()
         return self._ended or self._ends_within(0.0)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is on another machine: it has answered, and its counter does not say who."""
+        return self._answered and not self.counter.pid
 
     @property
     def stopped(self) -> bool:
@@ -242,12 +249,14 @@ class Home:
         self._store: SignedStore | None = None
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None
+        self._machines: list[str] | None = None
         with ExitStack() as ending:
             self.folder = LaunchFolder.make()
             ending.callback(self.folder.close)
             self._folder = self.folder.path
             if start_ray(address, deadline_s):
                 ending.callback(end_ray)
+            self.address = own_address()  # as long as this lasts, whichever machines end
             self._ending = ending.pop_all()
 
     def spawn(
@@ -268,7 +277,7 @@ class Home:
 
     def connect(self) -> RunChannel:
         """To processes of this launch, which are told to serve it."""
-        address = own_address()
+        address = self.address
         elsewhere = address if address != LOOPBACK else None
         self._channel = RunChannel(self._folder, 0, elsewhere)
         return self._channel
@@ -281,7 +290,7 @@ class Home:
     @property
     def store(self) -> SignedStore:
         if self._store is None:
-            self._store = SignedStore.open(own_address(), self.secret)
+            self._store = SignedStore.open(self.address, self.secret)
         return self._store
 
     @property
@@ -290,6 +299,20 @@ class Home:
         if self._snapshots is None:
             self._snapshots = self._ending.enter_context(OwnFolder.in_memory()).path
         return self._snapshots
+
+    @property
+    def machines(self) -> list[str]:
+        """Ray's names of those that it spans, this one first; of no name, if it is alone."""
+        if self._machines is None:
+            self._machines = machines() if self.address != LOOPBACK else [""]
+            if len(self._machines) == 1:
+                self._machines = [""]
+        return self._machines
+
+    @property
+    def several(self) -> bool:
+        """Whether processes on other machines have a folder in memory, too."""
+        return self._machines is not None and len(self._machines) > 1
 
     def announce(self, key: str) -> None:
         """To those that wait at the store, if anybody does."""

@@ -17,6 +17,7 @@ Invariants: the first failure of a run closes the connections and is repeated to
 from __future__ import annotations
 
 import marshal
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -28,12 +29,16 @@ import torch
 from dtensor.daft.errors import Failure
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
+from dtensor.daft.ray.copies import CopiedFile, Door, Keeper, hold
 from dtensor.daft.ray.joining import HostFailed, Join, Joined
 from dtensor.daft.ray.messages import Pickled
 from dtensor.daft.ray.operators import Needed
+from dtensor.daft.ray.own_folder import elsewhere, shared
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.same_host import SameHostTransport
+from dtensor.daft.ray.starting import reached_at
 from dtensor.daft.run.snapshot_file import SnapshotFile
+from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
 
@@ -97,13 +102,8 @@ def _is_plain(value: Any) -> bool:
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
-def _store(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
-    """What a dead process of these ranks has left, or a new one."""
-    if not folder.exists():
-        raise RuntimeError(
-            f"Ranks {ranks} are on another machine than the controller, where nobody would find "
-            f"their snapshots.\n  Fix: launch without spares= and snapshot_every="
-        )
+def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
+    """What a dead process of these ranks has left there, or a copy of it, or a new one."""
     try:
         return SnapshotFile.open(folder, ranks)
     except FileNotFoundError:
@@ -111,7 +111,9 @@ def _store(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
 
 
 class Ranks:
-    """`memory`: the folder where copies of the ranks' values are kept, that outlive this."""
+    """`memory`: the folder where copies of the ranks' values are kept, that outlive this.
+    `machine`: Ray's name of the machine, where a launch spans several and each keeps copies of
+    another's; "" where it does not. `controllers`: whether the controller is there."""
 
     def __init__(
         self,
@@ -119,9 +121,17 @@ class Ranks:
         ranks: tuple[int, ...],
         device: str,
         memory: Path | None = None,
+        machine: str = "",
+        controllers: bool = True,
     ) -> None:
         self._counter = counter
+        if memory is not None and not controllers:
+            memory = elsewhere(memory, machine)
+            shared(memory)
         self._memory = memory
+        self._several = bool(machine)
+        self._keeper: Keeper | None = None
+        self._copied: CopiedFile | None = None
         self._ranks = ranks
         self._device = torch.device(device)
         self._joined: Joined | None = None
@@ -139,14 +149,39 @@ class Ranks:
         return joined
 
     def _made(self, joined: Joined) -> Worker:
-        store = None if self._memory is None else _store(self._memory, self._ranks)
+        store: Store | None = None
+        if self._memory is not None and self._several:
+            hold(self._memory, self._ranks)
+            store = self._copied = CopiedFile(_file(self._memory, self._ranks))
+        elif self._memory is not None:
+            store = _file(self._memory, self._ranks)
         counter = self._counter.view
         return Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
 
+    # -- copies on another machine --------------------------------------------------------------
+    def keep_copies(self, secret: bytes, address: str) -> Door:
+        """Of others' snapshots; where they come to."""
+        assert self._memory is not None, "snapshots are kept"
+        if self._keeper is None:
+            self._keeper = Keeper(self._memory, secret, reached_at(address))
+        return self._keeper.door
+
+    def copy_to(self, door: Door | None, secret: bytes) -> None:
+        """The own snapshots go there from now on; returns when all are there."""
+        assert self._copied is not None, "a launch over several machines has such"
+        self._copied.copy_to(door, secret, self._ranks)
+
+    def remove_memory(self) -> None:
+        """The launch ends, on this machine too."""
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
+
     # -- after a host was lost ------------------------------------------------------------------
-    def leave(self) -> None:
+    def leave(self, lost: Sequence[tuple[int, ...]] = ()) -> None:
         """Break the connections, so that others that wait for this host fail too; programs keep
-        nothing of them."""
+        nothing of them. Of `lost` hosts, by their ranks, no copies come any more."""
+        if self._keeper is not None:
+            self._keeper.end(lost)
         if self._joined is None or self._worker is None:
             return
         self._joined.transport.close()
@@ -223,6 +258,8 @@ class Ranks:
         self._counter.begin(handle, run)
         try:
             with joined.running(run):
+                if self._copied is not None:
+                    self._copied.check()
                 made = method(worker, handle, *arguments)
         except HostFailed as failed:
             if self._memory is not None:  # it will meet others again; gloo's connections break

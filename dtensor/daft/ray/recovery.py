@@ -44,12 +44,14 @@ from dtensor.daft.errors import (
     Failure,
     TaskError,
 )
-from dtensor.daft.ray.crew import NEW, Crew
+from dtensor.daft.ray.copies import Door
+from dtensor.daft.ray.crew import NEW, Crew, ring
 from dtensor.daft.ray.joining import HostFailed, Join
 from dtensor.daft.ray.messages import ASKED, GAVE
 from dtensor.daft.ray.processes import HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
+from dtensor.daft.ray.starting import START_S
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.undone import Undone
 from dtensor.daft.verification.pairing import Site
@@ -60,6 +62,7 @@ MEET_S = 10.0
 """How long hosts may stand still that have nothing to do but to meet."""
 SLICE_S = 0.25
 SETTLE_S = 2.0  # a death may show a moment later than what comes of it
+TOGETHER_S = 0.1
 MOST_BYTES = 1 << 28
 MOST_CALLS = 2048
 """Of the log: from then on a call waits for earlier ones to be sure."""
@@ -91,6 +94,16 @@ class Recovering(Protocol):
 
     @property
     def lock(self) -> Any: ...
+
+    @property
+    def address(self) -> str:
+        """Of the controller's machine."""
+        ...
+
+    @property
+    def secret(self) -> bytes:
+        """By which the launch's processes know each other."""
+        ...
 
     def ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked: ...
 
@@ -146,6 +159,8 @@ class Recovery:
         self._look_at = 0  # how many calls make it worth while to look for those that are sure
         self._stuck: tuple[int, int] = (-1, 0)  # the first run done again, how often in a row
         self._later: list[tuple[int, Callable[[], None]]] = []
+        self._copies: dict[int, int | None] = {}  # by process of a host, that of its keeper
+        self._places_of: list[list[str]] = []  # by host, the machines that have its snapshots
 
     # -- what is sent ---------------------------------------------------------------------------
     def note(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
@@ -274,6 +289,8 @@ class Recovery:
         """The runs that are done again. Raises `error` if it cannot be mended, and another
         `ActorLost` if another one is lost meanwhile."""
         launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
+        if crew.several:  # a machine's connections break together
+            channel.came([Reply(0)], TOGETHER_S)
         gone = self._gone()
         self._restarts += len(gone)
         if not gone:  # connections broke between hosts that are all there
@@ -281,19 +298,21 @@ class Recovery:
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
+        old_ranks = [crew.hosts[host] for host in gone]
+        places = self._places(gone)
         for host in gone:
             old = crew.host(host)
-            process, by = crew.replace(host)
+            process, by = crew.replace(host, places[host])
             lost.failures.append(launch.watch.lost[old.index].failure)
             lost.ranks += crew.hosts[host]
             lost.by.append(by)
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.came([Reply(0)], 0.01)  # what it has said to the last is read
-            if by == NEW:
+            if by.startswith(NEW):
                 launch.teach(process)
         # new processes too: nobody begins to connect to one that has not started
-        asked = launch.ask_all(Ranks.leave)
+        asked = launch.ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
         for each in asked:
             channel.forget_unread(each.host.index)
@@ -312,6 +331,7 @@ class Recovery:
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
         self._changes.rolled_back(cut)
+        self.begin_copies(self._wait_long)
         for host in gone:
             self._note_gone(host, error)
         spoiled = {c.run for c in again if any(key in self.gone for key in launch.read_by(c))}
@@ -356,6 +376,52 @@ class Recovery:
         reason += "".join(f"\n  {error}" for error in why[:1])
         raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(why), None)
 
+    # -- copies on another machine --------------------------------------------------------------
+    def begin_copies(self, wait: Callable[[Sequence[Asked]], list[Any]]) -> None:
+        """What hosts keep is with others of another machine, too, from now on; where both are the
+        processes that they were, it is already."""
+        launch, crew = self._launch, self._launch.crew
+        if not crew.several:
+            return
+        keepers = ring([process.machine for process in crew.all])
+        pairs = {
+            crew.host(host).index: None if keeper is None else crew.host(keeper).index
+            for host, keeper in enumerate(keepers)
+        }
+        self._copies = {each: keeper for each, keeper in self._copies.items() if each in pairs}
+        new = [
+            host
+            for host, process in enumerate(crew.all)
+            if self._copies.get(process.index, -1) != pairs[process.index]
+        ]
+        for host in new:
+            self._copies.pop(crew.host(host).index, None)
+        needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
+        given = launch.secret, launch.address
+        doors = wait([launch.ask(keeper, Ranks.keep_copies, *given) for keeper in needed])
+        door_of: dict[int | None, Door] = dict(zip(needed, doors, strict=True))
+        wait([launch.ask(h, Ranks.copy_to, door_of.get(keepers[h]), launch.secret) for h in new])
+        self._copies = pairs
+        both = enumerate(keepers)
+        self._places_of = [[crew.host(h).machine for h in b if h is not None] for b in both]
+
+    def _places(self, gone: Sequence[int]) -> dict[int, list[str]]:
+        """By lost host, the machines where what it had is, of those that are there; the
+        controller's if none is."""
+        crew, found = self._launch.crew, dict[int, list[str]]()
+        living = crew.living(gone)
+        for host in gone:
+            old = crew.host(host)
+            places = [old.machine]
+            keeper = self._copies.get(old.index)
+            by = None if keeper is None else crew.place(keeper)
+            if by is not None and by not in gone:  # else its copy may be an old one
+                places.append(crew.host(by).machine)
+            if not living.intersection(places):
+                places = [place for own in self._places_of[host : host + 1] for place in own]
+            found[host] = [place for place in places if place in living] or [crew.controllers]
+        return found
+
     def _note_gone(self, host: int, error: DaftError) -> None:
         """What the process had that no snapshot has."""
         for rank, name in self._launch.replayed(host):
@@ -383,7 +449,9 @@ class Recovery:
         """Raises the error if what is sure is not there any more, or if it comes again and
         again."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
-            error.add_note("it was not replaced: what it had is gone with it")
+            kept = any(keeper is not None for keeper in self._copies.values())
+            copies = ", and so is the copy on another machine" if kept else ""
+            error.add_note(f"it was not replaced: what it had is gone with it{copies}")
             raise error
         first, times = min(runs, default=-1), 1
         if first >= 0 and first == self._stuck[0]:
@@ -395,7 +463,13 @@ class Recovery:
             )
             raise error
 
-    def _wait(self, asked: Sequence[Asked], *, whatever: bool = False) -> list[Any]:
+    def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
+        """For what may take as long as it takes to send all of a host's state."""
+        return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
+
+    def _wait(
+        self, asked: Sequence[Asked], *, whatever: bool = False, patience_s: float = MEET_S
+    ) -> list[Any]:
         """What they give; `ActorLost` if a host is lost meanwhile. `whatever`: not what they raise
         either."""
         launch = self._launch
@@ -419,7 +493,7 @@ class Recovery:
                         each.host.watch()
                     return found
             except NotYet:
-                launch.watch.look(asked, MEET_S)
+                launch.watch.look(asked, patience_s)
             except Exception as error:  # a host may raise anything, because another is lost, too
                 raised = error
             self._raise_lost(raised)

@@ -29,7 +29,6 @@ from dtensor.daft.ray.joining import Join, check_routes
 from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess, RayCalls
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.starting import own_address
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
@@ -137,7 +136,7 @@ class RaySession(Session):
             number = len(self._loaded)
             self._loaded.append(frozen)
             join = Join(
-                address=own_address(),
+                address=self._home.address,
                 port=self._home.store.port,
                 secret=self._home.secret,
                 prefix=f"program{number}",

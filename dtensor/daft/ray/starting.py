@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dtensor.daft.ray.own_folder import make_own, own_directory
 
@@ -265,6 +266,27 @@ def own_address() -> str:
     if sum(bool(node["Alive"]) for node in nodes) == 1:
         return LOOPBACK
     return str(_ray.util.get_node_ip_address())
+
+
+def reached_at(controller: str) -> str:
+    """The same, in a process whose controller has this address, whatever has become of other
+    machines since."""
+    return LOOPBACK if controller == LOOPBACK else str(_ray.util.get_node_ip_address())
+
+
+def machines() -> list[str]:
+    """Ray's names of those that have CPUs to give, this one first."""
+    nodes: list[dict[str, Any]] = _ray.nodes()
+    others = [
+        node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0
+    ]
+    own = own_node()
+    return [own, *sorted(each for each in others if each != own)]
+
+
+def on_machine(machine: str) -> dict[str, object]:
+    """Ray's options for an actor there and nowhere else."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(machine, soft=False)}
 
 
 def own_node() -> str:

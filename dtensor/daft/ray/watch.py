@@ -183,7 +183,7 @@ class HostWatch:
     def find(self, hosts: Collection[int]) -> ActorLost | None:
         """The first of these that is lost, if any is."""
         for host in self._home.processes:
-            if host.index in hosts and host.gone:
+            if host.index in hosts and (host.gone or self._is_cut_off(host)):
                 self._lose_dead(host)
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
 
@@ -202,7 +202,7 @@ class HostWatch:
             self._look_for_one_that_stands(self._due, asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
-        if host.gone or host.ended() is not None:
+        if host.gone or self._is_cut_off(host) or host.ended() is not None:
             self._lose_dead(host)
             return
         if at.beat_s is None:
@@ -257,9 +257,17 @@ class HostWatch:
 
     def _lose_dead(self, host: HostProcess, text: str = "") -> None:
         """`text`: what Ray said of it, if it has said something."""
-        text = text or host.ended(ENDING_S) or ""
+        cut_off = self._is_cut_off(host)  # of a machine that is gone Ray hears after a while
+        text = text or host.ended(0.0 if cut_off else ENDING_S) or ""
         line = next(iter(text.strip().splitlines()), "")
+        if cut_off and not line:
+            line = "It was on another machine, which may be gone."
         self.lose(host, f"the process died. {line}".strip())
+
+    def _is_cut_off(self, host: HostProcess) -> bool:
+        """Whether a process on another machine cannot be called any more: nothing else tells of
+        its end as soon."""
+        return host.elsewhere and host.index in self._calls.broken()
 
     def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
         """End one that cannot go on, so that what waits for it fails."""
@@ -316,7 +324,8 @@ class HostWatch:
                         pass
             processes = [host for host in self._home.processes if host.counts]
             for host in processes:
-                if host.gone or host.id in text or host.ended() is not None:
+                gone = host.gone or self._is_cut_off(host) or host.ended() is not None
+                if gone or host.id in text:
                     self._lose_dead(host, text)
             named = [host.index for host in processes if host.id in text]
             among = (*named, *(sorted(hosts) or [host.index for host in processes]))

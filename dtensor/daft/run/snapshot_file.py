@@ -88,10 +88,19 @@ class SnapshotFile(Store):
         return folder / f"ranks-{ranks[0]}-{ranks[-1]}"
 
     @staticmethod
-    def create(folder: Path, ranks: Sequence[int]) -> SnapshotFile:
-        """`FileExistsError` if there is one."""
+    def beside(folder: Path, ranks: Sequence[int]) -> Path:
+        """Of one that is not whole yet."""
+        return SnapshotFile.path(folder, ranks).with_suffix(".part")
+
+    @staticmethod
+    def create(folder: Path, ranks: Sequence[int], *, beside: bool = False) -> SnapshotFile:
+        """`FileExistsError` if there is one; `beside` it, another that was begun is removed."""
+        path = SnapshotFile.path(folder, ranks)
+        if beside:
+            path = SnapshotFile.beside(folder, ranks)
+            path.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(SnapshotFile.path(folder, ranks), flags, 0o600)
+        descriptor = os.open(path, flags, 0o600)
         os.ftruncate(descriptor, _SIZE)
         os.posix_fallocate(descriptor, 0, _PAGE)
         store = SnapshotFile(descriptor)

@@ -1,0 +1,249 @@
+"""Copies of a host's snapshots on another machine: what of them is whole, who may bring them."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+
+from dtensor.daft.ray import copies
+from dtensor.daft.ray.copies import CopiedFile, Keeper, KeptCopy, hold
+from dtensor.daft.ray.crew import ring
+from dtensor.daft.ray.own_folder import elsewhere, shared
+from dtensor.daft.run.snapshot_file import SnapshotFile
+from dtensor.daft.run.snapshots import Key, Snapshots
+
+SECRET = b"s" * 32
+RANKS = (0, 1)
+
+
+@pytest.fixture
+def folders() -> Iterator[tuple[Path, Path]]:
+    """Of the owner and of the keeper."""
+    with TemporaryDirectory(dir="/dev/shm") as one, TemporaryDirectory(dir="/dev/shm") as two:
+        yield Path(one), Path(two)
+
+
+class Owner:
+    """A table whose change n makes all values n; changes 3, 6, ... put a new one, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.table: dict[Key, object] = {}
+        self.store = CopiedFile(SnapshotFile.create(folder, RANKS))
+        self.snapshots = Snapshots(self.table, self.store)
+        self.last = 0
+
+    def change(self) -> None:
+        self.last += 1
+        keys: tuple[Key, ...] = ((0, "w"), (1, "w"), (1, "n"))
+        self.snapshots.begin(keys)
+        for key in keys:
+            self.table[key] = torch.full((5000,), float(self.last))
+        self.table[1, "n"] = self.last
+        alone: tuple[Key, ...] = ((0, f"p{self.last}"),) if self.last % 3 == 0 else ()
+        for key in alone:
+            self.table[key] = torch.arange(self.last)
+        self.snapshots.end(self.last, written=keys, alone=alone, committed=self.last - 1)
+
+
+@pytest.fixture
+def owner(folders: tuple[Path, Path]) -> Iterator[Owner]:
+    owner = Owner(folders[0])
+    yield owner
+    owner.snapshots.close()
+
+
+@pytest.fixture
+def keeper(folders: tuple[Path, Path]) -> Keeper:
+    return Keeper(folders[1], SECRET, "127.0.0.1")
+
+
+def left(folder: Path) -> Snapshots:
+    return Snapshots({}, SnapshotFile.open(folder, RANKS))
+
+
+def check(folder: Path, state: int) -> None:
+    """Whoever opens the file can have this state, and has it no later one then."""
+    found = left(folder)
+    assert found.roll_back(state) == state
+    table = found._table
+    assert table[1, "n"] == state
+    for rank in range(2):
+        assert torch.equal(table[rank, "w"], torch.full((5000,), float(state)))  # type: ignore[arg-type]
+    assert {name for _, name in table} - {"w", "n"} == {f"p{i}" for i in range(3, state + 1, 3)}
+
+
+def test_both_states_are_there(folders: tuple[Path, Path], owner: Owner, keeper: Keeper) -> None:
+    other = folders[1]
+    for _ in range(4):  # what there was before
+        owner.change()
+    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    check(other, 4)
+    for _ in range(5):
+        owner.change()
+    owner.snapshots.roll_back(8)
+    owner.last = 8
+    owner.change()
+    owner.store.check()
+    keeper.end([RANKS])
+    check(other, 9)
+    check(other, 8)
+    owner.change()  # which fails nothing
+    assert owner.snapshots.ended == 10
+    with pytest.raises(ConnectionError, match="another machine broke off"):
+        owner.store.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_stream_that_breaks_off_anywhere(
+    folders: tuple[Path, Path],
+    owner: Owner,
+    keeper: Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+) -> None:
+    other = folders[1]
+    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    left_over = 95_000 + 23_457 * seed
+    send = copies.send
+
+    def cut(sock: Any, pieces: Sequence[Any]) -> None:
+        nonlocal left_over
+        data = b"".join(map(bytes, pieces))
+        if "keeper" not in str(sock) and len(data) > left_over:
+            send(sock, [data[:left_over]])
+            raise BrokenPipeError(errno.EPIPE, "cut")
+        left_over -= len(data)
+        send(sock, pieces)
+
+    monkeypatch.setattr(copies, "send", cut)
+    kept = 0
+    while not owner.store._broken:
+        owner.change()
+        kept = kept if owner.store._broken else owner.last
+    keeper.end([RANKS])
+    assert kept > 0
+    assert left(other).ended in (kept, kept + 1)
+    check(other, kept)
+
+
+def test_who_does_not_know_the_secret(
+    folders: tuple[Path, Path], owner: Owner, keeper: Keeper
+) -> None:
+    with pytest.raises(ConnectionError):
+        owner.store.copy_to(keeper.door, b"t" * 32, RANKS)
+    assert not list(folders[1].iterdir())
+
+
+def test_no_memory_there(owner: Owner, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner.store.copy_to(keeper.door, SECRET, RANKS)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(KeptCopy, "keep", full)
+    owner.change()
+    with pytest.raises(ConnectionError, match="No space left on device"):
+        owner.store.check()
+
+
+def test_a_copy_begun_anew_is_one_when_it_is_whole(
+    folders: tuple[Path, Path], owner: Owner, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = folders[1]
+    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    owner.change()
+    keeper.end([RANKS])
+    owner.change()
+    monkeypatch.setattr(KeptCopy, "complete", lambda kept: None)  # it is not
+    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    check(other, 1)
+    monkeypatch.undo()
+    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    keeper.end([RANKS])
+    check(other, 2)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from dtensor.daft.ray.copies import hold
+hold(Path(sys.argv[1]), (0, 1))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_one_that_is_stopped_writes_no_more(folders: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-c", HOLDS, str(folders[0])]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        holder.send_signal(signal.SIGSTOP)
+        os.close(hold(folders[0], RANKS))
+        assert holder.wait() == -signal.SIGKILL
+
+
+def test_a_folder_that_others_may_enter_is_not_used(folders: tuple[Path, Path]) -> None:
+    path = elsewhere(folders[0], "3f" * 14)
+    try:
+        lock = shared(path)
+        assert path.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(BlockingIOError):
+            other = os.open(path / "owner", os.O_RDWR)
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(other)
+        os.close(lock)
+        path.chmod(0o755)
+        with pytest.raises(PermissionError, match="no folder of this user's alone"):
+            shared(path)
+    finally:
+        (path / "owner").unlink()
+        path.rmdir()
+
+
+def test_the_next_machine_keeps() -> None:
+    assert ring(["a"]) == [None]
+    assert ring(["a", "a"]) == [None, None]
+    assert ring(["a", "a", "b"]) == [2, 2, 0]
+    assert ring(["a", "b", "c"]) == [1, 2, 0]
+    assert ring(["a", "b", "b", "b", "a"]) == [1, 0, 4, 0, 2]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_machine_is_lost() -> None:
+    """Its two ranks are replaced on the other one, and losses and state are those of a launch in
+    which nothing happened."""
+    command = [sys.executable, "-m", "tests.daft.two_machines"]
+    there = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    can = subprocess.run([*command, "--can"], **there, timeout=60)  # type: ignore[call-overload]
+    if "True" not in can.stdout:
+        pytest.skip("namespaces, for machines of their own, cannot be made here")
+    ran = subprocess.run(command, **there, timeout=400)  # type: ignore[call-overload]
+    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"undisturbed"')]
+    assert ran.returncode == 0 and lines, ran.stderr[-4000:]
+    found = json.loads(lines[0])
+    assert found["machines"] == 2 and found["copies"] == 4 and not found["left on the first"]
+    assert found["disturbed"] == found["undisturbed"]
+    process, machine = found["recoveries"]
+    assert "a spare on another machine" in process and "rank 3: the process died" in process
+    assert "on another machine, " in machine and "rank 2: the process died" in machine
+    error, *notes = found["all lost"]
+    assert "rank 0" in error and "what it had is gone with it" in notes[0]
+    assert "/tmp/kept has what was saved last, of step 8, 1 before this one" in notes[1]
