@@ -331,6 +331,8 @@ class Recovery:
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
         self._changes.rolled_back(cut)
+        if not gone:  # a connection of copies may have broken, too
+            self._copies.clear()
         self.begin_copies(self._wait_long)
         for host in gone:
             self._note_gone(host, error)
