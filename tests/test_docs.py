@@ -47,6 +47,7 @@ def run_page(name: str, text: str) -> dict[str, Any]:
     """
     names: dict[str, Any] = {"__name__": name}
     printed, shown = "", 0
+    dt.manual_seed(0)  # as where nothing has run before it
     with dt.implicit_redistribution("warn"):  # and what a page sets ends here
         for language, block in _BLOCK.findall(text):
             if language == "mermaid":

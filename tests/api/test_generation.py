@@ -12,8 +12,11 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.api.eager.tensor import DTensor
 from dtensor.api.generation.generator import Generator
 from dtensor.api.generation.requests import Generated, TextRequest
+from dtensor.api.session import session_for
+from dtensor.daft.errors import DaftError, Failure
 from dtensor.errors import PlanningError
 from tests.api.generation import (
     FAMILIES,
@@ -131,6 +134,34 @@ def test_what_is_refused_by_name() -> None:
 @pytest.fixture(scope="module")
 def single() -> Iterator[Generator]:
     yield dt.generator(dt.parallelize(writer(), dt.Mesh(), {}), slots=4, length=40, buckets=(8, 24))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_that_are_replaced_while_a_token_is_read(
+    single: Generator, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """At each of all reads: nobody is lost, and the tokens are the same. ``fails``: the read ends
+    in an error too, as where the values were lost with their rank."""
+    asked: dict[str, Any] = dict(max_new_tokens=[1, 3, 2, 4, 1, 2], seed=1, temperature=0.8)
+    prompts = [[5, 17, 3], [9], list(range(20)), [1, 2], [4], [30]]
+    undisturbed = single(prompts, **asked)
+    read, at, reads = DTensor.full_tensor, 0, 0
+
+    def counted(self: DTensor) -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        if reads == at and fails:
+            raise DaftError(Failure(rank=0, reason="the process died"))
+        return read(self)
+
+    monkeypatch.setattr(DTensor, "full_tensor", counted)
+    single(prompts, **asked)
+    num, cluster = reads, type(session_for(single.model.mesh).cluster)
+    assert num > 10
+    monkeypatch.setattr(cluster, "recovered", property(lambda _: int(0 < at <= reads)))
+    for at in range(1, num + 1):
+        reads = 0
+        assert single(prompts, **asked) == undisturbed, at
 
 
 @pytest.mark.slow

@@ -223,7 +223,6 @@ def test_nobody_joins_by_what_a_stranger_has_written(
 ) -> None:
     """Another's card, or that another was lost."""
     monkeypatch.setattr("dtensor.daft.ray.joining.own_node", lambda: "here")
-    monkeypatch.setattr("dtensor.daft.ray.joining.own_address", lambda: "127.0.0.1")
     store = SignedStore.open("127.0.0.1", SECRET)
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
     card = '{"place": "here", "pid": 1, "descriptor": 3, "nonce": "00"}'

@@ -46,13 +46,14 @@ def can() -> bool:
 
 def machine(*command: str, network: bool = False) -> subprocess.Popen[str]:
     """Run it on a machine of its own, whose memory and temporary files nobody else sees."""
-    keep = str(REPOSITORY) if str(REPOSITORY).startswith("/tmp/") else ""
-    script = "mount -t tmpfs m /dev/shm && "
-    if keep:  # it is to be seen all the same
-        script += f"mount --bind {keep} /mnt && mount -t tmpfs m /tmp && chmod 1777 /tmp && "
-        script += f"mkdir -p {keep} && mount --move /mnt {keep} && cd {keep} && "
-    else:
-        script += "mount -t tmpfs m /tmp && chmod 1777 /tmp && "
+    seen = [str(path) for path in (REPOSITORY, Path(sys.prefix)) if path.is_relative_to("/tmp")]
+    script = "mount -t tmpfs m /dev/shm && mount -t tmpfs m /mnt && "
+    for at, path in enumerate(seen):
+        script += f"mkdir /mnt/{at} && mount --bind {path} /mnt/{at} && "
+    script += "mount -t tmpfs m /tmp && chmod 1777 /tmp && "
+    for at, path in enumerate(seen):
+        script += f"mkdir -p {path} && mount --bind /mnt/{at} {path} && "
+    script += f"cd {REPOSITORY} && "
     own = [*OWN, "--net"] if network else OWN
     given = [*own, "sh", "-c", script + 'exec "$0" "$@"', *command]
     return subprocess.Popen(

@@ -449,8 +449,9 @@ class Generator:
 
     def _read(self, ahead: int) -> None:
         while len(self._flying) > ahead:
-            run = self._flying.popleft()
+            run = self._flying[0]  # until it is read, so that a recovery knows whose it is
             if all(request.done for _, request in run.of):
+                self._flying.popleft()
                 continue
             if self._apart is not None:
                 for _, request in run.of:
@@ -459,6 +460,7 @@ class Generator:
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
             if self._session.cluster.recovered != self._recovered:
                 return  # it may have been made of what was lost
+            self._flying.popleft()
             for number, (row, request) in enumerate(run.of):
                 at = row if run.whole else number
                 request.took(tokens[at], logprobs[at])
