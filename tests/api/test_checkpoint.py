@@ -19,50 +19,22 @@ from dtensor.api.saves import Saved, WriterLost
 from dtensor.api.session import session_for
 from dtensor.runtime import saving
 from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
+from tests.api import tied
+from tests.api.tied import batch, loss_fn
 
 pytestmark = pytest.mark.slow
 
-VOCAB, WIDTH = 23, 12
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 22), nn.Linear(22, WIDTH)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.drop(self.down(F.gelu(self.up(self.norm(h)))))
-
-
-class Net(nn.Module):
-    """A tied embedding, rows that nothing divides, dropout, a buffer that forward changes."""
+class Net(tied.Net):
+    """With dropout, and a buffer that forward changes."""
 
     def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+        super().__init__(tied, dropout=0.2)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        h = self.embed(tokens)
         self.seen.add_(1)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
-def loss_fn(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-def batch(i: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = torch.randint(VOCAB, (2, 4, 6), generator=torch.Generator().manual_seed(i))
-    return tokens, targets
+        return super().forward(tokens)
 
 
 TP: dict[str, Any] = {

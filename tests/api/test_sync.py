@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
@@ -19,30 +18,15 @@ from dtensor.api.session import session_for
 from dtensor.sharding.redistribute.between_meshes import TransferPlan, box_of
 from dtensor.sharding.spec.placements import intersect
 from dtensor.sharding.spec.shards import shape_of
-
-VOCAB, WIDTH = 50, 12
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 22), nn.Linear(22, WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h + self.down(F.gelu(self.up(self.norm(h))))
+from tests.api import tied
+from tests.api.tied import WIDTH, batch, loss_fn
 
 
-class Net(nn.Module):
-    """A tied embedding, rows that nothing divides, buffers (one a number), a frozen parameter."""
+class Net(tied.Net):
+    """With buffers (one a number) and a frozen parameter."""
 
     def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+        super().__init__(tied)
         self.scale = nn.Parameter(torch.tensor(1.5), requires_grad=False)
         self.register_buffer("shift", torch.randn(WIDTH), persistent=False)
 
@@ -56,15 +40,6 @@ class Net(nn.Module):
 def net(dtype: torch.dtype = torch.float32, tied: bool = True) -> Net:
     torch.manual_seed(0)
     return Net(tied).to(dtype)
-
-
-def loss_fn(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-
-
-def batch(i: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = torch.randint(VOCAB, (2, 4, 6), generator=torch.Generator().manual_seed(i))
-    return tokens, targets
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:

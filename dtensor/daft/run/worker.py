@@ -192,11 +192,8 @@ class Worker:
     ) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
         `returned`. `run` is its number."""
-        if self._undoing is not None:
-            self._undoing.begin_run(handle, inputs, keep, drop, change)
-        self._drop(drop)
+        self._begin(handle, inputs, keep, drop, run, change)
         engine = self.engines[handle]
-        self._run = run
         fed = self._in(handle, inputs, keep, counted, returned)
         made = engine.run(fed, self.counter, timed=timed, keeps=bool(keep))
         return self._out(handle, made)
@@ -216,10 +213,7 @@ class Worker:
         failure: Failure,
     ) -> Undone:
         """In place of `run`: it was undone, of this failure of a call."""
-        if self._undoing is not None:
-            self._undoing.begin_run(handle, inputs, keep, drop, change)
-        self._drop(drop)
-        self._run = run
+        self._begin(handle, inputs, keep, drop, run, change)
         rank, index = failure.rank, failure.index
         faults: tuple[Fault, ...] = ()
         if rank is not None and index is not None and rank in self.ranks:
@@ -237,10 +231,7 @@ class Worker:
         run: int,
         change: TableChange = UNNUMBERED,
     ) -> None:
-        if self._undoing is not None:
-            self._undoing.begin_run(handle, inputs, keep, drop, change)
-        self._drop(drop)
-        self._run = run
+        self._begin(handle, inputs, keep, drop, run, change)
         fed = self._in(handle, inputs, keep, counted, returned)
         self.engines[handle].begin(fed, keeps=bool(keep))
 
@@ -264,6 +255,20 @@ class Worker:
         if self._undoing is not None:
             self._undoing.snapshots.close()
         self.transport.close()
+
+    def _begin(
+        self,
+        handle: int,
+        inputs: Values,
+        keep: Mapping[str, str],
+        drop: Names,
+        run: int,
+        change: TableChange,
+    ) -> None:
+        if self._undoing is not None:
+            self._undoing.begin_run(handle, inputs, keep, drop, change)
+        self._drop(drop)
+        self._run = run
 
     def _in(
         self,
