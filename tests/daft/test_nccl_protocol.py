@@ -261,7 +261,8 @@ def test_too_few_gpus_are_an_error_at_launch() -> None:
     with pytest.raises(ValueError, match="got 'cuda:1'"):
         launch_cluster(2, backend="ray", device="cuda:1")
     # Ray believes what it is told about GPUs.
-    ray.init(num_gpus=3, num_cpus=1, include_dashboard=False, log_to_driver=False)
+    own: dict[str, Any] = dict(address="local", include_dashboard=False, log_to_driver=False)
+    ray.init(num_gpus=3, num_cpus=1, **own)
     try:
         assert [ranks_per_gpu(size, None) for size in (1, 3, 4)] == [1, 1, 4]
         assert [ranks_per_gpu(6, asked) for asked in (2, 6)] == [2, 6]

@@ -194,11 +194,11 @@ class HostWatch:
     def look(self, asked: Sequence[Asked], deadline_s: float) -> None:
         """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
         have to move and none is at work, stands still."""
-        now = time.monotonic()
+        now, lost = time.monotonic(), len(self.lost)
         for host in self._home.processes:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
-        if self._due is not None:
+        if self._due is not None and len(self.lost) == lost:  # or the others stand still for it
             self._look_for_one_that_stands(self._due, asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
@@ -299,13 +299,14 @@ class HostWatch:
             each.since = moved
         if now - moved <= deadline_s:
             return
-        # One in a Call is more likely to be at fault than one that waits for it.
+        # One that is stopped, or in a Call, is more likely to be at fault than who waits for it.
         at = {host: host.counter.read() for host in holding}
-        holding.sort(
-            key=lambda host: (not self._controller.at_work(host.index, at[host]), at[host].run)
-        )
+        stopped = {host: host.stopped for host in holding}
+        at_work = {host: self._controller.at_work(host.index, at[host]) for host in holding}
+        holding.sort(key=lambda host: (not stopped[host], not at_work[host], at[host].run))
         for host in holding[:1]:  # none: the last call has just come back
-            fact = f"made no progress for more than {deadline_s:g} s, though it is alive."
+            why = f"no progress for more than {deadline_s:g} s"
+            fact = f"has stopped: {why}." if stopped[host] else f"made {why}, though it is alive."
             self.end(host, f"the process {fact}")
 
     def root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
