@@ -20,7 +20,6 @@ Each writes the same elements: parameters and AdamW's two moments, each once. Bo
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import platform
 import shutil
@@ -29,7 +28,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import dtensor as dt
+from benchmarks.processes import Processes, answer
 
 RANKS = 2
 ROWS = 32
@@ -61,9 +60,10 @@ def batch(width: int) -> Tensor:
 # -- torch's side, in processes of its own ---------------------------------------------------------
 
 
-def work(rank: int, width: int, blocks: int, store: str, pipe: Connection) -> None:
+def work(rank: int, width: int, blocks: int, directory: str, pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -76,60 +76,30 @@ def work(rank: int, width: int, blocks: int, store: str, pipe: Connection) -> No
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     x = batch(width).chunk(RANKS)[rank]
 
-    def step() -> None:
-        loss_fn(net, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def steps(num: int) -> None:
+        for _ in range(num):
+            loss_fn(net, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
 
-    step()
+    steps(1)
     names = {id(p): name for name, p in net.named_parameters()}
     moments = {names[id(p)]: own for p, own in optimizer.state.items()}
     state = {"model": net.state_dict(), "optimizer": {"state": moments}}
-    own_group, saving = dist.new_group(backend="gloo"), None  # its messages are none of the steps'
-    while (asked := pipe.recv()) is not None:
-        what, value = asked
-        if what == "steps":
-            for _ in range(value):
-                step()
-        elif what == "save":
-            saving = dcp.async_save(state, checkpoint_id=value, process_group=own_group)
-        else:
-            assert saving is not None
-            saving.result()
+    own_group = dist.new_group(backend="gloo")  # its messages are none of the steps'
+    saving: list[Any] = []
+
+    def save(path: str) -> None:
+        saving[:] = [dcp.async_save(state, checkpoint_id=path, process_group=own_group)]
         dist.barrier()
-        pipe.send(None)
+
+    def wait() -> None:
+        saving[0].result()
+        dist.barrier()
+
+    answer(pipe, {"steps": steps, "save": save, "wait": wait})
     dist.destroy_process_group()
-
-
-class Peers:
-    """Two processes that block on a pipe between two calls."""
-
-    def __init__(self, width: int, blocks: int) -> None:
-        self._stack = ExitStack()
-        context = multiprocessing.get_context("spawn")
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
-        self._pipes: list[Connection] = []
-        for rank in range(RANKS):
-            here, there = context.Pipe()
-            given = (rank, width, blocks, f"file://{folder}/store", there)
-            process = context.Process(target=work, args=given, daemon=True)
-            process.start()
-            self._stack.callback(process.join, 10)
-            self._pipes.append(here)
-
-    def ask(self, what: str, value: object = None) -> None:
-        for pipe in self._pipes:
-            pipe.send((what, value))
-        for pipe in self._pipes:
-            pipe.recv()
-
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        self._stack.close()
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -192,7 +162,7 @@ def measure(width: int, blocks: int, window: int, rounds: int, folder: Path) -> 
         future.get()
 
     nbytes = 3 * sum(p.nbytes for p in net.parameters())
-    with dt.launch(mesh, backend="ray"), Peers(width, blocks) as peers:
+    with dt.launch(mesh, backend="ray"), Processes(RANKS, work, width, blocks) as peers:
         sides = {
             "ours": Side(
                 steps,

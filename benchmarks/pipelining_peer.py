@@ -13,11 +13,8 @@ and come out, with no embedding and no head, so that all stages cost the same.
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -32,6 +29,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.nn import functional as F
+
+from benchmarks.processes import Processes, answer
 
 NUM_RANKS = 2
 LR = 1e-2
@@ -96,67 +95,42 @@ def stage_names(shape: Shape, num_stages: int) -> list[list[str]]:
 # -- the controller's side -------------------------------------------------------------------------
 
 
-class Peers:
+class Peers(Processes):
     def __init__(self, shape: Shape) -> None:
-        self._stack = ExitStack()
-        context = multiprocessing.get_context("spawn")
-        directory = self._stack.enter_context(tempfile.TemporaryDirectory())
-        self._pipes: list[Connection] = []
-        for rank in range(NUM_RANKS):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_work, args=(rank, shape, f"file://{directory}/store", there), daemon=True
-            )
-            process.start()
-            self._stack.callback(process.join, 10)
-            self._pipes.append(here)
-
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        self._stack.close()
+        super().__init__(NUM_RANKS, _work, shape)
 
     def steps(self, kind: str, count: int) -> list[float]:
         """Train for ``count`` steps; the losses."""
-        first, second = self._ask("steps", kind, count)
+        first, second = self.ask("steps", kind, count)
         return first or second  # of the rank that has the last stage
 
     def gradients(self, kind: str) -> dict[str, Tensor]:
         """The gradients of one step, which changes nothing, under the names of the whole model."""
-        first, second = self._ask("gradients", kind)
+        first, second = self.ask("gradients", kind)
         return {**first, **second}
 
     def ideal(self, count: int) -> tuple[float, float]:
         """Seconds of one microbatch on one rank, forward and backward, and of its optimizer step:
         both ranks compute at once and say nothing to each other. Means over ``count`` steps."""
-        found = self._ask("ideal", count)
+        found = self.ask("ideal", count)
         return sum(t for t, _ in found) / NUM_RANKS, sum(u for _, u in found) / NUM_RANKS
-
-    def _ask(self, *request: object) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(request)
-        return [pipe.recv() for pipe in self._pipes]
 
 
 # -- a process of two ------------------------------------------------------------------------------
 
 
-def _work(rank: int, shape: Shape, store: str, pipe: Connection) -> None:
+def _work(rank: int, shape: Shape, directory: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
     pipelines = {kind: _Pipeline(rank, shape, kind) for kind in KINDS}
     alone = _Alone(rank, shape)
-    calls: dict[str, Callable[..., object]] = {
+    calls = {
         "steps": lambda kind, count: pipelines[kind].steps(count),
         "gradients": lambda kind: pipelines[kind].gradients(),
         "ideal": alone.steps,
     }
-    while (request := pipe.recv()) is not None:
-        name, *arguments = request
-        pipe.send(calls[name](*arguments))
+    answer(pipe, calls)
     dist.destroy_process_group()
 
 

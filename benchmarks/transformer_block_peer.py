@@ -16,10 +16,7 @@ idle while another side runs.
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -37,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from benchmarks.pipelining_peer import Block
+from benchmarks.processes import Processes, answer
 from dtensor.daft.ir.instructions import Buffer, Collective, Wait, key_of
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.ray.gloo import join_gloo
@@ -104,44 +102,20 @@ KINDS: Mapping[str, Kind] = {
 # -- the controller's side -------------------------------------------------------------------------
 
 
-class Peers:
+class Peers(Processes):
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        self._stack = ExitStack()
-        context = multiprocessing.get_context("spawn")
-        directory = self._stack.enter_context(tempfile.TemporaryDirectory())
-        self._pipes: list[Connection] = []
-        for rank in range(NUM_RANKS):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_work, args=(rank, shapes, directory, there), daemon=True
-            )
-            process.start()
-            self._stack.callback(process.join, 10)
-            self._pipes.append(here)
-
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        self._stack.close()
+        super().__init__(NUM_RANKS, _work, shapes)
 
     def steps(self, kind: str, shape: Shape, count: int) -> list[float]:
         """Train for ``count`` steps; the losses."""
-        first, second = self._ask("steps", kind, shape, count)
+        first, second = self.ask("steps", kind, shape, count)
         assert first == second, (first, second)
         return first
 
     def gradients(self, kind: str, shape: Shape) -> dict[str, Tensor]:
         """The gradients of one step, which changes nothing, whole."""
-        found = self._ask("gradients", kind, shape)
+        found = self.ask("gradients", kind, shape)
         return {name: joined(name, [own[name] for own in found]) for name in found[0]}
-
-    def _ask(self, *request: object) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(request)
-        return [pipe.recv() for pipe in self._pipes]
 
 
 # -- a process of two ------------------------------------------------------------------------------
@@ -158,13 +132,11 @@ def _work(rank: int, shapes: Sequence[Shape], directory: str, pipe: Connection) 
         for name, kind in KINDS.items()
         for shape in shapes
     }
-    calls: dict[str, Callable[..., object]] = {
+    calls = {
         "steps": lambda name, shape, count: sides[name, shape].steps(count),
         "gradients": lambda name, shape: sides[name, shape].gradients(),
     }
-    while (request := pipe.recv()) is not None:
-        name, *arguments = request
-        pipe.send(calls[name](*arguments))
+    answer(pipe, calls)
     dist.destroy_process_group()
 
 
