@@ -91,9 +91,14 @@ class Share:
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """The block of a rank's shard: a view."""
-        for dim, (begin, size) in enumerate(zip(self.at, self.sizes, strict=True)):
-            shard = shard.narrow(dim, begin, size)
-        return shard
+        return block_at(shard, self.at, self.sizes)
+
+
+def block_at(shard: torch.Tensor, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The block that begins there, of these sizes: a view."""
+    for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
+        shard = shard.narrow(dim, begin, size)
+    return shard
 
 
 def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
@@ -291,10 +296,7 @@ def read_shard(checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dty
         return checkpoint.read(name, *blocks[0][:2]).to(dtype)
     shard = torch.empty(shape_of(where), dtype=dtype)
     for offsets, sizes, at in blocks:
-        target = shard
-        for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
-            target = target.narrow(dim, begin, size)
-        target.copy_(checkpoint.read(name, offsets, sizes))
+        block_at(shard, at, sizes).copy_(checkpoint.read(name, offsets, sizes))
     return shard
 
 

@@ -61,11 +61,7 @@ class Log:
 
     def drop(self, base: Sequence[int], came: Came) -> None:
         """Changes up to `base` of their host are not made again, and answers that are here stay."""
-        self.calls = [
-            call
-            for call in self.calls
-            if (call.change > base[call.host] if call.change is not None else not _here(call, came))
-        ]
+        self.calls = self.again(dict(enumerate(base)), came)
         self.nbytes = sum(call.nbytes for call in self.calls)
 
     def ended(self, ended: Sequence[int], came: Came) -> list[int]:
@@ -80,15 +76,14 @@ class Log:
         return found
 
     def again(self, cut: Mapping[int, int], came: Came) -> list[SentCall]:
-        return [
-            call
-            for call in self.calls
-            if (call.change > cut[call.host] if call.change is not None else not _here(call, came))
-        ]
+        """The calls to make again where each host is as it was right after its change in `cut`."""
 
+        def missing(call: SentCall) -> bool:
+            if call.change is not None:
+                return call.change > cut[call.host]
+            return call.asked is not None and not came(call)
 
-def _here(call: SentCall, came: Came) -> bool:
-    return call.asked is None or came(call)
+        return list(filter(missing, self.calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
