@@ -59,6 +59,8 @@ from dtensor.sharding.spec.module_roles import ColumnParallel, RowParallel
 from dtensor.sharding.spec.placements import Column, Partial, Placement, Replicate, Row, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ZBH1",
     "ZBH2",

@@ -1,0 +1,105 @@
+"""What is packaged: the wheel has every file that the package reads and nothing else, the source
+package builds the same wheel, and what the package imports is stated as what it needs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import dtensor
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# Named where they are used: a user who calls these has them.
+OF_THE_USER = {"hypothesis", "peft", "pytest", "safetensors", "transformers"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {Requirement(text).name for text in requirements}
+
+
+@pytest.mark.slow
+def test_what_is_imported_is_stated() -> None:
+    found: set[str] = set()
+    for file in (ROOT / "dtensor").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    found -= {*sys.stdlib_module_names, "dtensor"}
+    extras = PROJECT["optional-dependencies"]
+    stated = names([*PROJECT["dependencies"], *extras["ray"], *extras["kernels"]])
+    assert found - stated <= OF_THE_USER
+    assert stated - {"rich"} <= found, "stated, and not imported"
+
+
+def test_all_extras_are_in_dev() -> None:
+    extras = PROJECT["optional-dependencies"]
+    (own,) = (Requirement(text) for text in extras["dev"] if text.startswith("dtensor"))
+    assert own.extras == set(extras) - {"dev"}
+
+
+def test_the_changelog_has_this_version() -> None:
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert dtensor.__version__ in versions
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source package, and a wheel built from it: offline, by what is installed here."""
+    copy = tmp_path_factory.mktemp("checkout")
+    junk = shutil.ignore_patterns("__pycache__")
+    for name in ("dtensor", "examples", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=junk)
+    for file in ROOT.glob("*"):
+        if file.is_file() and not file.name.startswith("."):
+            shutil.copy(file, copy)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    built = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", str(copy)],
+        capture_output=True, text=True, env=env, cwd=copy, timeout=120,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    return copy / "dist"
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_package_alone(packages: Path) -> None:
+    (wheel,) = packages.glob("*.whl")
+    assert wheel.name == f"dtensor-{dtensor.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+        info = f"dtensor-{dtensor.__version__}.dist-info"
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
+    files = (f for f in (ROOT / "dtensor").rglob("*") if f.is_file() and f.suffix != ".pyc")
+    ours = {str(f.relative_to(ROOT)) for f in files}
+    assert {name for name in inside if not name.startswith(info)} == ours
+    assert "dtensor/py.typed" in inside
+    assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert "dtensor = dtensor.__main__:main" in scripts
+
+
+@pytest.mark.slow
+def test_the_source_package_has_what_builds_and_what_is_copied(packages: Path) -> None:
+    (archive,) = packages.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        inside = [member.name.partition("/")[2] for member in opened if member.isfile()]
+    examples = {str(f.relative_to(ROOT)) for f in (ROOT / "examples").rglob("*.py")}
+    assert examples <= set(inside)
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= set(inside)
+    junk = [n for n in inside if n.startswith("tests/") or "__pycache__" in n or ".pt" in n[-4:]]
+    assert junk == []
