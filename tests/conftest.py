@@ -35,10 +35,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers, whichever ran before it."""
@@ -71,6 +67,7 @@ def ray_session(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # before the summary: hypothesis is imported there, and asks the collector
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         ray.shutdown()
