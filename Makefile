@@ -1,6 +1,7 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
 # test: the tests;  quick: those of them that are fast, to run before each commit;
 # sweep: the cases that the tests only sample;
+# docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # hf: every family of models of transformers over two ranks, and its table;
@@ -17,7 +18,7 @@ DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: setup demo test quick sweep lint check certify opinfo hf chaos kernels format
+.PHONY: setup demo test quick sweep lint docs check certify opinfo hf chaos kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -45,7 +46,10 @@ lint: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-check: lint
+docs: setup
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+check: lint docs
 	$(MAKE) test
 
 # Torch warns in C++ about statistics of empty shards, thousands of times.

@@ -1,80 +1,110 @@
-"""The pages of docs/ run as they stand, each as one program, and print what stands below each
-example. docs/testing.md, docs/daft.md and docs/from_scratch.md have files of their own:
-tests/testing, tests/daft, tests/test_from_scratch.py."""
+"""README.md and the pages of docs/ run as they stand, and print what stands below each example
+(tests/pages.py); their links and pictures are true, and what docstrings become in the reference."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import dtensor as dt
+from tests.pages import DOCS, ROOT, RUN, SHOWN, blocks_of, languages, pages, run_page, starts_ray
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGES = (
-    "checkpoints",
-    "compare",
-    "composition",
-    "eager",
-    "generation",
-    "hangs",
-    "kernels",
-    "performance",
-    "precision",
-    "randomness",
-    "recompute",
-    "recovery",
-    "rollouts",
-    "schedules",
-    "state",
-    "switching",
-    "sync",
-    "traces",
-    "zero",
-)
-ON_RAY = {"recovery"}
-_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = pages()
+ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
+    "docs/daft.md": "tests/daft/test_daft_docs.py",
+    "docs/from_scratch.md": "tests/test_from_scratch.py",
+    "docs/testing.md": "tests/testing/test_docs.py",
+}
+"""Pages with tests of their own, which run them too."""
+NOT_RUN = {"README.md": 1}
+"""How many blocks of a page say that they do not run here, and why."""
 
 
-def run_page(name: str, text: str) -> dict[str, Any]:
-    """Runs a page's examples; AssertionError where one prints other than what stands below it.
-
-    Returns the names that they leave.
-    """
-    names: dict[str, Any] = {"__name__": name}
-    printed, shown = "", 0
-    dt.manual_seed(0)  # as where nothing has run before it
-    with dt.implicit_redistribution("warn"):  # and what a page sets ends here
-        for language, block in _BLOCK.findall(text):
-            if language == "mermaid":
-                continue
-            if language == "text":
-                assert printed == block
-                printed = ""
-                shown += 1
-                continue
-            assert language == "python"
-            assert not printed, "what an example prints stands below it"
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                # dont_inherit: as a file of its own, without this one's `from __future__`
-                exec(compile(block, f"{name}.py", "exec", dont_inherit=True), names)
-            printed = out.getvalue()
-    assert shown and not printed
-    return names
+def runs(text: str) -> bool:
+    return any(block.kind in RUN and not block.not_run for block in blocks_of(text))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.ray] if p in ON_RAY else []) for p in PAGES]
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.ray] if starts_ray(text) else [])
+        for page, text in PAGES.items()
+        if runs(text) and page not in ELSEWHERE
+    ],
 )
-def test_a_page_prints_what_it_shows(page: str) -> None:
-    run_page(f"docs_{page}", (DOCS / f"{page}.md").read_text())
+def test_a_page_prints_what_it_shows(page: str, tmp_path: Path) -> None:
+    run_page(Path(page).stem, PAGES[page], tmp_path)
 
 
-def test_every_page_with_examples_is_run() -> None:
-    having = {p.stem for p in DOCS.glob("*.md") if "```python" in p.read_text()}
-    assert having - {"testing", "daft", "from_scratch"} == set(PAGES)
+def test_every_block_runs_or_says_why_not() -> None:
+    left_out = {page: sum(b.not_run is not None for b in blocks_of(PAGES[page])) for page in PAGES}
+    assert {page: count for page, count in left_out.items() if count} == NOT_RUN
+    for page, text in PAGES.items():
+        assert set(languages(text)) <= {*RUN, *SHOWN}, page
+        blocks = blocks_of(text)
+        for number, block in enumerate(blocks):
+            later = "".join(b.text for b in blocks[number + 1 :])
+            used = block.file is None or block.file.removesuffix(".py") in later
+            assert used or page in ELSEWHERE, f"{page}: nothing runs {block.file}"
+    for page, test in ELSEWHERE.items():
+        assert runs(PAGES[page]) and Path(page).name in (ROOT / test).read_text()
+
+
+def test_what_a_page_must_be_to_pass(tmp_path: Path) -> None:
+    def fails(text: str) -> bool:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        folder.mkdir()
+        try:
+            run_page("page", text, folder)
+        except AssertionError:
+            return True
+        return False
+
+    assert not fails("```python\nprint(1)\n```\n```text\n1\n```\n")
+    assert fails("```python\nprint(1)\n```\n```text\n2\n```\n")
+    assert fails("```python\nprint(1)\n```\n")
+    assert not fails("```python\nx = 1\n```\n```python\nx += 1\nassert x == 2\n```\n")
+    assert fails("```sh\nexit 3\n```\n") and not fails("```sh\n# not run here: so\nexit 3\n```\n")
+    assert not fails("<!-- not run here: so -->\n```sh\nexit 3\n```\n")
+    assert not fails(
+        "```sh\necho a; echo b > c\n```\n```text\na\n```\n```console\n$ cat c\nb\n```\n"
+    )
+    assert fails("```console\n$ true\n$ echo a\nb\n```\n")
+    assert not fails("```console\n$ echo a 4 b; false\na ... b\n$ echo $?\n1\n```\n")
+    assert fails("```console\n$ false\n$ true\n```\n")
+    assert not fails("```python\n# f.py\nprint(2)\n```\n```console\n$ python f.py\n2\n```\n")
+
+
+def test_lines_are_those_of_the_pages_program(tmp_path: Path) -> None:
+    text = "```python\nimport sys\n```\n```python\nprint(sys._getframe().f_lineno)\n```\n"
+    run_page("page", f"{text}```text\n3\n```\n", tmp_path)
+
+
+def test_links_lead_somewhere() -> None:
+    """Of every page, also those that the site does not have."""
+    lost = [
+        (page, link)
+        for page, text in PAGES.items()
+        for link in re.findall(
+            r"\]\(([^)\s#]+)", re.sub(r"```.*?^```$", "", text, flags=re.S | re.M)
+        )
+        if "://" not in link and not ((ROOT / page).parent / link).exists()
+    ]
+    assert lost == []
+
+
+def test_pictures_are_drawn_from_what_there_is() -> None:
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
+    assert spec and spec.loader
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    for name, picture in draw.PICTURES.items():
+        assert (DOCS / "pictures" / f"{name}.svg").read_text() == picture(), (
+            f"python docs/pictures/draw.py {name}"
+        )
+    files = [f.name for f in DOCS.rglob("*.svg") if "_build" not in f.parts]
+    assert len(files) == len(set(files)), "the site has one folder for all pictures"

@@ -6,20 +6,21 @@ import ast
 import re
 import sys
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.test_docs import DOCS, run_page
+from tests.pages import DOCS, run_page
 
 TEXT = (DOCS / "from_scratch.md").read_text()
 FROM_TORCH_ALONE, WITH_DTENSOR = TEXT.split("\n## 10.")
 
 
 @pytest.mark.slow
-def test_the_page_prints_what_it_shows() -> None:
-    names = run_page("docs_from_scratch", TEXT)
+def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
+    names = run_page("from_scratch", TEXT, tmp_path)
 
     # Section 4: with 65,536 rows "it would gather the weights and split the batch".
     resize(names, m=65536, d=1024, f=4096)
@@ -47,12 +48,14 @@ def resize(names: dict[str, Any], **sizes: int) -> None:
     names["sizes"].update(sizes)
 
 
-def test_a_wrong_number_is_found() -> None:
+def test_a_wrong_number_is_found(tmp_path: Path) -> None:
+    (right := tmp_path / "right").mkdir()
+    (wrong := tmp_path / "wrong").mkdir()
     first_three_sections, _, _ = TEXT.partition("\n## 4.")
     assert "524,288 bytes" in first_three_sections
     with pytest.raises(AssertionError):
-        run_page("docs_from_scratch", first_three_sections.replace("524,288", "524,289"))
-    run_page("docs_from_scratch", first_three_sections)
+        run_page("from_scratch", first_three_sections.replace("524,288", "524,289"), wrong)
+    run_page("from_scratch", first_three_sections, right)
 
 
 def test_it_stands_on_torch_alone_until_dtensor_comes_in() -> None:

@@ -1,0 +1,1 @@
+"""What the site needs beside Sphinx and MyST; docs/conf.py uses it."""
