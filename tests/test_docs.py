@@ -19,7 +19,7 @@ ELSEWHERE = {
     "docs/testing.md": "tests/testing/test_docs.py",
 }
 """Pages with tests of their own, which run them too."""
-NOT_RUN = {"README.md": 1}
+NOT_RUN = {"CONTRIBUTING.md": 1, "README.md": 1}
 """How many blocks of a page say that they do not run here, and why."""
 
 
