@@ -38,8 +38,8 @@ import dtensor as dt
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 RUN = ("python", "sh", "console")
-SHOWN = ("text", "json", "yaml", "toml", "ini", "{toctree}", "{eval-rst}")
-"""Kinds of blocks; one of any other kind is refused."""
+SHOWN = ("text", "", "json", "yaml", "toml", "ini", "{toctree}", "{eval-rst}")
+"""Kinds of blocks; one of any other kind is refused. Without a kind: what differs by machine."""
 _FENCE = re.compile(r"^(```+)([^\n`]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"(?:#|<!--) not run here: (.+)")
 _FILE = re.compile(r"# (\w+\.py)\n")
