@@ -19,7 +19,7 @@ ELSEWHERE = {
     "docs/testing.md": "tests/testing/test_docs.py",
 }
 """Pages with tests of their own, which run them too."""
-NOT_RUN = {"CONTRIBUTING.md": 1, "README.md": 1}
+NOT_RUN = {"CONTRIBUTING.md": 1, "README.md": 1, "docs/howto/hang.md": 1}
 """How many blocks of a page say that they do not run here, and why."""
 
 
@@ -28,6 +28,8 @@ def runs(text: str) -> bool:
 
 
 @pytest.mark.slow
+# peft still reads an attribute that transformers has renamed
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(
     "page",
     [
