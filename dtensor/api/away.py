@@ -21,6 +21,7 @@ memory that others share (docs/state.md lists it). Not here: what holds values (
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import types
 from collections import defaultdict
@@ -35,6 +36,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from dtensor.errors import PlanningError
 
 ONE_AT_A_TIME = threading.RLock()
 """Held by a touch and by a step: another thread that reads meanwhile waits."""
@@ -84,6 +87,8 @@ class Away:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS_NOTHING and not (func == Tensor.type and len(args) + len(kwargs) > 1):
+            if func == _GRAD:
+                _refuse_clipping()
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -199,6 +204,21 @@ def _write_all(
     return result
 
 
+def _refuse_clipping() -> None:
+    """PlanningError where torch's own clipping asks for a gradient: it would find none, and clip
+    nothing without a word."""
+    asks: types.FrameType | None = sys._getframe(2)
+    if asks.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        while asks is not None and not asks.f_code.co_name.startswith("clip_"):
+            asks = asks.f_back  # a comprehension, or a helper
+        name = asks.f_code.co_name if asks is not None else "clip_grad"
+        raise PlanningError(
+            f"torch.nn.utils.{name} finds no gradients: they are on the ranks, and the step has "
+            f"used them up\n"
+            f"fix: dt.train_step(..., clip_grad_norm=1.0), which clips within the step"
+        )
+
+
 # -- what is no touch ------------------------------------------------------------------------------
 
 _PROPERTIES = """
@@ -226,6 +246,7 @@ _ASKS_NOTHING = frozenset(
         torch.is_same_size,
     }
 )
+_GRAD = _FOUND["grad"].__get__
 _WRITES_ALL = frozenset(
     {Tensor.copy_, Tensor.fill_, Tensor.zero_, Tensor.normal_, Tensor.uniform_}
     | {_FOUND["data"].__set__}

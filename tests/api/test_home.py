@@ -361,6 +361,24 @@ def test_between_steps_inside_a_launch() -> None:
 
 
 @pytest.mark.slow
+def test_torchs_clipping_between_steps_is_refused() -> None:
+    """It would find no gradients, and clip nothing without a word."""
+    twins = Twins.of()
+    with dt.launch(twins.mesh):
+        twins.train(1)
+        parameters = list(twins.net.parameters())
+        with pytest.raises(
+            dt.PlanningError, match=r"clip_grad_norm_ finds .*(.|\n)*clip_grad_norm="
+        ):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        with pytest.raises(dt.PlanningError, match="clip_grad_value_ finds"):
+            torch.nn.utils.clip_grad_value_(parameters, 1.0)
+        assert [p.grad for p in parameters] == [None] * len(parameters)
+        twins.train(1)
+    twins.check("after")
+
+
+@pytest.mark.slow
 def test_between_steps_outside_a_launch() -> None:
     twins = Twins.of()
     for name, way in WAYS.items():

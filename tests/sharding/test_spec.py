@@ -73,6 +73,12 @@ def test_a_mesh_has_a_name() -> None:
         Mesh(tp=2, name=None)  # pyright: ignore[reportArgumentType]
 
 
+def test_axes_without_names_are_refused() -> None:
+    for sizes, fix in (((2, 2), "dp=2, tp=2"), ((4,), "tp=4"), (((2, 2),), "dp=2, tp=2")):
+        with pytest.raises(PlanningError, match=rf"fix: dt\.Mesh\({fix}\)"):
+            Mesh(*sizes)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 def test_part_of_a_mesh() -> None:
     mesh = Mesh(pp=2, tp=2)
     spec = parse("f32[8@tp,16] on pp=1", mesh)

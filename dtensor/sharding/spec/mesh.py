@@ -42,7 +42,17 @@ class Mesh:
     def __init__(self, **axes: int) -> None: ...
     @overload
     def __init__(self, *, name: str, **axes: int) -> None: ...
-    def __init__(self, *, name: str | int = "", **axes: int) -> None:
+    def __init__(self, *unnamed: object, name: str | int = "", **axes: int) -> None:
+        if unnamed:
+            given = ", ".join(map(repr, unnamed))
+            sizes = [size for size in unnamed if type(size) is int]
+            named = ", ".join(
+                f"{axis}={size}" for axis, size in zip(("pp", "dp", "tp")[-len(sizes) :], sizes)
+            )
+            raise PlanningError(
+                f"Mesh({given}): each axis of a mesh has a name\n"
+                f"fix: dt.Mesh({named if 0 < len(sizes) <= 3 else 'dp=2, tp=2'})"
+            )
         if MICROBATCH_AXIS in axes:
             raise PlanningError(
                 f"the axis name {MICROBATCH_AXIS!r} is reserved for microbatches; rename the axis"

@@ -66,6 +66,12 @@ def memory_of(plan: PlanRecord) -> tuple[Memory, ...]:
     return tuple(stage_memory(plan, stage) for stage in range(plan.num_stages))
 
 
+def fullest_rank(plan: PlanRecord) -> int:
+    """Bytes: of the stages that it hosts, added up."""
+    memory = memory_of(plan)
+    return max(sum(memory[stage].total for stage in held) for held in plan.hosted)
+
+
 def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     """Bytes of the fullest rank of ``stage``."""
     parameters = sum(

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.plan.cost.memory import memory_of
+from dtensor.sharding.plan.cost.memory import fullest_rank, memory_of
 from dtensor.sharding.plan.cost.seconds import (
     all_collectives,
     collectives_of,
@@ -396,11 +396,6 @@ def _chosen(plan: PlanRecord) -> list[str]:
     text = " | ".join(", ".join(patterns) for patterns in plan.auto)
     if sum(costs):
         text += f"; the slowest costs {max(costs) * len(costs) / sum(costs):.2f} of even"
-    memory = memory_of(plan)
-    fullest = max(sum(memory[stage].total for stage in held) for held in plan.hosted)
-    limit = plan.topology.memory_bytes
-    if fullest > limit:
-        text += f"; {size_text(fullest)} on the fullest rank, above its {size_text(int(limit))}"
     return wrapped(text, "auto       ", WIDTH)
 
 
@@ -530,7 +525,16 @@ def _memory(plan: PlanRecord) -> list[str]:
         kept = f"  kept to undo a step, x{plan.copies}"
         rows.append([kept, *(size_text(m.snapshots) for m in memory)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
-    return table(rows)
+    above = above_memory(plan)
+    return [*table(rows), *([f"! {above}"] if above else [])]
+
+
+def above_memory(plan: PlanRecord) -> str:
+    """That the fullest rank holds more than its device has; "" where it does not."""
+    fullest, limit = fullest_rank(plan), plan.topology.memory_bytes
+    if fullest <= limit:
+        return ""
+    return f"{size_text(fullest)} on the fullest rank, above its {size_text(int(limit))}"
 
 
 def _communication(plan: PlanRecord) -> list[str]:

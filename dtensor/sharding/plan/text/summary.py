@@ -32,6 +32,7 @@ from dtensor.sharding.plan.cost.seconds import (
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Compute, Norm, Step, Update
 from dtensor.sharding.plan.storage import LEVELS
+from dtensor.sharding.plan.text.render import above_memory
 from dtensor.sharding.plan.text.words import (
     collapse,
     flop_text,
@@ -147,7 +148,9 @@ def _memory(plan: PlanRecord) -> list[Row]:
     }
     where = f" on stage {stage}" if plan.num_stages > 1 else ""
     parts = ", ".join(f"{what} {size_text(size)}" for what, size in held.items() if size)
+    above = above_memory(plan)
     text = f"{size_text(most.total)}{where}" + (f": {parts}" if parts else "")
+    text += f"; {above}" if above else ""
     return [(line,) for line in wrapped(text, "", WIDTH - _TITLE)]
 
 
