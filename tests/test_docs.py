@@ -19,7 +19,12 @@ ELSEWHERE = {
     "docs/testing.md": "tests/testing/test_docs.py",
 }
 """Pages with tests of their own, which run them too."""
-NOT_RUN = {"CONTRIBUTING.md": 1, "README.md": 1, "docs/howto/hang.md": 1}
+NOT_RUN = {
+    "CONTRIBUTING.md": 1,
+    "README.md": 1,
+    "docs/howto/hang.md": 1,
+    "docs/start.md": 1,
+}
 """How many blocks of a page say that they do not run here, and why."""
 
 
@@ -38,7 +43,11 @@ def runs(text: str) -> bool:
         if runs(text) and page not in ELSEWHERE
     ],
 )
-def test_a_page_prints_what_it_shows(page: str, tmp_path: Path) -> None:
+def test_a_page_prints_what_it_shows(
+    page: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if starts_ray(PAGES[page]):
+        request.getfixturevalue("ray_session")  # that pages share one
     run_page(Path(page).stem, PAGES[page], tmp_path)
 
 
