@@ -14,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Worker processes for the tests; 0 runs them one after the other in this process.
 JOBS ?= 2
-DEMO ?= --placements tp2pp2 --backend ray --compare --save demo.pt
+DEMO ?= --placements tp2pp2 --backend ray --compare
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 

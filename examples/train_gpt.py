@@ -1,22 +1,28 @@
-"""Train a small GPT under any placement: the model (gpt.py) is written once, for one device.
+"""Pre-train a small GPT on Python's manual under any placement: the model (gpt.py) is written once.
 
     python examples/train_gpt.py --placements tp2pp2 --backend ray --compare
+    python examples/train_gpt.py --placements tp2 --steps 1000 --save runs/manual --every 100
+    python examples/train_gpt.py --placements dp2 --steps 1000 --save runs/manual --resume
 
-`PLACEMENTS` is all that is parallel here. The run starts four actors, measures what they do in a
-second, prints its plan with the time that this predicts, trains, shows the measured time beside it,
-saves a checkpoint, goes on from it under another placement, and, with --compare, shows how far its
-losses are from those of plain PyTorch on one device with the same seed.
+`PLACEMENTS` is all that is parallel here. The run starts its actors, measures what they do in a
+second, prints its plan with the time that this predicts, trains on nine tenths of the manual, shows
+the loss on the last tenth, writes checkpoints beside its steps, goes on from the last one under
+another placement, samples a text, and, with --compare, shows how far its losses are from those of
+plain PyTorch on one device with the same seed. A run that was ended goes on with --resume.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -24,7 +30,7 @@ import torch.nn.functional as F
 from gpt import GPT, Config
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from text import batches, load
+from text import batches, load, windows
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -75,6 +81,15 @@ def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The tokenizer, and the tokens (n,) to train on and those held out."""
+
+    tokenizer: Tokenizer
+    train: Tensor
+    validation: Tensor
+
+
 def build(
     args: argparse.Namespace,
 ) -> tuple[GPT, torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
@@ -82,33 +97,41 @@ def build(
     torch.manual_seed(args.seed)
     model = GPT(Config(vocab=args.vocab, context=args.context, tied=args.tied))
     opt = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    warmup = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min(1.0, (step + 1) / 10))
-    return model, opt, warmup
+    steps = args.steps + args.more_steps
+
+    def rate(step: int) -> float:
+        """A warm-up of ten steps, then half a cosine down to a tenth."""
+        return min(1.0, (step + 1) / 10) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+    return model, opt, torch.optim.lr_scheduler.LambdaLR(opt, rate)
 
 
 def train(
     args: argparse.Namespace,
     name: str,
     backend: Literal["inprocess", "ray"],
-    steps: range,
-    tokens: Tensor,
-    tokenizer: Tokenizer,
-    saved: dict[str, Any] | None,
-) -> tuple[list[float], dict[str, Any]]:
-    """Train over `steps` under the placement `name`; the losses and the state afterwards."""
+    until: int,
+    data: Data,
+    folder: Path,
+) -> list[float]:
+    """Train under the placement `name` from the folder's newest checkpoint to step `until`."""
     place = PLACEMENTS[name]
     mesh = dt.Mesh(**place.mesh)
     gpt, opt, scheduler = build(args)
     model = dt.parallelize(gpt, mesh, place.parameters, stages=place.stages)
-    if saved is not None:
-        dt.load_state_dict(model, opt, saved)
-        scheduler.load_state_dict(saved["scheduler"])
-
     next_logits = dt.compile(lambda model, tokens: model(tokens)[:, -1], mesh)
-    data = list(batches(tokens, args.batch, args.context, steps, args.seed))
-    console.rule(f"{name} on {backend}: steps {steps.start} to {steps.stop - 1}")
+    held_out_loss = dt.compile(loss_fn, mesh)
+    held_out = windows(data.validation, args.batch, args.context, 4)
 
     with dt.launch(mesh, backend=backend, device=args.device):
+        found = dt.resume(folder, model, opt)  # each rank reads its own part, however it was saved
+        first = found.step if found and found.step else 0
+        if found:
+            scheduler.load_state_dict(found.extra["scheduler"])
+        console.rule(f"{name} on {backend}: steps {first} to {until - 1}")
+        todo = batches(data.train, args.batch, args.context, range(first, until), args.seed)
+        todo = list(todo)
+
         step = dt.train_step(
             model,
             loss_fn,
@@ -118,27 +141,35 @@ def train(
             clip_grad_norm=1.0,
             topology=dt.calibrate(),  # of these ranks; by default a plan is an H100's
         )
-        print(step.plan(*data[0]), flush=True)
-        predicted = predict(step, *data[0], in_turns=backend == "inprocess")
+        print(step.plan(*todo[0]), flush=True)
+        predicted = predict(step, *todo[0], in_turns=backend == "inprocess")
 
         def logits(window: Tensor) -> Tensor:
             return next_logits(model, window).full_tensor()
 
-        if saved is None:
-            show("before", generate(logits, tokenizer, tokens[: args.context]))
-        with progress(len(data), args.batch * args.context) as report:
+        def evaluate() -> float:
+            losses = [held_out_loss(model, *batch) for batch in held_out]
+            return statistics.fmean(float(loss.full_tensor()) for loss in losses)
+
+        prompt = data.train[: args.context]
+        if not found:
+            show("before", generate(logits, data.tokenizer, prompt))
+        with progress(len(todo), args.batch * args.context, first) as report:
             losses = []
-            for batch in data:
+            for i, batch in enumerate(todo, start=first + 1):
                 losses.append(step(*batch))
                 scheduler.step()
                 if len(losses) > 1:  # read one step late: this step runs meanwhile
                     report(float(losses[-2]))
+                if i % args.every == 0 or i == until:  # written while the next steps run
+                    extra = {"scheduler": scheduler.state_dict()}
+                    dt.save(folder / f"{i}", model, opt, step=i, extra=extra, keep=2)
+                    report.held_out(i, evaluate())
             losses = [float(loss) for loss in losses]
             report(losses[-1])
         compare_times(predicted, report.seconds, name, backend)
-        show("after", generate(logits, tokenizer, tokens[: args.context]))
-        state = dt.gather_state_dict(model, opt)
-    return losses, {**state, "scheduler": scheduler.state_dict(), "step": steps.stop}
+        show("after", generate(logits, data.tokenizer, prompt))
+    return losses
 
 
 def train_on_one_device(args: argparse.Namespace, steps: range, tokens: Tensor) -> list[float]:
@@ -207,8 +238,9 @@ def compare_times(predicted: float, measured: list[float], name: str, backend: s
 class Report:
     """Call it after each step with its loss; ``seconds``: what each step took."""
 
-    def __init__(self, bar: Progress, task: TaskID, tokens_per_step: int) -> None:
+    def __init__(self, bar: Progress, task: TaskID, tokens_per_step: int, first: int) -> None:
         self.bar, self.task, self.tokens_per_step = bar, task, tokens_per_step
+        self.first = first
         self.seconds: list[float] = []
         self.last = time.perf_counter()
 
@@ -220,15 +252,22 @@ class Report:
         text = f"loss {loss:.4f}   {speed:,.0f} tokens/s"
         self.bar.update(self.task, advance=1, description=text)
         if done % 20 == 0 or done == 1:
-            self.bar.console.print(f"step {done:4d}   {text}", highlight=False)
+            self.bar.console.print(f"step {self.first + done:4d}   {text}", highlight=False)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """The loss on the text that was held out, whose time is none of a step's."""
+        text = f"step {step:4d}   on the text held out: loss {loss:.4f}, "
+        text += f"perplexity {math.exp(loss):,.1f}"
+        self.bar.console.print(text, style="bold", highlight=False)
+        self.last = time.perf_counter()
 
 
 @contextmanager
-def progress(num_steps: int, tokens_per_step: int) -> Iterator[Report]:
+def progress(num_steps: int, tokens_per_step: int, first: int) -> Iterator[Report]:
     """A bar with the loss and the tokens per second."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as bar:
-        yield Report(bar, bar.add_task("", total=num_steps), tokens_per_step)
+        yield Report(bar, bar.add_task("", total=num_steps), tokens_per_step, first)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -236,7 +275,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--placements", choices=PLACEMENTS, default="tp2pp2")
     options.add_argument("--backend", choices=["ray", "inprocess"], default="inprocess")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    options.add_argument("--steps", type=int, default=100)
+    options.add_argument("--steps", type=int, default=100, help="under these placements, in all")
     options.add_argument("--more-steps", type=int, default=10, help="after the change of placement")
     options.add_argument("--then", choices=PLACEMENTS, default="dp2", help="that placement")
     options.add_argument("--batch", type=int, default=16)
@@ -246,39 +285,52 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--tied", action=argparse.BooleanOptionalAction, default=False)
     options.add_argument("--compare", action="store_true", help="with plain PyTorch on one device")
-    options.add_argument("--resume", metavar="PATH", help="go on from a checkpoint")
-    options.add_argument("--save", metavar="PATH", help="write a checkpoint")
+    options.add_argument("--save", metavar="FOLDER", type=Path, help="of checkpoints")
+    options.add_argument("--every", type=int, default=50, help="so many steps, and at the end")
+    options.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     return options
 
 
 def main() -> None:
     args = parser().parse_args()
-    tokenizer, tokens = load(args.vocab)
-    saved = torch.load(args.resume) if args.resume else None
-
-    first = saved["step"] if saved else 0
-    steps = range(first, first + args.steps)
-    losses, state = train(args, args.placements, args.backend, steps, tokens, tokenizer, saved)
     if args.save:
-        torch.save(state, args.save)
-        state = torch.load(args.save)
-        console.print(f"saved to {args.save} after {steps.stop} steps, and read back")
+        run(args, args.save)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            run(args, Path(folder))
 
-    # The same checkpoint under another placement: nothing in it tells where it came from.
-    more = range(steps.stop, steps.stop + args.more_steps)
-    if more:
-        losses += train(args, args.then, "inprocess", more, tokens, tokenizer, state)[0]
-        console.print(
-            f"loss {losses[args.steps - 1]:.4f} at the last step under {args.placements}, "
-            f"{losses[args.steps]:.4f} at the next, under {args.then}"
-        )
+
+def run(args: argparse.Namespace, folder: Path) -> list[float]:
+    """The losses of all steps that were not done before."""
+    there = dt.resume(folder)
+    first = there.step if there and there.step else 0
+    if there and not args.resume:
+        raise SystemExit(f"{folder} has checkpoints, to step {first}: --resume, or another folder")
+    data = Data(*load(args.vocab))
+    last = args.steps + args.more_steps
+    if first >= last:
+        raise SystemExit(f"{folder} has step {first} of {last}: --steps says how far to go")
+
+    losses: list[float] = []
+    if first < args.steps:
+        losses += train(args, args.placements, args.backend, args.steps, data, folder)
+    if args.more_steps:
+        # The same checkpoint under another placement: nothing in it tells where it came from.
+        before = len(losses)
+        losses += train(args, args.then, "inprocess", last, data, folder)
+        if before:
+            console.print(
+                f"loss {losses[before - 1]:.4f} at the last step under {args.placements}, "
+                f"{losses[before]:.4f} at the next, under {args.then}"
+            )
     if args.compare:
-        reference = train_on_one_device(args, range(more.stop), tokens)[first:]
+        reference = train_on_one_device(args, range(last), data.train)[first:]
         worst = max(abs(ours - theirs) for ours, theirs in zip(losses, reference, strict=True))
         console.print(
             f"largest difference to the losses of plain PyTorch on one device: {worst:.2e} "
             f"over {len(losses)} steps (last loss {losses[-1]:.6f}, there {reference[-1]:.6f})"
         )
+    return losses
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Each example of examples/parallelisms is short and trains as one device does; that of RL runs."""
+"""Each example of examples/parallelisms is short and trains as one device does; the whole programs,
+for pre-training, fine-tuning and reinforcement learning, do in small what they do."""
 
 from __future__ import annotations
 
 import functools
 import runpy
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +70,59 @@ def test_huggingface() -> None:
 @pytest.mark.slow
 def test_rl_trains_and_draws_its_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE.parent / "rl"))
-    train = runpy.run_path(str(HERE.parent / "rl" / "counting.py"))["train"]
-    rewards = train(5, 1, "inprocess", tmp_path / "rl.svg")
+    example = runpy.run_path(str(HERE.parent / "rl" / "counting.py"))
+    task = replace(example["FAST"], steps=5)
+    rewards = example["train"](task, 1, "inprocess", tmp_path / "rl.svg")
     assert len(rewards) == 5 and all(0 <= reward <= 1 for reward in rewards)
     picture = (tmp_path / "rl.svg").read_text()
     for words in ("rank 3", "prefill", "decode", "loss_fn", "sync of GPT"):
         assert f">{words}<" in picture
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the whole programs, which import what lies beside them."""
+    monkeypatch.syspath_prepend(str(HERE.parent))
+    return HERE.parent
+
+
+@pytest.mark.slow
+def test_pretraining_goes_on_where_it_was_ended(beside: Path, tmp_path: Path) -> None:
+    """To the bit, and then under another placement within rounding of plain PyTorch."""
+    example = runpy.run_path(str(beside / "train_gpt.py"))
+    words = "--placements tp2 --batch 4 --context 16 --vocab 300 --steps 4 --more-steps 1 --every 2"
+    args = example["parser"]().parse_args(words.split())
+    losses = example["run"](args, tmp_path)
+    data = example["load"](args.vocab)[1]
+    plain = example["train_on_one_device"](args, range(5), data)
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert losses[4] < losses[0]
+
+    with pytest.raises(SystemExit, match="has checkpoints, to step 5: --resume"):
+        example["run"](args, tmp_path)
+    shutil.rmtree(tmp_path / "5")  # as if it had been ended at step 4
+    args.resume = True
+    assert example["run"](args, tmp_path) == losses[4:]
+
+
+# peft still reads an attribute that transformers has renamed
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.slow
+def test_adapters_are_tuned_saved_and_merged(beside: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    example = runpy.run_path(str(beside / "finetune_lora.py"))
+    example["finetune"].__globals__["PROJECTIONS"][:] = ["q_proj", "o_proj", "down_proj"]
+    task = example["make"]("inprocess", 2, layers=1)
+    tokenizer = example["train_tokenizer"](example["manual"](*example["REST"]), 512)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    task.base.save_pretrained(tmp_path)
+    read = example["read"](str(tmp_path))  # --model
+    assert torch.equal(read.train, task.train)
+
+    losses = example["finetune"](read, "inprocess", 4, tmp_path / "adapters")
+    assert losses["before"] == example["loss_of"](task.base, task.held_out)
+    assert losses["adapted"] < losses["before"] - 1e-3
+    assert losses["read back"] == losses["adapted"]
+    assert losses["merged"] == pytest.approx(losses["adapted"], abs=1e-5)
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()

@@ -1,11 +1,23 @@
 """GRPO on a counting task: a tiny GPT learns to count on, from rewards alone.
 
-    python examples/rl/counting.py                       # both meshes in this process
+    python examples/rl/counting.py --fast                # three numbers on, a minute
+    python examples/rl/counting.py                       # six numbers on, all in this process
     python examples/rl/counting.py --backend ray         # four actors, and one that scores
     python examples/rl/counting.py --picture rl.svg      # and a timeline
 
-The model (model.py) is written once. The trainer has it on two ranks, split by ZeRO-3; the
-generator on two others, split by heads; a `daft` actor scores what is generated in plain Python.
+What is where. The model (model.py) is written once. The trainer has it on two ranks, split by
+ZeRO-3; the generator on two others, split by heads; a `daft` actor scores what is generated, in
+plain Python.
+
+What happens. For each of 16 prompts, two numbers in a row, the generator draws 8 texts. A text's
+reward is the share of its numbers that count on; its advantage is how much better it is than the
+others of its prompt. The policy takes a step on them while the generator draws the next ones, with
+weights that are at most `--staleness` versions old, and is then copied to the generator.
+
+What to see. The mean reward of a batch begins where guessing is, at 1 in 12 (with --fast 1 in 6),
+and goes up to nearly 1. "apart" is how far the log-probabilities of the trainer are from those with
+which texts were drawn, by another program under other placements: of the same weights, about 1e-7.
+
 Group relative policy optimisation is Shao et al. 2024 (DeepSeekMath), here with the clipped ratio
 of PPO and without a reference model.
 """
@@ -16,6 +28,7 @@ import argparse
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +39,6 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor import daft
 
-NUMBERS, NEW = 12, 6
 PROMPTS, SAMPLES = 16, 8
 CLIP = 0.2
 DRAWN = 3
@@ -40,12 +52,27 @@ HEADS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Count on by ``new`` numbers; after the last of ``numbers`` comes 0."""
+
+    numbers: int = 12
+    new: int = 6
+    steps: int = 250
+
+
+FAST = Task(numbers=6, new=3, steps=60)
+
+
 class Judge:
     """Scores a text in plain Python: the share of its numbers that count on from the prompt's."""
 
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+
     def score(self, prompt: list[int], tokens: list[int]) -> float:
-        right = [(prompt[-1] + 1 + i) % NUMBERS for i in range(NEW)]
-        return sum(a == b for a, b in zip(right, tokens)) / NEW
+        right = [(prompt[-1] + 1 + i) % self.numbers for i in range(len(tokens))]
+        return sum(a == b for a, b in zip(right, tokens)) / len(tokens)
 
 
 def loss_fn(
@@ -69,37 +96,40 @@ def advantages_of(rewards: Tensor) -> Tensor:
     return (centred / (of.std(1, keepdim=True) + 1e-4)).view(-1, 1)
 
 
-def prompts(seed: int) -> Iterator[list[int]]:
+def prompts(numbers: int, seed: int) -> Iterator[list[int]]:
     """Two numbers in a row, for ever."""
     rng = random.Random(seed)
     while True:
-        n = rng.randrange(NUMBERS)
-        yield [n, (n + 1) % NUMBERS]
+        n = rng.randrange(numbers)
+        yield [n, (n + 1) % numbers]
 
 
 def train(
-    steps: int, staleness: int, backend: Literal["inprocess", "ray"], picture: Path | None = None
+    task: Task,
+    staleness: int,
+    backend: Literal["inprocess", "ray"],
+    picture: Path | None = None,
 ) -> list[float]:
     """The mean reward of each batch; ``picture``: of the last `DRAWN` of them."""
     torch.manual_seed(0)
-    net = GPT(vocab=NUMBERS, context=16, width=64, heads=4, layers=2)
+    net = GPT(vocab=task.numbers, context=16, width=64, heads=4, layers=2)
     policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})
     actor = dt.replica(policy, PLAY, HEADS)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1.5e-3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.steps, eta_min=1e-4)
     step = dt.train_step(policy, loss_fn, optimizer, inputs=dict(dp=dt.Row()))
     rewards: list[float] = []
     with dt.launch(TRAIN, PLAY, backend=backend):
-        judge = daft.spawn(Judge)
+        judge = daft.spawn(Judge, task.numbers)
         dt.sync(policy, actor)
         batches = dt.rollouts(
             actor,
-            prompts(seed=0),
+            prompts(task.numbers, seed=0),
             judge.score,
             batch_size=PROMPTS * SAMPLES,
             samples=SAMPLES,
             staleness=staleness,
-            max_new_tokens=NEW,
+            max_new_tokens=task.new,
             length=16,
         )
 
@@ -118,9 +148,9 @@ def train(
                     )
 
         if picture is None:
-            some(steps)
+            some(task.steps)
         else:
-            some(steps - DRAWN)
+            some(task.steps - DRAWN)
             with dt.trace() as recording:
                 some(DRAWN)
             timeline = recording.timeline()
@@ -131,10 +161,13 @@ def train(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--fast", action="store_true", help="an easier task, in a minute")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--backend", choices=["inprocess", "ray"], default="inprocess")
     parser.add_argument("--picture", type=Path, help="an SVG of what ran when, at the end")
     args = parser.parse_args()
-    found = train(args.steps, args.staleness, args.backend, args.picture)
+    task = FAST if args.fast else Task()
+    task = replace(task, steps=args.steps or task.steps)
+    found = train(task, args.staleness, args.backend, args.picture)
     print(f"mean reward of the last ten batches: {sum(found[-10:]) / len(found[-10:]):.3f}")

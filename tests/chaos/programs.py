@@ -170,7 +170,7 @@ def _reinforces(staleness: int) -> Callable[[], Body]:
         finally:
             sys.path.pop(0)
         torch.manual_seed(0)
-        net = counting.GPT(vocab=counting.NUMBERS, context=16, width=32, heads=4, layers=1)
+        net = counting.GPT(vocab=12, context=16, width=32, heads=4, layers=1)
         policy = dt.parallelize(net, TRAIN, {}, zero={"dp": 3})
         actor = dt.replica(policy, PLAY, counting.HEADS)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1.5e-3)
