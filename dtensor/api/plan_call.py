@@ -32,6 +32,7 @@ from dtensor.api.away import as_it_is
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import contiguous_layout
 from dtensor.api.parallel import ParallelModule, recomputed_modules
+from dtensor.api.plan_page import save_plan
 from dtensor.api.stating.auto_stages import cut
 from dtensor.api.stating.placing import (
     InputPins,
@@ -56,6 +57,7 @@ from dtensor.runtime.lower.actions import GridTimetable
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.plan import saving
 from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
@@ -66,6 +68,8 @@ from dtensor.sharding.spec.placements import Placement, Shard, index_sets, refin
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 Grads = Literal["none", "loss", "tangents"]
+
+saving.use(save_plan)  # every plan that a user gets is made here
 
 MOST_RECAPTURES = 3
 _DEEPEST = 4  # how far into an unknown object tensors are looked for

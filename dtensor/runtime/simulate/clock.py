@@ -72,7 +72,8 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
         ranks=ranks,
         alike=plan.mesh.size // len(ranks),
         spans=tuple(sorted(clock.spans, key=lambda s: (s.begin, s.rank, s.end))),
-        peak_bytes=tuple(one.peak for one in lists),
+        peak_bytes=tuple(max(held for _, held in one.changes) for one in lists),
+        held_bytes=tuple(tuple(one.changes) for one in lists),
     )
 
 
@@ -104,7 +105,7 @@ class _SimulatedRank:
     calls: int = 0
     now: float = 0.0
     held: int = 0
-    peak: int = 0
+    changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
     waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
     messages: dict[int, _Message] = field(default_factory=dict)  # by the place of the start
@@ -137,7 +138,7 @@ class _Clock:
             rank.waits = starts_of_waits(rank.program.instructions)
             fed = (*rank.program.inputs, *rank.program.state)
             rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
-            rank.peak = rank.held
+            rank.changes.append((0.0, rank.held))
             rank.now = self.plan.topology.step_latency
             if rank.now:
                 span = Span(rank=rank.rank, track="wait", name=CALL, begin=0.0, end=rank.now)
@@ -172,14 +173,15 @@ class _Clock:
                 self._span(rank.rank, "wait", item, rank.now, end)
                 rank.now = end
             case Free():
-                rank.held -= sum(rank.sizes.get(value, 0) for value in item.values)
+                self._hold(rank, item.values, -1)
             case Vote() | Commit():
                 pass
         return True
 
-    def _hold(self, rank: _SimulatedRank, values: tuple[str, ...]) -> None:
-        rank.held += sum(rank.sizes.get(value, 0) for value in values)
-        rank.peak = max(rank.peak, rank.held)
+    def _hold(self, rank: _SimulatedRank, values: tuple[str, ...], sign: int = 1) -> None:
+        if change := sum(rank.sizes.get(value, 0) for value in values):
+            rank.held += sign * change
+            rank.changes.append((rank.now, rank.held))
 
     def _start(self, rank: _SimulatedRank, item: Start) -> None:
         key = key_of(rank.rank, item)

@@ -77,7 +77,8 @@ def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float
 class Trace:
     """``ranks``: those that have spans, each of which stands for ``alike`` ranks of the mesh.
 
-    ``peak_bytes``: by rank, the most bytes of values at once, parameters and state included.
+    ``peak_bytes``: by rank, the most bytes of values at once, parameters and state included;
+    ``held_bytes``: by rank, (from when on, bytes held), of a predicted trace alone.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Trace:
     alike: int
     spans: tuple[Span, ...]
     peak_bytes: tuple[int, ...]
+    held_bytes: tuple[tuple[tuple[float, int], ...], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -151,7 +153,7 @@ class Trace:
             seconds = [*(spent[rank, track] for track in _TRACKS), hidden[rank]]
             yield [f"rank {rank}", *map(seconds_text, seconds), size_text(held)]
 
-    def _lanes(self) -> dict[tuple[int, int], list[Span]]:
+    def lanes(self) -> dict[tuple[int, int], list[Span]]:
         """By rank: 0 is what it computes and waits for, from 1 on messages; nothing overlaps."""
         found: dict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.spans:
@@ -179,7 +181,7 @@ class Trace:
             name("process", rank, 0, f"rank {rank}")
             for thread, track in enumerate(_TRACKS):
                 name("thread", rank, thread, track)
-        for (rank, lane), spans in self._lanes().items():
+        for (rank, lane), spans in self.lanes().items():
             if lane > 1:
                 name("thread", rank, lane + 1, f"communication {lane}")
             for span in spans:
@@ -205,7 +207,7 @@ class Trace:
         that begin in one pixel are one box for each colour, as wide as their sum; where boxes are
         still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The picture says it.
         """
-        lanes = self._lanes()
+        lanes = self.lanes()
         grain = self.seconds / _WIDTH if len(self.spans) > FEW else 0.0
         while sum(len(set(_places(spans, grain))) for spans in lanes.values()) > _MOST:
             grain *= 2

@@ -79,6 +79,7 @@ def _compare(
             opposite_seconds=cheaper,
             bytes_sent=_sent(planned),
             opposite_bytes_sent=_sent(other),
+            removed=tuple(sorted(_kinds(planned) - _kinds(other))),
         )
     return None
 
@@ -93,6 +94,10 @@ def _planned(request: Request) -> Plan | None:
 
 def _seconds(planned: Plan) -> float:
     return planned.cost.compute_seconds + planned.cost.communication_seconds
+
+
+def _kinds(planned: Plan) -> set[tuple[str, str, str, str]]:
+    return {(c.kind, c.axis, c.phase, c.source) for c in planned.collectives}
 
 
 def _sent(planned: Plan) -> int:

@@ -8,16 +8,20 @@
     plan.recognised()     what the program writes out and the plan has as one op
     print(plan)           one step a line, repeated layers once; plan.text(full=True) has all
     plan.summary()        what matters of it in 25 lines
+    plan.save("p.html")   a page of it, for a browser
 
 What is decided is its record (record.py); all else follows from that.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from dtensor.sharding.plan import saving
 from dtensor.sharding.plan.cost.memory import Memory, memory_of
 from dtensor.sharding.plan.cost.seconds import Cost, PlannedCollective, all_collectives, cost_of
 from dtensor.sharding.plan.dataflow import without_numbers
@@ -97,6 +101,15 @@ class Plan(PlanRecord):
         """At most 25 lines: what is split, sent and held, what takes longest, seconds, and of
         what hardware."""
         return summary_text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as one HTML file, which opens from disk and loads nothing: modules, steps,
+        each collective with why it is there, shards by rank, memory and timeline.
+
+        Returns where it was written. PlanningError for a path that does not end in .html, or is in
+        a folder that is not there.
+        """
+        return saving.writer()(self, path)
 
     def __str__(self) -> str:
         return self.text()

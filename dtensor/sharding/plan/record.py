@@ -155,7 +155,8 @@ class StateWrite:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
     """A pin whose opposite is cheaper. ``by``: what the user wrote the pin for; seconds and bytes
-    sent are per rank and step."""
+    sent are per rank and step; ``removed``: (kind, axis, phase, the user's line) of collectives of
+    which the opposite has none."""
 
     by: str
     axis: str
@@ -165,6 +166,7 @@ class Hint:
     opposite_seconds: float
     bytes_sent: int
     opposite_bytes_sent: int
+    removed: tuple[tuple[str, str, str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

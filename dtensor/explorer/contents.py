@@ -1,0 +1,486 @@
+"""What a page shows of one plan, as data that JSON can hold.
+
+    contents(plan)["head"]["seconds"]     # of a step
+    contents(plan)["steps"][0]            # {"n": "permute", "c": "permute(up_weight, [1, 0])", ...}
+
+A step has: section ``g``, kind ``k`` (op, view, move, comm, end), names ``n``, call ``c``, numbers
+of its types ``t``, cost in words ``w``, FLOP ``f``, seconds ``z`` of computing and ``y`` of
+communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r`` the
+run of layers it is shown for (of "runs"), ``e`` why it is so; of a collective ``a`` its axes, ``b``
+bytes each time, ``q`` what is moved from and to, ``p`` the pins, ``h`` the hints, ``d`` why what it
+reads is as it is. What is alike stands once: strings and types are numbered.
+
+Invariants: steps are those of the printed plan, of which a layer stands for those that are alike;
+seconds and bytes are those of plan.cost and plan.collectives. Not here: how any of it looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dtensor.explorer.reasons import Reasons
+from dtensor.explorer.times import timeline
+from dtensor.explorer.tree import Tree
+from dtensor.sharding.plan.cost.seconds import (
+    PlannedCollective,
+    collectives_of,
+    stage_flops,
+    step_seconds,
+)
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import Hint, PlannedInput
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Bucket,
+    Compute,
+    Convert,
+    Norm,
+    Step,
+    TieSum,
+    Transfer,
+    Update,
+    operands_of,
+    results_of,
+)
+from dtensor.sharding.plan.storage import layer_of
+from dtensor.sharding.plan.text.folding import Run, runs_of
+from dtensor.sharding.plan.text.render import (
+    SECTIONS,
+    UPDATED,
+    line_of,
+    steps_by_section,
+)
+from dtensor.sharding.plan.text.words import collapse
+from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+from dtensor.sharding.spec.placements import Partial, Placement, Shard, index_sets, length
+from dtensor.sharding.spec.spec import TensorSpec
+
+_MOST_INTERVALS = 24
+"""Of what one rank holds of a dim; a page draws no more."""
+
+
+def contents(plan: Plan) -> dict[str, Any]:
+    return _Contents(plan).data()
+
+
+class _Numbered:
+    """What is stated by number: each once, in the order of first use."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def __call__(self, item: Any) -> int:
+        return self.numbers.setdefault(item, len(self.numbers))
+
+
+class _Contents:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.reasons = Reasons(plan)
+        self.sources, self.specs = _Numbered(), _Numbered()
+        self.makers = {name: s for s in plan.steps for name, _ in results_of(s)}
+        self.labels = {item.name: item.label for item in plan.inputs}
+        self.readers: dict[str, Step] = {}
+        for step in plan.steps:
+            for name in operands_of(step):
+                self.readers.setdefault(name, step)
+        self.sections: dict[tuple[int, str], list[Step]] = {
+            (stage, name): steps
+            for stage in range(plan.num_stages)
+            for name, steps in steps_by_section(plan, stage).items()
+        }
+        found = runs_of(plan, self.sections.values())
+        self.runs_in = dict(zip(self.sections, found, strict=True))
+        by_stage: dict[int, list[tuple[Sequence[Step], Run]]] = {}
+        for (stage, name), runs in self.runs_in.items():
+            for run in runs:
+                by_stage.setdefault(stage, []).append((self.sections[stage, name], run))
+        self.tree = Tree(plan, by_stage)
+        self.runs: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.rows: dict[tuple[str, str], int] = {}
+
+    def data(self) -> dict[str, Any]:
+        plan = self.plan
+        shown: list[dict[str, Any]] = []
+        for (stage, name), steps in self.sections.items():
+            first = len(self.steps)
+            self._section(len(shown), stage, name, steps)
+            if name == "optimizer":
+                self._updates(len(shown), stage)
+            if len(self.steps) > first:
+                in_microbatch = name in (SECTIONS[1], SECTIONS[2])
+                times = plan.num_microbatches if in_microbatch else 1
+                shown.append({"stage": stage, "name": name, "times": times})
+        inputs = list(self._inputs())
+        return {
+            "name": plan.name,
+            "mesh": list(plan.mesh.shape.items()),
+            "stage_axis": plan.stage_axis,
+            "num_stages": plan.num_stages,
+            "stage_ranks": list(plan.stage_ranks),
+            "microbatches": plan.num_microbatches,
+            "schedule": plan.schedule,
+            "head": self._head(),
+            "axes": [self._axis(axis) for axis in plan.mesh.axes],
+            "hints": [_hint(hint) for hint in plan.hints],
+            "sections": shown,
+            "runs": self.runs,
+            "steps": self.steps,
+            "inputs": inputs,
+            "timeline": timeline(plan, self.rows),
+            "modules": [
+                {
+                    "l": part.label,
+                    "u": -1 if part.parent is None else part.parent,
+                    "x": part.count,
+                    "s": sorted(part.stages),
+                    "z": part.compute,
+                    "y": part.communication,
+                    "f": part.flops,
+                    "b": part.sent,
+                    "w": part.parameters,
+                }
+                for part in self.tree.parts
+            ],
+            "sources": list(self.sources.numbers),
+            "specs": [_spec(spec) for spec in self.specs.numbers],
+        }
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _section(self, number: int, stage: int, name: str, steps: Sequence[Step]) -> None:
+        done = 0
+        for run in self.runs_in[stage, name]:
+            self._plain(number, stage, steps[done : run.start])
+            self.runs.append(
+                {"l": ", ".join(run.layers), "x": run.count, "n": run.period, "o": run.first}
+            )
+            for offset, step in enumerate(run.steps(steps)):
+                alike = run.alike(steps, offset)
+                self._step(number, stage, step, alike, len(self.runs) - 1)
+            done = run.stop
+        self._plain(number, stage, steps[done:])
+
+    def _plain(self, number: int, stage: int, steps: Sequence[Step]) -> None:
+        for step in steps:
+            self._step(number, stage, step, [step], None)
+
+    def _step(
+        self, number: int, stage: int, step: Step, alike: Sequence[Step], run: int | None
+    ) -> None:
+        plan = self.plan
+        line = line_of(plan, step, stage)
+        messages = [c for c in collectives_of(plan, step) if c.stage == stage]
+        compute, communication = step_seconds(plan, step, stage)
+        results = results_of(step)
+        row: dict[str, Any] = {
+            "g": number,
+            "k": _kind(step, bool(messages)),
+            "n": line.name,
+            "c": line.text,
+            "m": self.tree.node(self._module(step)),
+        }
+        if results and not isinstance(step, Bucket):
+            row["t"] = [self.specs(spec) for _, spec in results]
+        elif line.type:
+            row["w"] = line.type
+        if isinstance(step, Compute) and step.flops:
+            row["f"] = step.flops
+        if compute:
+            row["z"] = compute
+        if communication:
+            row["y"] = communication
+        if line.source and not isinstance(step, Accumulate | TieSum):
+            row["o"] = self.sources(_line(step, line.source, self.makers, self.readers))
+        if run is not None:
+            row["r"] = run
+        row["e"] = self.reasons.why(results[0][0]) if results else self.reasons.end(step)
+        if messages:
+            self._collective(row, step, messages)
+            for one in alike:
+                for kind, operand in _messages(one):
+                    self.rows.setdefault((kind, operand), len(self.steps))
+        self.steps.append({key: value for key, value in row.items() if value not in ("", [])})
+        times = (plan.num_microbatches if self._repeats(step) else 1) * len(alike)
+        self.tree.charge(
+            row["m"],
+            compute=compute * times,
+            communication=communication * times,
+            flops=row.get("f", 0) * times,
+            sent=sum(c.bytes_sent for c in messages) * times,
+        )
+        self.tree.hold(row["m"], 0, (stage,))
+
+    def _collective(
+        self, row: dict[str, Any], step: Step, messages: Sequence[PlannedCollective]
+    ) -> None:
+        first = messages[0]
+        pins = self.reasons.pins(step)
+        row["v"] = first.kind
+        row["a"] = list(dict.fromkeys(c.axis for c in messages))
+        row["b"] = sum(c.bytes_sent for c in messages)
+        row["d"] = self.reasons.cause(step)
+        row["p"] = list(pins)
+        row["j"] = self.reasons.states(step)
+        row["h"] = [
+            [n, int((c.kind, c.axis, c.phase, c.source) in self.plan.hints[n].removed)]
+            for c in messages[:1]
+            for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, pins)
+        ]
+        match step:
+            case Convert(move=move):
+                row["q"] = [self.specs(move.src), self.specs(move.dst)]
+            case Transfer(spec=spec):
+                row["q"] = [self.specs(spec), self.specs(spec)]
+                row["to"] = [step.stage, step.to_stage]
+            case Bucket():
+                move = step.moves[0]
+                row["q"] = [self.specs(move.src), self.specs(move.dst)]
+                row["of"] = list(collapse(step.of))
+            case _:
+                pass
+
+    def _updates(self, number: int, stage: int) -> None:
+        """One row for each optimizer and part of the tree."""
+        groups: dict[tuple[str, int], list[Update]] = {}
+        for step in self.plan.steps:
+            if isinstance(step, Update) and step.stage == stage:
+                node = self.tree.node(step.parameter.rpartition(".")[0])
+                groups.setdefault((step.optimizer, node), []).append(step)
+        for (optimizer, node), found in groups.items():
+            compute = sum(step_seconds(self.plan, step, stage)[0] for step in found)
+            state = sum(step.state_bytes + step.master_bytes for step in found)
+            labels = ", ".join(collapse(step.parameter for step in found))
+            row = {"g": number, "k": "end", "n": optimizer, "c": f"update of {labels}", "m": node}
+            row |= {"z": compute, "i": state}
+            self.steps.append(row)
+            self.tree.charge(node, compute=compute, communication=0, flops=0, sent=0)
+
+    def _repeats(self, step: Step) -> bool:
+        return not step.once and step.phase != "optimizer"
+
+    def _module(self, step: Step) -> str:
+        """The module that a step is shown under: its own, or that of what it moves."""
+        match step:
+            case Compute(op=op):
+                return op.module
+            case Convert(operand=name) | Transfer(operand=name):
+                return self._module_of(name, step)
+            case Bucket(of=of) if step.phase != "optimizer":
+                return layer_of(of[0])
+            case Accumulate(of=of) | TieSum(of=of):
+                return of.rpartition(".")[0]
+            case _:
+                return ""
+
+    def _module_of(self, name: str, step: Step) -> str:
+        """Of the op that makes the value, else of the input, else of the op that reads it."""
+        made: Step | None = step
+        for _ in range(8):
+            made = self.makers.get(name)
+            if isinstance(made, Compute) and made.op.module:
+                return made.op.module
+            if not isinstance(made, Convert | Transfer):
+                break
+            name = made.operand
+        if "." in self.labels.get(name, ""):
+            return self.labels[name].rpartition(".")[0]
+        result = results_of(step)[0][0]
+        reader = self.readers.get(result)
+        return reader.op.module if isinstance(reader, Compute) and made is None else ""
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def _inputs(self) -> Iterator[dict[str, Any]]:
+        """Those that differ in the numbers of layers that are alike once."""
+        groups: dict[tuple[object, ...], list[PlannedInput]] = {}
+        for item in self.plan.inputs:
+            path, _, own = item.label.rpartition(".")
+            key = (self.tree.first_of(path), own, item.kind, item.spec, item.held, item.stages)
+            groups.setdefault(key, []).append(item)
+        for items in groups.values():
+            first = items[0]
+            node = self.tree.node(first.label.rpartition(".")[0])
+            nbytes = sum(item.held.max_local_nbytes for item in items)
+            if first.kind in ("parameter", "buffer"):
+                self.tree.hold(node, nbytes, first.stages)
+            yield {
+                "l": ", ".join(collapse(item.label for item in items)),
+                "n": first.name,
+                "k": first.kind,
+                "x": len(items),
+                "t": self.specs(first.held),
+                "u": self.specs(first.spec),
+                "m": node,
+                "s": list(first.stages),
+                "b": nbytes,
+                "e": self.reasons.why(first.name),
+            }
+
+    # -- the head --------------------------------------------------------------------------------
+
+    def _head(self) -> dict[str, Any]:
+        plan = self.plan
+        cost, topology = plan.cost, plan.topology
+        ranks = [[plan.memory[stage] for stage in held] for held in plan.hosted]
+        fullest = max(ranks, key=lambda held: sum(m.total for m in held))
+        names = ("parameters", "gradients", "optimizer", "masters", "activations", "snapshots")
+        of_rank = [
+            [c for c in plan.collectives if c.stage in set(held)] for held in plan.hosted
+        ]
+        return {
+            "seconds": cost.seconds,
+            "compute": cost.compute_seconds,
+            "communication": cost.communication_seconds,
+            "waiting": cost.waiting_seconds,
+            "bubble": cost.bubble,
+            "hardware": topology.title,
+            "device": topology.memory_bytes,
+            "memory": {name: sum(getattr(m, name) for m in fullest) for name in names},
+            "stage_memory": [memory.total for memory in plan.memory],
+            "flops": max(stage_flops(plan, stage) for stage in range(plan.num_stages)),
+            "sent": max(sum(c.bytes_sent * c.times for c in found) for found in of_rank),
+            "collectives": max(sum(c.times for c in found) for found in of_rank),
+            "by_kind": self._by_kind(),
+            "num_steps": len(plan.steps),
+        }
+
+    def _by_kind(self) -> list[list[Any]]:
+        """[axis, kind, how many, bytes, seconds] of a step, of the stage that sends most of it."""
+        found: dict[tuple[str, str], dict[int, list[float]]] = {}
+        for step in self.plan.steps:
+            for c in collectives_of(self.plan, step):
+                num = self.plan.mesh.axis_size(c.axis)
+                if isinstance(step, TieSum):
+                    num = len(step.stages)
+                elif isinstance(step, Transfer):
+                    num = 2
+                each = self.plan.topology.collective_seconds(
+                    c.kind, c.axis, num=num, bytes_sent=c.bytes_sent
+                )
+                own = found.setdefault((c.axis, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
+                own[0] += c.times
+                own[1] += c.times * c.bytes_sent
+                own[2] += c.times * each
+        most = {key: max(by.values(), key=lambda own: own[1:]) for key, by in found.items()}
+        return [[*key, *own] for key, own in most.items()]
+
+    def _axis(self, axis: str) -> dict[str, Any]:
+        """What an axis splits, and which pins opened it."""
+        plan = self.plan
+        groups: dict[tuple[str, int, int, tuple[str, ...]], tuple[list[str], list[str]]] = {}
+        for item in dict(plan.opened).get(axis, ()):
+            key = (item.by, item.dim, item.size, collapse([item.label, *item.values], "*"))
+            labels, others = groups.setdefault(key, ([], []))
+            labels.append(item.label)
+            others.extend(item.values)
+        return {
+            "name": axis,
+            "size": plan.mesh.axis_size(axis),
+            "opened": [
+                {
+                    "by": by,
+                    "of": ", ".join(collapse(labels)),
+                    "dim": dim,
+                    "size": size,
+                    "with": ", ".join(collapse(others)),
+                }
+                for (by, dim, size, _), (labels, others) in groups.items()
+            ],
+            "stages": [list(p) for p in plan.auto] if axis == plan.stage_axis else [],
+            "zero": plan.zero[1] if plan.zero and plan.zero[0] == axis else 0,
+        }
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _kind(step: Step, sends: bool) -> str:
+    match step:
+        case _ if sends:
+            return "comm"
+        case Compute():
+            return "view" if step.is_view else "op"
+        case Convert(move=move) if move.kind in FREE_KINDS:
+            return "move"
+        case Transfer():
+            return "move"
+        case _:
+            return "end"
+
+
+def _messages(step: Step) -> Iterator[tuple[str, str]]:
+    """What a trace calls the messages of a step: kind, and what is sent."""
+    match step:
+        case Convert():
+            yield step.move.kind, step.operand
+        case Transfer():
+            yield "transfer", step.operand
+        case Bucket():
+            yield step.kind, step.name
+        case TieSum():
+            for name in step.operands:
+                yield "all_reduce", name
+        case Norm():
+            yield "all_reduce", step.result
+        case _:
+            return
+
+
+def _line(
+    step: Step, source: str, makers: Mapping[str, Step], readers: Mapping[str, Step]
+) -> tuple[str, str]:
+    """The user's line and its text, which an op on the same line knows."""
+    near: list[Step | None] = [step]
+    near += [makers.get(name) for name in operands_of(step)]
+    near += [readers.get(name) for name, _ in results_of(step)]
+    for one in near:
+        if isinstance(one, Compute) and one.op.source == source and one.op.source_text:
+            return source, one.op.source_text
+    return source, ""
+
+
+def _hint(hint: Hint) -> dict[str, Any]:
+    return {
+        "by": hint.by,
+        "axis": hint.axis,
+        "stated": repr(hint.stated),
+        "opposite": repr(hint.opposite),
+        "seconds": hint.seconds,
+        "opposite_seconds": hint.opposite_seconds,
+        "sent": hint.bytes_sent,
+        "opposite_sent": hint.opposite_bytes_sent,
+    }
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    """Its text, shape, and by axis what each coordinate holds."""
+    mesh = spec.mesh
+    found: dict[str, Any] = {"t": str(spec), "s": list(spec.shape), "z": spec.dtype.itemsize}
+    placed = {
+        axis: _placement(placement, spec.shape, mesh.axis_size(axis))
+        for axis, placement in spec.sharding.items()
+        if isinstance(placement, Shard | Partial)
+    }
+    if placed:
+        found["p"] = placed
+    if mesh.axes and MICROBATCH_AXIS in mesh.axes:
+        found["mb"] = mesh.axis_size(MICROBATCH_AXIS)
+    if spec.on:
+        found["on"] = dict(spec.on)
+    return found
+
+
+def _placement(placement: Placement, shape: Sequence[int], num: int) -> list[Any]:
+    """["+", "sum"] pending; or [dim, [[intervals, length], ...]] by coordinate."""
+    match placement:
+        case Partial(op):
+            return ["+", op]
+        case Shard(dim):
+            sets = index_sets(placement, shape[dim], num)
+            return [dim, [[list(held[:_MOST_INTERVALS]), length(held)] for held in sets]]
+        case _:
+            raise AssertionError(placement)

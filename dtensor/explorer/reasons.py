@@ -1,0 +1,150 @@
+"""Why a value lies as it does, which pins opened a collective, and what would remove it.
+
+    reasons = Reasons(plan)
+    reasons.why("mm_1_reduced")       # the lines of plan.explain, without the first
+    reasons.pins(step)                # ("*.down.weight",): of what the collective's axis splits
+    reasons.hints(step)               # numbers of plan.hints about those pins
+
+A plan's `explain` looks at all steps for one name; here each name is asked of a plan that has only
+the steps and pins that concern it, so that a page can ask all names.
+
+Invariant: what would remove a collective is only what `plan.hints` has planned and priced. Not
+here: the words, which are those of plan/text/explain.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import Opened
+from dtensor.sharding.plan.steps import (
+    Bucket,
+    Convert,
+    Norm,
+    Step,
+    TieSum,
+    Transfer,
+    operands_of,
+    results_of,
+)
+from dtensor.sharding.plan.text.words import collapse
+
+_DEEPEST = 12
+"""How many ops back a pin is looked for from what a collective reads."""
+
+
+class Reasons:
+    """Of one plan; see the module."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._steps: dict[str, list[Step]] = defaultdict(list)  # by each value that they concern
+        self._made: dict[str, Step] = {}
+        for step in plan.steps:
+            results = [name for name, _ in results_of(step)]
+            self._made.update(dict.fromkeys(results, step))
+            for name in dict.fromkeys((*results, *operands_of(step))):
+                self._steps[name].append(step)
+        self._opened: dict[str, list[tuple[str, Opened]]] = defaultdict(list)
+        for axis, found in plan.opened:
+            for opened in found:
+                for name in opened.reached:
+                    self._opened[name].append((axis, opened))
+
+    def why(self, name: str) -> str:
+        """What plan.explain says of a value after its type."""
+        steps = self._steps[name]
+        concerned = {name}.union(*(_names(step) for step in steps))
+        opened: dict[str, dict[int, Opened]] = {axis: {} for axis, _ in self.plan.opened}
+        for value in concerned:
+            for axis, one in self._opened.get(value, ()):
+                opened[axis][id(one)] = one
+        small = replace(
+            self.plan,
+            steps=tuple(steps),
+            opened=tuple((axis, tuple(found.values())) for axis, found in opened.items()),
+        )
+        return "\n".join(line.strip() for line in small.explain(name).splitlines()[1:])
+
+    def cause(self, step: Step) -> str:
+        """Of a conversion: why what it reads lies as it does on the conversion's axis."""
+        if not isinstance(step, Convert) or step.operand not in self._made:
+            return ""
+        start = f"on {step.move.axis}: "
+        lines = [line for line in self.why(step.operand).splitlines() if line.startswith(start)]
+        return f"{step.operand} {lines[0]}" if lines else ""
+
+    def pins(self, step: Step) -> tuple[str, ...]:
+        """What the user wrote that opened what the step's axis splits; () where there is none."""
+        match step:
+            case Convert():
+                found = self._openers(step.move.axis, step.operand)
+            case Bucket() if not step.in_place:
+                found = [
+                    by for name in step.operands[:4] for by in self._openers(step.axis, name)
+                ]
+            case _:
+                found = []
+        return tuple(dict.fromkeys(found))
+
+    def states(self, step: Step) -> str:
+        """What the user stated, other than a pin, because of which a collective is there."""
+        match step:
+            case Transfer() | TieSum():
+                how = "stages that are found" if self.plan.auto else "stages="
+                return f"{how} on {self.plan.stage_axis}"
+            case Norm():
+                return "clip_grad_norm="
+            case Bucket() if self.plan.zero is not None and step.axis == self.plan.zero[0]:
+                return f"zero={{{step.axis!r}: {self.plan.zero[1]}}}"
+            case _:
+                return ""
+
+    def hints(self, kind: str, axis: str, phase: str, source: str, pins: Iterable[str]) -> list[int]:
+        """The hints that remove such a collective, then those about its pins, by number."""
+        about = [n for n, h in enumerate(self.plan.hints) if h.axis == axis and h.by in set(pins)]
+        key = (kind, axis, phase, source)
+        removing = [n for n, h in enumerate(self.plan.hints) if key in h.removed]
+        return list(dict.fromkeys((*removing, *about)))
+
+    def end(self, step: Step) -> str:
+        """Of what makes no value that explain could be asked of."""
+        match step:
+            case Norm():
+                return (
+                    "the global norm of all gradients: each rank squares its own, ranks and "
+                    f"stages add up; gradients are scaled where it is above {step.max_norm:g}"
+                )
+            case Bucket():
+                of = ", ".join(collapse(step.of))
+                return (
+                    f"each rank along {step.axis} has updated its slice of {of}; "
+                    "the slices are gathered"
+                )
+            case _:
+                return ""
+
+    def _openers(self, axis: str, name: str) -> list[str]:
+        """The pins nearest to a value, going back from it through the ops that make it."""
+        level, seen = [name], {name}
+        for _ in range(_DEEPEST):
+            found = [
+                opened.by for n in level for on, opened in self._opened.get(n, ()) if on == axis
+            ]
+            if found or not level:
+                return list(dict.fromkeys(found))
+            level = [n for n in self._read_by_makers(level) if n not in seen]
+            seen.update(level)
+        return []
+
+    def _read_by_makers(self, names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            if (step := self._made.get(name)) is not None:
+                yield from dict.fromkeys(operands_of(step))
+
+
+def _names(step: Step) -> set[str]:
+    return {*operands_of(step), *(name for name, _ in results_of(step))}
