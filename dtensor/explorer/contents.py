@@ -255,7 +255,7 @@ class _Contents:
             state = sum(step.state_bytes + step.master_bytes for step in found)
             labels = ", ".join(collapse(step.parameter for step in found))
             row = {"g": number, "k": "end", "n": optimizer, "c": f"update of {labels}", "m": node}
-            row |= {"z": compute, "i": state}
+            row |= {"z": compute, "st": state}
             self.steps.append(row)
             self.tree.charge(node, compute=compute, communication=0, flops=0, sent=0)
 

@@ -613,7 +613,7 @@ function costOf(row) {
   const times = row.times * row.layers, by = times > 1 ? ` ×${times}` : "";
   if (row.k === "comm") return `${bytes(row.b)}${by}`;
   if (row.f) return `${flop(row.f)}${by}`;
-  return row.i ? `${bytes(row.i)} of state` : "";
+  return row.st ? `${bytes(row.st)} of state` : "";
 }
 function stepRow(plan, row) {
   const comm = row.k === "comm";

@@ -1,0 +1,158 @@
+"""What a page holds of a plan is what the plan says, and where it can be written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import dtensor as dt
+from dtensor.explorer import save_pages
+from dtensor.explorer.contents import contents
+from dtensor.explorer.times import simulated
+from dtensor.sharding.plan.cost.seconds import stage_flops, stage_seconds
+from dtensor.sharding.spec.placements import intersect, length
+from tests.explorer.pages import DOWN, UP, gpt_plan, mlp_plan
+
+PIPELINE = ["blocks.{0..2}", "blocks.{3..5}"]
+
+
+def test_the_steps_that_are_shown_add_up_to_the_plan():
+    plan = gpt_plan()
+    found = contents(plan)
+    assert len(found["steps"]) < len(plan.steps)  # layers that are alike stand once
+    for stage in range(plan.num_stages):
+        seconds, sent, flops = [0.0, 0.0], 0, 0
+        for row in found["steps"]:
+            section = found["sections"][row["g"]]
+            times = section["times"] * (found["runs"][row["r"]]["x"] if "r" in row else 1)
+            if section["stage"] == stage:
+                seconds[0] += row.get("z", 0.0) * times
+                seconds[1] += row.get("y", 0.0) * times
+                sent += row.get("b", 0) * times
+                flops += row.get("f", 0) * times
+        assert seconds == pytest.approx(stage_seconds(plan, stage))
+        assert sent == sum(c.bytes_sent * c.times for c in plan.collectives if c.stage == stage)
+        assert flops == stage_flops(plan, stage)
+    assert found["modules"][0]["z"] == pytest.approx(sum(stage_seconds(plan, s)[0] for s in (0, 1)))
+    held = [i.held.max_local_nbytes for i in plan.inputs if i.kind == "parameter"]
+    assert found["modules"][0]["w"] == sum(held)
+
+
+def test_layers_that_are_alike_are_one_part_of_the_tree():
+    modules = contents(gpt_plan())["modules"]
+    blocks = next(i for i, part in enumerate(modules) if part["l"] == "blocks")
+    below = [part for part in modules if part["u"] == blocks]
+    assert [(part["x"], part["s"]) for part in below if part["x"] > 1] == [(3, [0]), (3, [1])] or [
+        sum(part["x"] for part in below)
+    ] == [6]
+
+
+def test_every_collective_has_a_reason_and_what_the_user_stated():
+    found = contents(gpt_plan())
+    rows = [row for row in found["steps"] if row["k"] == "comm"]
+    assert {axis for row in rows for axis in row["a"]} == {"pp", "dp", "tp"}
+    assert all(row["e"] for row in rows)
+    assert all(row["p"] or row["j"] for row in rows)
+    forward = next(r for r in rows if r["v"] == "all_reduce" and "tp" in r["a"] and r["d"])
+    assert "a pending sum" in forward["d"] and set(forward["p"]) & {UP, DOWN, "*qkv.weight"}
+    transfer = next(row for row in rows if row["v"] == "transfer")
+    assert transfer["j"] == "stages= on pp" and transfer["to"] == [0, 1]
+
+
+def test_only_a_checked_fix_is_told():
+    plain, turned = contents(mlp_plan(turned=True)), contents(mlp_plan(turned=True, hints=True))
+    assert not any(row.get("h") for row in plain["steps"])
+    removed = [row for row in turned["steps"] if [0, 1] in row.get("h", [])]
+    assert removed
+    assert turned["hints"][0]["opposite"] == "Shard(1)"
+    other = contents(mlp_plan())
+    kinds = {(row["v"], row["a"][0]) for row in other["steps"] if row["k"] == "comm"}
+    assert kinds == {("all_reduce", "tp")}
+
+
+def test_what_a_page_draws_of_a_type_is_what_each_rank_holds():
+    plan = gpt_plan()
+    specs = {str(spec): spec for spec in plan.value_specs().values()}
+    checked = 0
+    for drawn in contents(plan)["specs"]:
+        spec = specs.get(drawn["t"])
+        if spec is None:
+            continue
+        for rank in range(spec.mesh.size):
+            at = spec.mesh.coordinates(rank)
+            shape = list(drawn["s"])
+            for dim in range(len(shape)):
+                held: tuple[tuple[int, int], ...] = ((0, drawn["s"][dim]),)
+                for axis, placed in drawn.get("p", {}).items():
+                    if placed[0] == dim:
+                        held = intersect(held, tuple(placed[1][at[axis]][0]))
+                shape[dim] = length(held)
+            assert math.prod(shape) == math.prod(spec.local_shape(at))
+            checked += 1
+    assert checked > 100
+
+
+def test_memory_over_time_is_the_simulations():
+    plan = gpt_plan()
+    trace, found = simulated(plan), contents(plan)["timeline"]
+    assert [own["rank"] for own in found["ranks"]] == list(trace.ranks)
+    for own, peak in zip(found["ranks"], trace.peak_bytes, strict=True):
+        times = [when for when, _ in own["held"]]
+        assert times == sorted(times)
+        assert max(held for _, held in own["held"]) == own["peak"] == peak
+        assert own["held"][0][1] < peak
+    shown = {span[5] for own in found["ranks"] for lane in own["lanes"] for span in lane} - {-1}
+    steps = contents(plan)["steps"]
+    assert {steps[row]["k"] for row in shown} == {"comm"}
+    assert {axis for row in shown for axis in steps[row]["a"]} == {"pp", "dp", "tp"}
+
+
+def test_inference_has_the_times_of_one_run(tmp_path: Path):
+    f = dt.compile(lambda x: (x @ x).relu(), dt.Mesh(tp=2))
+    plan = f.plan(dt.spec("f32[8@tp,8]", dt.Mesh(tp=2)))
+    found = contents(plan)
+    assert found["timeline"]["seconds"] > 0 and found["head"]["memory"]["optimizer"] == 0
+    assert plan.save(tmp_path / "plan.html").stat().st_size > 10_000
+
+
+def test_a_page_is_the_same_text_each_time_and_names_end_no_element(tmp_path: Path):
+    plan = mlp_plan()
+    path = plan.save(str(tmp_path / "plan.html"))
+    first = path.read_bytes()
+    assert path == tmp_path / "plan.html"
+    assert plan.save(path).read_bytes() == first
+    evil = save_pages(tmp_path / "evil.HTML", {"</script><img src=x>\u2028": plan})
+    text = evil.read_text()
+    assert text.count("</script>") == 2 and "<img" not in text and "\u2028" not in text
+    data = text.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(data)["plans"][0]["label"] == "</script><img src=x>\u2028"
+    for word in ("http://", "https://", "fetch(", "eval(", "innerHTML"):
+        assert word not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "fact", "fix"),
+    [
+        ("plan.txt", "does not end in .html", "plan.html"),
+        ("plan", "does not end in .html", "plan.html"),
+        ("there/is/none/plan.html", "there is no folder", "'plan.html'"),
+        (3, "the path of a page is 3", 'plan.save("plan.html")'),
+    ],
+)
+def test_a_path_that_cannot_be_written_says_why(tmp_path: Path, path: object, fact: str, fix: str):
+    where = tmp_path / path if isinstance(path, str) else path
+    with pytest.raises(dt.PlanningError) as failed:
+        mlp_plan().save(where)  # type: ignore[arg-type]
+    assert fact in str(failed.value) and fix in str(failed.value).partition("fix: ")[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_plans_with_names_are_saved(tmp_path: Path):
+    path = tmp_path / "plans.html"
+    for given in ({}, {"a": 3}, {3: mlp_plan()}, [mlp_plan()]):
+        with pytest.raises(dt.PlanningError, match="fix: save_pages"):
+            save_pages(path, given)  # type: ignore[arg-type]
+    assert not path.exists()

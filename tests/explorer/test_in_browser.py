@@ -1,0 +1,158 @@
+"""Saved pages in Chromium: they open, what is on them can be reached, and nothing breaks out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+from torch import Tensor, nn
+
+from dtensor.explorer import save_pages
+from tests.explorer.browser import browser, need_browser
+from tests.explorer.pages import gpt_plan, mlp_plan
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Chrome]:
+    need_browser()
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def quiet(driver: Chrome) -> Iterator[None]:
+    """No error and no warning in the console, and nothing was fetched."""
+    driver.get_log("browser")
+    yield
+    assert driver.get_log("browser") == []
+    loaded = "return performance.getEntriesByType('resource').map(e => e.name)"
+    assert driver.execute_script(loaded) == []
+
+
+def one(driver: Chrome, selector: str) -> WebElement:
+    return driver.find_element(By.CSS_SELECTOR, selector)
+
+
+def texts(driver: Chrome, selector: str) -> list[str]:
+    """Of all that the selector finds, seen or not."""
+    find = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+    return driver.execute_script(find, selector)
+
+
+def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: Path):
+    driver.get(mlp_plan().save(tmp_path / "plan.html").as_uri())
+    assert "141" not in one(driver, "h1").text and "square_loss" in one(driver, "h1").text
+    assert [t.partition(" ")[0] for t in texts(driver, ".node .label")] == ["square_loss", "up", "down"]
+    # the dearest collective is told first
+    details = one(driver, "#details").text
+    assert "all_reduce over tp" in details and "Why it is here" in details
+    assert "*up.weight" in details and "would remove" not in details
+    assert len(texts(driver, "#details .exchange .flow")) == 4  # two ranks, each to both
+    # modules by arrows: what is listed follows
+    one(driver, "#modules .on").send_keys(Keys.ARROW_DOWN)
+    assert one(driver, "#where").text == "up"
+    assert "up.weight" in texts(driver, ".step.input .name")
+    assert "down.weight" not in texts(driver, ".step.input .name")
+    # steps by arrows: details follow
+    one(driver, "#steps").send_keys(Keys.END)
+    assert one(driver, "#steps").get_attribute("aria-activedescendant") == one(
+        driver, "#steps .step.on"
+    ).get_attribute("id")
+    # a tensor by its name: which rank holds what
+    picker = one(driver, ".picker")
+    picker.send_keys("down.weight")
+    assert one(driver, ".mesh svg").get_attribute("aria-label") == "shards of f32[16,64@tp] by rank"
+    assert len(texts(driver, ".mesh svg > g")) == 2
+
+
+def test_what_would_remove_a_collective_is_told_where_it_was_checked(driver: Chrome, tmp_path: Path):
+    driver.get(mlp_plan(turned=True, hints=True).save(tmp_path / "plan.html").as_uri())
+    found = driver.execute_script(
+        "const rows = [...document.querySelectorAll('.step.comm')];"
+        "return rows.map(row => { row.click(); return document.querySelector('#details').textContent; })"
+    )
+    assert any("What would remove it" in text and "dt.Shard(1)" in text for text in found)
+    assert any("What would remove it" not in text for text in found)
+
+
+def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Path):
+    driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
+    drawn = (
+        "const c = document.querySelector('canvas'), g = c.getContext('2d');"
+        "return new Set(new Uint32Array(g.getImageData(0, 0, c.width, c.height).data.buffer)).size"
+    )
+    assert driver.execute_script(drawn) > 20
+    one(driver, "#tab-timeline").send_keys(Keys.ARROW_RIGHT)
+    assert "at most" in one(driver, "#tab .legend").text
+    assert driver.execute_script(drawn) > 20
+    one(driver, "#tab-memory").send_keys(Keys.ARROW_RIGHT)
+    by = [one(driver, f"[data-sort={key}]") for key in ("seconds", "bytes")]
+    assert by[0].find_element(By.XPATH, "..").get_attribute("aria-sort") == "descending"
+    one(driver, "[data-sort=bytes]").click()
+    rows = "#tab tbody tr"
+    plan = gpt_plan()
+    dearest = max(c.bytes_sent * c.times for c in plan.collectives)
+    assert f"{dearest / 1024:.1f} KiB" in texts(driver, rows)[0]
+    driver.find_elements(By.CSS_SELECTOR, rows)[-1].send_keys(Keys.ENTER)
+    assert one(driver, "#steps .step.on").is_displayed()
+    # layers that are alike stand once, with how many they are
+    assert any("×3" in text for text in texts(driver, ".run"))
+    # of a pipeline, ranks of the other stage do not hold a value
+    assert len(texts(driver, ".mesh svg > g")) == 8
+    # a divider by the keyboard
+    before = one(driver, "#tree").size["width"]
+    one(driver, "#divide-left").send_keys(Keys.ARROW_RIGHT)
+    assert one(driver, "#tree").size["width"] == before + 24
+
+
+def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
+    plans = {"one way": mlp_plan(), "the other": mlp_plan(turned=True)}
+    driver.get(save_pages(tmp_path / "plans.html", plans).as_uri())
+    assert [card.split("tp")[0] for card in texts(driver, ".card h2")] == list(plans)
+    rows = texts(driver, ".differences tbody tr")
+    assert any(text.startswith("predicted") and "+" in text for text in rows)
+    assert any(text.startswith("all_reduce over tp") for text in rows)
+    driver.find_elements(By.CSS_SELECTOR, ".go")[1].click()
+    assert "the other" in one(driver, "h1").text
+    one(driver, "nav button").click()
+    assert len(texts(driver, ".card")) == 2
+
+
+NAME = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
+
+
+class Named(nn.Module):
+    """With a module of a name that is markup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(NAME, nn.Linear(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule(NAME)(x)
+
+
+def test_a_name_that_is_markup_is_shown_as_it_is(driver: Chrome, tmp_path: Path):
+    plans = {NAME: mlp_plan_of(Named()), "b": mlp_plan()}
+    driver.get(save_pages(tmp_path / "plans.html", plans).as_uri())
+    driver.find_elements(By.CSS_SELECTOR, ".go")[0].click()
+    assert NAME in texts(driver, ".node .label")
+    assert driver.title == f"{NAME} and b"
+    assert driver.execute_script("return [window.broken, document.scripts.length]") == [None, 2]
+
+
+def mlp_plan_of(model: nn.Module):
+    import torch
+
+    import dtensor as dt
+    from tests.models import square_loss
+
+    parallel = dt.parallelize(model, dt.Mesh(tp=2), {"*": dict(tp=dt.Replicate())})
+    step = dt.train_step(parallel, square_loss, torch.optim.AdamW(parallel.parameters()))
+    return step.plan(torch.randn(8, 16), torch.randn(8, 16))
