@@ -1,4 +1,4 @@
-"""What `plan.save` calls: a page of the plan, by the explorer, which is loaded when it is asked for.
+"""What `plan.save` calls: a page of the plan, by the explorer, which is loaded when asked for.
 
     plan.save("plan.html")
 

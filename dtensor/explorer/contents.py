@@ -5,10 +5,11 @@
 
 A step has: section ``g``, kind ``k`` (op, view, move, comm, end), names ``n``, call ``c``, numbers
 of its types ``t``, cost in words ``w``, FLOP ``f``, seconds ``z`` of computing and ``y`` of
-communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r`` the
-run of layers it is shown for (of "runs"), ``e`` why it is so; of a collective ``a`` its axes, ``b``
-bytes each time, ``q`` what is moved from and to, ``p`` the pins, ``h`` the hints, ``d`` why what it
-reads is as it is. What is alike stands once: strings and types are numbered.
+communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r``
+the run of layers it is shown for (of "runs"), ``e`` why it is so; of a collective ``v`` what it is,
+``a`` its axes, ``b`` bytes each time, ``q`` what is moved from and to, ``p`` the pins, ``j`` what
+else was stated, ``h`` the hints and whether they remove it, ``d`` why what it reads is as it is.
+What is alike stands once: lines and types are numbered.
 
 Invariants: steps are those of the printed plan, of which a layer stands for those that are alike;
 seconds and bytes are those of plan.cost and plan.collectives. Not here: how any of it looks.
@@ -47,7 +48,6 @@ from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.plan.text.folding import Run, runs_of
 from dtensor.sharding.plan.text.render import (
     SECTIONS,
-    UPDATED,
     line_of,
     steps_by_section,
 )
@@ -328,9 +328,7 @@ class _Contents:
         ranks = [[plan.memory[stage] for stage in held] for held in plan.hosted]
         fullest = max(ranks, key=lambda held: sum(m.total for m in held))
         names = ("parameters", "gradients", "optimizer", "masters", "activations", "snapshots")
-        of_rank = [
-            [c for c in plan.collectives if c.stage in set(held)] for held in plan.hosted
-        ]
+        of_rank = [[c for c in plan.collectives if c.stage in set(held)] for held in plan.hosted]
         return {
             "seconds": cost.seconds,
             "compute": cost.compute_seconds,

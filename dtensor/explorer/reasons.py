@@ -83,9 +83,7 @@ class Reasons:
             case Convert():
                 found = self._openers(step.move.axis, step.operand)
             case Bucket() if not step.in_place:
-                found = [
-                    by for name in step.operands[:4] for by in self._openers(step.axis, name)
-                ]
+                found = [by for name in step.operands[:4] for by in self._openers(step.axis, name)]
             case _:
                 found = []
         return tuple(dict.fromkeys(found))
@@ -103,7 +101,9 @@ class Reasons:
             case _:
                 return ""
 
-    def hints(self, kind: str, axis: str, phase: str, source: str, pins: Iterable[str]) -> list[int]:
+    def hints(
+        self, kind: str, axis: str, phase: str, source: str, pins: Iterable[str]
+    ) -> list[int]:
         """The hints that remove such a collective, then those about its pins, by number."""
         about = [n for n, h in enumerate(self.plan.hints) if h.axis == axis and h.by in set(pins)]
         key = (kind, axis, phase, source)

@@ -41,7 +41,9 @@ class Part:
 class Tree:
     """See the module."""
 
-    def __init__(self, plan: Plan, runs: Mapping[int, Sequence[tuple[Sequence[Step], Run]]]) -> None:
+    def __init__(
+        self, plan: Plan, runs: Mapping[int, Sequence[tuple[Sequence[Step], Run]]]
+    ) -> None:
         self._same: dict[str, str] = {}
         self._members: dict[str, list[str]] = {}
         self._nodes: dict[str, int] = {"": ROOT}

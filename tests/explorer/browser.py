@@ -34,7 +34,9 @@ def need_browser() -> None:
 
 
 @contextmanager
-def browser(width: int = 1280, height: int = 860, *, dark: bool = False) -> Iterator[webdriver.Chrome]:
+def browser(
+    width: int = 1280, height: int = 860, *, dark: bool = False
+) -> Iterator[webdriver.Chrome]:
     """A new one with a profile of its own, that notes what its console says."""
     options = Options()
     options.binary_location = shutil.which(PROGRAMS[0]) or PROGRAMS[0]

@@ -13,11 +13,11 @@ from tests.models import GPT, MLP, square_loss
 UP, DOWN = "*up.weight", "*down.weight"
 
 
-def mlp_plan(*, turned: bool = False, hints: bool = False, model: nn.Module | None = None) -> dt.Plan:
+def mlp_plan(*, turned: bool = False, hints: bool = False) -> dt.Plan:
     """Megatron's pins; ``turned``: the dearer way round, for which there are hints."""
     up, down = (dt.Column(), dt.Row()) if turned else (dt.Row(), dt.Column())
     parallel = dt.parallelize(
-        MLP(16, 64) if model is None else model,
+        MLP(16, 64),
         dt.Mesh(tp=2),
         {UP: dict(tp=up), DOWN: dict(tp=down)},
     )

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from torch import Tensor, nn
 
+import dtensor as dt
 from dtensor.explorer import save_pages
 from tests.explorer.browser import browser, need_browser
 from tests.explorer.pages import gpt_plan, mlp_plan
+from tests.models import square_loss
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +50,12 @@ def texts(driver: Chrome, selector: str) -> list[str]:
 
 def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: Path):
     driver.get(mlp_plan().save(tmp_path / "plan.html").as_uri())
-    assert "141" not in one(driver, "h1").text and "square_loss" in one(driver, "h1").text
-    assert [t.partition(" ")[0] for t in texts(driver, ".node .label")] == ["square_loss", "up", "down"]
+    assert "square_loss" in one(driver, "h1").text
+    assert [t.partition(" ")[0] for t in texts(driver, ".node .label")] == [
+        "square_loss",
+        "up",
+        "down",
+    ]
     # the dearest collective is told first
     details = one(driver, "#details").text
     assert "all_reduce over tp" in details and "Why it is here" in details
@@ -64,6 +71,7 @@ def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: 
     assert one(driver, "#steps").get_attribute("aria-activedescendant") == one(
         driver, "#steps .step.on"
     ).get_attribute("id")
+    one(driver, "#steps").send_keys(Keys.HOME)
     # a tensor by its name: which rank holds what
     picker = one(driver, ".picker")
     picker.send_keys("down.weight")
@@ -71,14 +79,16 @@ def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: 
     assert len(texts(driver, ".mesh svg > g")) == 2
 
 
-def test_what_would_remove_a_collective_is_told_where_it_was_checked(driver: Chrome, tmp_path: Path):
+def test_what_would_remove_a_collective_is_told_where_it_was_checked(
+    driver: Chrome, tmp_path: Path
+):
     driver.get(mlp_plan(turned=True, hints=True).save(tmp_path / "plan.html").as_uri())
     found = driver.execute_script(
+        "const details = document.querySelector('#details');"
         "const rows = [...document.querySelectorAll('.step.comm')];"
-        "return rows.map(row => { row.click(); return document.querySelector('#details').textContent; })"
+        "return rows.map(row => { row.click(); return details.textContent; })"
     )
-    assert any("What would remove it" in text and "dt.Shard(1)" in text for text in found)
-    assert any("What would remove it" not in text for text in found)
+    assert found and all("What would remove it" in text and "dt.Shard(1)" in text for text in found)
 
 
 def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Path):
@@ -102,7 +112,7 @@ def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Pa
     driver.find_elements(By.CSS_SELECTOR, rows)[-1].send_keys(Keys.ENTER)
     assert one(driver, "#steps .step.on").is_displayed()
     # layers that are alike stand once, with how many they are
-    assert any("×3" in text for text in texts(driver, ".run"))
+    assert any("\u00d73" in text for text in texts(driver, ".run"))
     # of a pipeline, ranks of the other stage do not hold a value
     assert len(texts(driver, ".mesh svg > g")) == 8
     # a divider by the keyboard
@@ -124,7 +134,7 @@ def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
     assert len(texts(driver, ".card")) == 2
 
 
-NAME = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 2'>"
+NAME = "</script><script>broken = 1</script><img src=x onerror='broken = 2'>"
 
 
 class Named(nn.Module):
@@ -139,20 +149,12 @@ class Named(nn.Module):
 
 
 def test_a_name_that_is_markup_is_shown_as_it_is(driver: Chrome, tmp_path: Path):
-    plans = {NAME: mlp_plan_of(Named()), "b": mlp_plan()}
+    parallel = dt.parallelize(Named(), dt.Mesh(tp=2), {"*": dict(tp=dt.Replicate())})
+    step = dt.train_step(parallel, square_loss, torch.optim.AdamW(parallel.parameters()))
+    plan = step.plan(torch.randn(8, 16), torch.randn(8, 16))
+    plans = {NAME: plan, "b": mlp_plan()}
     driver.get(save_pages(tmp_path / "plans.html", plans).as_uri())
     driver.find_elements(By.CSS_SELECTOR, ".go")[0].click()
     assert NAME in texts(driver, ".node .label")
     assert driver.title == f"{NAME} and b"
     assert driver.execute_script("return [window.broken, document.scripts.length]") == [None, 2]
-
-
-def mlp_plan_of(model: nn.Module):
-    import torch
-
-    import dtensor as dt
-    from tests.models import square_loss
-
-    parallel = dt.parallelize(model, dt.Mesh(tp=2), {"*": dict(tp=dt.Replicate())})
-    step = dt.train_step(parallel, square_loss, torch.optim.AdamW(parallel.parameters()))
-    return step.plan(torch.randn(8, 16), torch.randn(8, 16))
