@@ -24,7 +24,7 @@ ROOT = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class ModulePart:
     """A module, or several alike; ``label``: below its parent's."""
 
     label: str
@@ -47,7 +47,7 @@ class Tree:
         self._same: dict[str, str] = {}
         self._members: dict[str, list[str]] = {}
         self._nodes: dict[str, int] = {"": ROOT}
-        self.parts: list[Part] = [Part(label=plan.name, parent=None)]
+        self.parts: list[ModulePart] = [ModulePart(label=plan.name, parent=None)]
         paths = [op.module for op in plan.flow.ops]
         paths += [item.label.rpartition(".")[0] for item in plan.inputs]
         for found in runs.values():
@@ -65,7 +65,7 @@ class Tree:
                 self._nodes[key] = len(self.parts)
                 members = self._members.get(key, [key])
                 own = collapse(member.rpartition(".")[2] for member in members)
-                self.parts.append(Part(label=", ".join(own), parent=at, count=len(members)))
+                self.parts.append(ModulePart(label=", ".join(own), parent=at, count=len(members)))
             at = self._nodes[key]
         return at
 
