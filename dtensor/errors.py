@@ -17,7 +17,9 @@ from typing import Any, cast
 
 
 class PlanningError(ValueError):
-    """The program, its placements or its arguments cannot be planned as stated."""
+    """The program, its placements or its arguments cannot be planned as stated: a fault to mend in
+    the program that called, found before anything ran. It is a ValueError. Its text has one
+    sentence of fact, the operands, the line of the program, and a fix that was checked."""
 
 
 def check_kind(

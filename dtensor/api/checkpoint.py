@@ -82,6 +82,7 @@ def save(
 
     Args:
         path: a folder that is not there yet, and that all machines of the launch see.
+        optimizer: None leaves its state out.
         step: what `load` gives back; by default the number of training steps taken.
         extra: so is this: numbers, text, containers, tensors; state_dict()s of schedulers, say.
         keep: how many of dtensor's checkpoints of this format to leave in the folder around
@@ -90,7 +91,8 @@ def save(
             alone, as `from_pretrained` reads them.
 
     It waits for a save that is under way, and raises what has failed in it if nobody has read that.
-    Leaving the launch waits for its saves. PlanningError for what cannot be written as stated.
+    Leaving the launch waits for its saves. Raises PlanningError for what cannot be written as
+    stated; what fails while it is written is raised by the `Saved` that this returns.
     """
     _check_path("save", path)
     check_parallel("save", model)
@@ -177,7 +179,8 @@ def resume(
     """Load the newest whole checkpoint in a folder, or the one at ``path``; None if there is none.
 
     So a script that was killed begins with this line and goes on where it was. Without a model it
-    says what is there and loads no values.
+    says what is there and loads no values; without an optimizer its state stays in the files.
+    Raises what `load` raises.
     """
     _check_path("resume", path)
     newest = os.fspath(path)

@@ -67,6 +67,7 @@ class Compared:
 
     @property
     def error(self) -> PlanningError | None:
+        """Why it has no plan; None where it has one."""
         return self.found if isinstance(self.found, PlanningError) else None
 
     @property

@@ -182,6 +182,7 @@ def compile(
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
 
     Args:
+        mesh: where it runs; models and DTensors among the arguments are of it.
         out: placements of the results by axis, for all; or such mappings in the structure that
             ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
         topology: what the planner prices with.

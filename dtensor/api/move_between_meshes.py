@@ -46,7 +46,8 @@ from dtensor.sharding.spec.spec import TensorSpec, make_spec
 def transfer(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None = None, /, **placements: Placement
 ) -> DTensor:
-    """The same value on another mesh. Axes that are not named: Replicate.
+    """The value of ``x`` on another mesh; ``placements`` are by axis. Axes that are not named:
+    Replicate.
 
     Args:
         ranks: which ranks of the launch are those of ``mesh``, in its order, if it is none of the
@@ -68,7 +69,8 @@ def transfer_plan(
 ) -> TransferPlan:
     """What `transfer` would send: the pieces, the bytes of each pair of ranks, and the price.
 
-    A pending value is planned as it is after its reduction.
+    ``x``, ``mesh``, ``ranks`` and ``placements`` are as of `transfer`, whose PlanningError it
+    raises. A pending value is planned as it is after its reduction.
     """
     target, spec = _target(x, mesh, ranks, placements)
     return _plan(x.spec, x.session, target, spec)

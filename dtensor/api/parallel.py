@@ -145,9 +145,11 @@ class ParallelModule:
         return stages.ranks or dealt(stages.num_stages, num)
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """The module's own, for an optimizer."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, with their names."""
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -160,10 +162,12 @@ class ParallelModule:
         return self.module.state_dict()
 
     def train(self, mode: bool = True) -> ParallelModule:
+        """As torch's: puts the module in training mode."""
         self.module.train(mode)
         return self
 
     def eval(self) -> ParallelModule:
+        """As torch's: puts the module in evaluation mode."""
         return self.train(False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,8 @@ _present = _Present()
 
 
 def manual_seed(seed: int) -> None:
-    """Set the seed of all random numbers, and start every count of steps and calls from 0."""
+    """Set the seed of all random numbers, and start every count of steps and calls from 0.
+    PlanningError for a seed that is no integer."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise PlanningError(f"manual_seed({seed!r}): a seed is an integer; fix: dt.manual_seed(0)")
     _present.seed = seed

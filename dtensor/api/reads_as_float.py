@@ -41,7 +41,8 @@ def _value(x: object) -> Any:
 
 
 class ReadsAsFloat:
-    """Counts as the number that `float()` of it gives; see the module's docstring."""
+    """Counts as the number that `float()` of it gives, in arithmetic, comparison and torch's
+    functions."""
 
     @abstractmethod
     def __float__(self) -> float: ...

@@ -106,6 +106,7 @@ def sync_plan(
     and the price. Nothing is launched.
 
     Args:
+        policy, actor: as of `sync`, whose PlanningError it raises.
         ranks: outside a launch, those of the meshes, as in ``dt.launch(train, play, ranks=ranks)``.
         topology: what the price is of.
     """

@@ -229,6 +229,7 @@ def rollouts(
         reward: of a prompt and the new tokens, two lists of ints; a number, or a future of one: a
             method of an actor of `daft.spawn`, say. It is called once for each text.
         batch_size: B, the texts of a batch; the last one may have fewer.
+        max_new_tokens: of each text.
         samples: texts of each prompt; they divide a batch.
         staleness: k. A text is in one of the k + 1 batches after the version that it began with.
         temperature, top_k, top_p, eos: as of `dt.generator`.

@@ -64,8 +64,8 @@ LocalKind = Literal["generated", "inductor"]
 
 
 class MeshSession:
-    """See the module docstring. ``cluster``: the mesh's ranks; ``mode``: how programs run, compiled
-    or interpreted."""
+    """A mesh on ranks of a launched cluster. ``cluster``: the mesh's ranks; ``mode``: how programs
+    run, compiled or interpreted."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
         self.mesh = mesh

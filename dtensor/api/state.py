@@ -101,6 +101,11 @@ def load_state_dict(
 ) -> None:
     """Load what `gather_state_dict` (or torch) gave, inside or outside a launch.
 
+    Args:
+        model: under any placement.
+        optimizer: None leaves its state as it is.
+        state: ``{"model": ..., "optimizer": ...}``, whole tensors.
+
     The controller's tensors change in place; the cluster takes them over at the next step.
     Raises as torch does for names and shapes that do not fit.
     """

@@ -46,7 +46,8 @@ def simulate(
         batch: tensors (meta too) or specs, as for `plan`; a `Topology` may stand last. Without
             a batch: that of the last plan or call of ``step``.
 
-    Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank, ``save("trace.json")``.
+    ``kwargs`` are the call's, too. Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank,
+    ``save("trace.json")``. Raises PlanningError as `plan` does.
     """
     if batch and isinstance(batch[-1], Topology) and topology is None:
         batch, topology = batch[:-1], batch[-1]
@@ -108,7 +109,8 @@ def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Tra
 def trace(
     step: TrainStep | CompiledFunction | None = None, *batch: Any, **kwargs: Any
 ) -> Trace | TraceRecording:
-    """Run one call of ``step`` and return its measured timeline, of every rank.
+    """Run one call of ``step`` on ``batch`` and ``kwargs``, and return its measured timeline, of
+    every rank. Raises what the call raises.
 
     Without arguments: a `TraceRecording` of all that runs on the ranks of the launch, whatever
     started it, for loops of several programs and meshes:
@@ -160,8 +162,8 @@ def calibrate(
     """Measure what the ranks of ``mesh`` do in a second; about a second itself.
 
     Inside a `launch` its cluster is measured, and ``mesh`` is one of its own, by default the first.
-    Outside, the arguments are those of `launch`, by default in this process; with no mesh, one
-    rank.
+    Outside, ``backend``, ``device``, ``address`` and ``deadline_s`` are those of `launch`, by
+    default in this process; with no mesh, one rank.
 
     Args:
         dtype: of the tensors that are multiplied, gone through and sent.

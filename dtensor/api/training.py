@@ -152,9 +152,11 @@ class Loss(ReadsAsFloat):
         return self._result(0)
 
     def item(self) -> float:
+        """The loss as a float."""
         return float(self)
 
     def cpu(self) -> torch.Tensor:
+        """As `tensor`."""
         return self.tensor()
 
     def detach(self) -> Loss:
@@ -163,6 +165,7 @@ class Loss(ReadsAsFloat):
 
     @property
     def metrics(self) -> dict[str, float]:
+        """What loss_fn returned beside the loss, of the whole batch; {} where nothing."""
         count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
         tensors = [self._result(i) for i in range(count)]
         outputs = self._planned.graph.unflatten(tensors)
@@ -172,6 +175,7 @@ class Loss(ReadsAsFloat):
 
     @property
     def grad_norm(self) -> float | None:
+        """The global norm of the gradients before clipping; None without ``clip_grad_norm``."""
         for found in self._get():
             if "norm" in found:
                 return float(found["norm"])
@@ -193,7 +197,13 @@ class Loss(ReadsAsFloat):
 
 
 class TrainStep:
-    """What `train_step` returns; see the module docstring."""
+    """What `train_step` returns. Calling it with a batch takes one step, and gives its `Loss`, a
+    future; the call waits only where two steps are under way already.
+
+    A step in which a call raises is undone: weights, buffers and optimizer state are as if it had
+    not been called, and so is a step that was under way behind it. Its error is raised once, where
+    its loss is read, or else at the next call, which then does nothing.
+    """
 
     def __init__(
         self,
@@ -507,6 +517,7 @@ def train_step(
             as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
         clip_grad_norm: the global norm that gradients are scaled down to: they are divided by
             max(1, (norm + 1e-6) / clip_grad_norm).
+        topology: what the planner prices with; by default an H100's figures.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.
         recompute: globs over names of modules whose activations are not kept for the backward but

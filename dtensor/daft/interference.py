@@ -88,6 +88,7 @@ class Conflict:
 
     @property
     def kind(self) -> Literal["read-write", "write-write"]:
+        """Whether both write."""
         return "write-write" if self.first.writes and self.second.writes else "read-write"
 
     def __str__(self) -> str:
@@ -136,7 +137,8 @@ class Interference:
 
 
 def interference(first: Loadable, second: Loadable) -> Interference:
-    """Of two programs of one cluster, or two compiled functions' (`Frozen`) of one launch.
+    """What two programs share: `first` and `second` are of one cluster, or two compiled functions'
+    (`Frozen`) of one launch.
 
     `ProgramError` for one that is not sound, and for two that no cluster loads together.
     """

@@ -106,7 +106,8 @@ def spawn(
 ) -> ActorHandle:
     """An actor of any class; it is made of `cls(*args, **kwargs)` where it will live.
 
-    It is of the innermost launch, `dt.launch` included, and ends with it.
+    It is of the innermost launch, `dt.launch` included, and ends with it. RuntimeError outside of
+    one. `name`: what errors call it; by default its class with a number.
     `resources`: what Ray reserves for its process, in Ray's names: {"CPU": 1, "GPU": 1}; by
     default nothing. `host`: share the process of another actor. If `cls` raises, the handle's
     methods give futures with that failure.
@@ -131,7 +132,7 @@ def launch_cluster(
     spares: int = 0,
     max_restarts: int = 100,
 ) -> Cluster:
-    """Start `size` ranks.
+    """Start `size` ranks, on a `device` of type "cpu" or "cuda".
 
     `address` joins a Ray cluster that runs already. Ray only, as nothing waits in-process:
     `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that

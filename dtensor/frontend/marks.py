@@ -42,8 +42,13 @@ def is_capturing() -> bool:
 def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) -> torch.Tensor:
     """Pins an activation's placement while planning; the identity on a plain tensor otherwise.
 
-    Either `text` names the dims and the axes that split them ("b@dp t d@tp"), or each keyword is a
-    mesh axis with a placement, stored as "dp=Shard(0), tp=Replicate()" with the axes sorted.
+    Args:
+        x: a value in forward; what is returned is to be used in its place.
+        text: a name for each dim, with the axes that split it: "b@dp t d@tp".
+        placements: instead of a text, by axis: ``tp=dt.Replicate()``.
+
+    An axis that is named is stated for every dim; others are left to the planner. Raises TypeError
+    for both or neither; PlanningError, at planning, for what does not fit the value.
     """
     if not _capturing.get():
         return x

@@ -96,7 +96,7 @@ def _runs_a_model(frame: FrameType) -> bool:
 
 
 def _users(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
-    """Of frames with their lines, outermost first, those that count; see the module's docstring."""
+    """Of frames with their lines, outermost first, those that are the user's or a model's."""
     found: list[Place] = []
     library: Place | None = None
     model: str | None = None  # the library whose model is running

@@ -53,8 +53,8 @@ def row_program(
     length: int,
     tables: Mapping[int, RowTables],
 ) -> Program:
-    """See the module docstring; ``size``: ranks of the cluster; ``tables``: of each rank on which
-    the target's row is."""
+    """The program that moves a row, of ``length`` positions; ``size``: ranks of the cluster;
+    ``tables``: of each rank on which the target's row is."""
     cut = {f"cut {label}": own for label, (own, _) in names.items()}
     new = {f"new {label}": own for label, (_, own) in names.items()}
     between = {label: (f"cut {label}", f"new {label}") for label in names}

@@ -54,6 +54,8 @@ def assert_collectives(
     """Asserts how many collectives of each kind and axis a module or function needs.
 
     Args:
+        module_or_fn: is planned, not run.
+        mesh: has the axes that are named.
         placements: by globs over a module's parameters; by argument for a function.
         specs: the positional arguments; ``requires_grad`` asks for an input's gradient.
         forward, backward: ``{"all_reduce@tp": 1}``; what is not named must not occur. None: not
@@ -94,8 +96,12 @@ def plan_of(
 ) -> Plan:
     """The plan that `assert_collectives` checks.
 
-    ``grads``: as in ``capture``; by default "loss" with a loss, "tangents" where a spec requires
-    grad, else "none".
+    Args:
+        module_or_fn, mesh, placements, specs, loss: as of `assert_collectives`.
+        grads: "loss": of the parameters, of a loss; "tangents": for given cotangents; "none". By
+            default "loss" with a loss, "tangents" where a spec requires grad, else "none".
+
+    Raises PlanningError where there is no plan.
     """
     leaves, tree = pytree.tree_flatten(specs)
     for spec in leaves:

@@ -86,6 +86,7 @@ def assert_same(
 
     Args:
         fn: a function of tensors and pytrees of them, or a module.
+        args: of a call of it.
         placements: one mapping, or several to try: argument name, or a glob over a module's
             parameters, to axis to placement. What is not named is left to the planner. By default
             ``count`` placements for each mesh are enumerated: each tensor split on each dim,
@@ -93,7 +94,9 @@ def assert_same(
         meshes: by default meshes of 2 and 3 ranks and of 2x2, with the axes that ``placements``
             name.
         gradients: also compare the gradients of all floating-point arguments and parameters.
-        rtol, atol: see the module's docstring.
+        rtol, atol: |found - expected| may be ``atol + rtol * (the largest magnitude in the
+            expected tensor)``; the default is by dtype, of float32 1e-5 and 1e-6.
+        kwargs: of ``fn``.
         seed: of the cotangents and of the enumeration.
 
     Returns what was run. Raises AssertionError with the mesh, the placement, the first wrong value,

@@ -52,7 +52,8 @@ def placements(shape: Sequence[int], *, pending: bool = False) -> SearchStrategy
 def shardings(
     shape: Sequence[int], mesh: Mesh, *, pending: bool = False
 ) -> SearchStrategy[dict[str, Placement]]:
-    """Placements by axis, to be passed on as ``dt.distribute(x, mesh, **sharding)``."""
+    """Placements by axis, of a tensor of ``shape``, to be passed on as ``dt.distribute(x, mesh,
+    **sharding)``; ``pending``: as of `placements`."""
     st = _strategies()
     wanted = tuple(shape)
 
@@ -78,7 +79,8 @@ def specs(
     dtype: torch.dtype = torch.float32,
     pending: bool = False,
 ) -> SearchStrategy[TensorSpec]:
-    """Specs on a mesh (by default any of `meshes`), of a shape (by default any of `shapes`)."""
+    """Specs of ``dtype`` on a mesh (by default any of `meshes`), of a shape (by default any of
+    `shapes`); ``pending``: as of `placements`."""
     st = _strategies()
     some_mesh = _strategy(meshes() if mesh is None else mesh)
     some_shape = _strategy(shapes() if shape is None else shape)
@@ -94,7 +96,7 @@ def specs(
 def shapes(
     *, max_dims: int = 3, max_size: int = 7, min_size: int = 1
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of up to ``max_dims`` dims, none included."""
+    """Shapes of up to ``max_dims`` dims, none included, each of ``min_size`` to ``max_size``."""
     st = _strategies()
     return st.lists(st.integers(min_size, max_size), max_size=max_dims).map(tuple)
 
@@ -104,7 +106,8 @@ def tensors(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> SearchStrategy[torch.Tensor]:
-    """Tensors of whole numbers from -9 to 9, so that sums are exact in any order.
+    """Tensors of whole numbers from -9 to 9, so that sums are exact in any order; of a ``shape``,
+    by default any of `shapes`, and a ``dtype``.
 
     Unsigned dtypes from 0; bools are drawn as such.
     """

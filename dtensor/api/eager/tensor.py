@@ -303,8 +303,18 @@ def placed(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTen
 def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
     """The spec that ``text`` denotes, as in ``spec("f32[8@tp,16]", Mesh(tp=2))``.
 
-    It stands for an argument in ``plan`` and in `dtensor.testing`; ``requires_grad`` marks an
-    input whose gradient is wanted. The grammar is in dtensor/sharding/spec/spec.py.
+        >>> dt.spec("f32[8@tp,3*16]{sum@dp}", dt.Mesh(dp=2, tp=2)).sharding
+        {'dp': Partial("sum"), 'tp': Shard(0)}
+
+    It stands for an argument in ``plan`` and in `dtensor.testing`.
+
+    Args:
+        text: a dtype and the global shape. ``8@tp``: split over tp; ``8@(tp,dp)``: over two axes,
+            tp first; ``3*16@tp``: in blocks; ``4@tp*16``: units of 16; ``{sum@tp}``: pending.
+        mesh: has the axes that are named.
+        requires_grad: marks an input whose gradient is wanted.
+
+    Raises PlanningError for a text that is none, and for an axis that the mesh lacks.
     """
     check_kind("a spec", text, str, "a text", 'dt.spec("f32[8@tp,16]", mesh)')
     check_mesh(mesh)
@@ -313,7 +323,8 @@ def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
 
 
 def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTensor:
-    """Put a tensor's shards on the ranks of ``mesh``. Axes that are not named: Replicate.
+    """Put a tensor's shards on the ranks of ``mesh``; ``placements`` are by axis, ``tp=dt.Row()``.
+    Axes that are not named: Replicate.
 
     The result is a leaf; it requires grad where ``tensor`` does. Raises PlanningError for an axis
     that the mesh lacks and a placement that does not fit.

@@ -85,7 +85,7 @@ class _Prefilled:
 
 
 class Apart:
-    """See the module docstring. ``model`` and ``caches`` are those that decode."""
+    """Prompts that are taken in on another mesh. ``model`` and ``caches`` are those that decode."""
 
     def __init__(
         self,

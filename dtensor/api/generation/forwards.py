@@ -103,7 +103,7 @@ def _own(model: Callable[..., Any], tokens: Tensor, cache: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnForward:
-    """See the module docstring."""
+    """A module of the user's, which takes ``(tokens, cache, pos)`` itself."""
 
     layers: Mapping[int, LayerShape]
     vocabulary: int

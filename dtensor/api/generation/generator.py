@@ -87,7 +87,8 @@ class _Run:
 
 
 class Generator:
-    """What `generator` returns; see the module docstring."""
+    """What `generator` returns. ``gen(prompts, max_new_tokens=...)`` gives a text for each prompt,
+    in their order: ``.tokens``, the new ones, ``.logprobs``, and ``.reason``, why it ended."""
 
     def __init__(
         self,

@@ -68,11 +68,13 @@ class Buffer:
         return f"{DTYPE_NAMES[self.dtype]}[{sizes}]"
 
     def accepts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is of this shape and dtype."""
         fits = tensor.dim() == 1 if self.variable else tensor.shape == self.shape
         return fits and tensor.dtype == self.dtype
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Buffer:
+        """That of a tensor."""
         return Buffer(tuple(tensor.shape), tensor.dtype)
 
 

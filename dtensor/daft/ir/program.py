@@ -104,6 +104,7 @@ class Program:
 
     @property
     def size(self) -> int:
+        """The number of ranks, those included that take no part."""
         return len(self.ranks)
 
     @property
@@ -171,6 +172,7 @@ class Function:
         return f"<dtensor {self.name}>"
 
     def build(self) -> Built:
+        """The function that the source defines. ValueError where that is none."""
         code = compile(self.source, self.filename, "exec")
         text = self.source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(self.source), None, text, self.filename)

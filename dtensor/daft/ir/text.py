@@ -107,7 +107,8 @@ def excerpt(instruction: Instruction) -> str:
 
 
 def parse_instructions(text: str) -> tuple[Instruction, ...]:
-    """The inverse of `format_instruction`, a line each; blank lines are skipped."""
+    """The instructions that `text` has, a line each, as they print; blank lines are skipped.
+    ValueError for a line that is none."""
     return tuple(_Parser(line).instruction() for line in text.split("\n") if line.strip())
 
 

@@ -224,6 +224,7 @@ class Session(FutureOwner):
         self.close(quiet=error is not None)
 
     def check_open(self) -> None:
+        """ClusterClosed where it has ended."""
         if self.closed:
             raise ClusterClosed(
                 f"These actors have ended with their launch.\n  at {user_line()}\n"

@@ -69,6 +69,7 @@ class TaskFuture(Future, Placeholder):
         return decode(message)
 
     def done(self) -> bool:
+        """Whether `get` would not wait."""
         return self.owner.ready(self)
 
     def __getitem__(self, key: object) -> TaskFuture:

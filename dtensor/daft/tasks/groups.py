@@ -62,6 +62,7 @@ class GroupFuture:
         return [future.get(timeout) for future in self.futures]
 
     def done(self) -> bool:
+        """Whether `get` would not wait for any member."""
         return all([future.done() for future in self.futures])
 
     def __len__(self) -> int:
@@ -149,7 +150,8 @@ class GroupMethod:
 
 def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
     """Each member gets the fold of all members' values: pytrees of tensors and numbers ("softmax":
-    of float tensors ``[..., 3]``).
+    of float tensors ``[..., 3]``). `futures` are what a method of the group gave, `op` is "sum",
+    "max", "min" or "softmax". Values that do not fit are an error where a result is read.
 
     Compiled, with more than 2 members, each folds a piece and sends it on, which moves
     2 (n-1)/n of the value per member instead of n-1 times the value.
@@ -178,13 +180,15 @@ def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
 
 
 def all_gather(futures: GroupFuture) -> GroupFuture:
-    """Each member gets the list of all members' values."""
+    """Each member gets the list of all members' values; `futures` are what a method of the group
+    gave. A member that failed is an error for all, raised where one of the results is read."""
     parts = list(futures)
     return GroupFuture(futures.group, [operation(m, "value", parts) for m in futures.group])
 
 
 def broadcast(future: TaskFuture, group: WorkerGroup) -> GroupFuture:
-    """Each member gets the value of one future."""
+    """Each member of `group` gets the value of one future, or its failure as an error where it is
+    read."""
     members = [info_of(member) for member in group]
     return GroupFuture(members, [operation(member, "value", future) for member in members])
 

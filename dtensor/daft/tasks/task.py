@@ -66,6 +66,7 @@ def returns(*buffers: Buffer) -> Callable[[F], F]:
         @daft.returns(daft.Buffer((8, 16), torch.float32))
         def execute(self, x): ...
 
+    `buffers`: a shape and a dtype each. A result that differs is a TaskError of the call.
     A method without it may return what it likes; a compiled step's memory is then not known.
     """
 

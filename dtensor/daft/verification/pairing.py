@@ -204,7 +204,13 @@ def _explain_hang(
 
 
 def merge(program: Program, hosts: Hosts, seed: int = 0) -> tuple[HostList, ...]:
-    """For each host, (rank, instruction) in the order in which its thread runs them."""
+    """For each host, (rank, instruction) in the order in which its thread runs them.
+
+    Args:
+        program: one that `verify` takes; ProgramError for one that can hang.
+        hosts: for each, the ranks that it hosts.
+        seed: picks one of the legal orders.
+    """
     return tuple(
         tuple((site[0], instruction_at(program, site)) for site in sites)
         for sites in merge_sites(program, hosts, seed)

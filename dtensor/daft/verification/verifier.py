@@ -78,7 +78,10 @@ class Report:
 
 
 def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Report:
-    """Check a program as `hosts` run it (default: one rank to a host), merged with `seed`."""
+    """Check a program as `hosts` run it (default: one rank to a host), merged with `seed`.
+
+    Raises `ProgramError` for one that is malformed, could hang or leaks, with who waits for whom.
+    """
     if hosts is None:
         hosts = tuple((rank,) for rank in range(program.size))
     peaks = tuple(_RankCheck(program, rank).run() for rank in range(program.size))

@@ -115,7 +115,8 @@ def order_phases(graph: fx.Graph) -> None:
 
 
 def name_nodes(graph: fx.Graph, inputs: Sequence[Input], outputs: Sequence[Output]) -> None:
-    """Renames every node; see the module's docstring. Drops the meta that only names need."""
+    """Renames every node after what it is, or the line it is of. Drops the meta that only names
+    need."""
     wanted = {
         node: _input_name(what)
         for node, what in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)

@@ -68,7 +68,7 @@ class Caught:
 
 
 class Reads:
-    """See the module docstring. ``caught``: the constants of the program that the user holds."""
+    """What one program read. ``caught``: the constants of the program that the user holds."""
 
     def __init__(self, roots: Roots, ran: RanCode | None, constants: Sequence[Any] = ()) -> None:
         self.roots = roots

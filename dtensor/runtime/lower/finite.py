@@ -93,8 +93,9 @@ def check_finite(
     result_names: Sequence[str],
     infinite: bool,
 ) -> None:
-    """Raises NotFinite; see the module's docstring. Tensors are local; of several results the
-    first alone is looked through for Inf, the others are what the backward keeps."""
+    """Raises NotFinite for a NaN, and for an Inf that this op has made. Tensors are local; of
+    several results the first alone is looked through for Inf, the others are what the backward
+    keeps."""
     for number, (name, x) in enumerate(zip(result_names, results, strict=True)):
         if not _is_float(x) or bool(torch.isfinite(wide := _wide(x)).all()):
             continue

@@ -25,6 +25,7 @@ class Custom:
 
     @property
     def microbatches(self) -> int:
+        """As many as stand in the grid."""
         return Grid.parse(self.text).num_microbatches
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
@@ -41,10 +42,17 @@ class Custom:
 class Ordered:
     """A schedule by a function of the rank; what waits for what is found from it.
 
-    def one_by_one(rank, stages, ranks, microbatches):
-        return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
+        >>> def one_by_one(rank, num_stages, num_ranks, microbatches):
+        ...     return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
+        >>> print(dt.Ordered(one_by_one, microbatches=2).grid(num_stages=2, num_ranks=2))
+        F0 .  .  B0 F1 .  .  B1
+        .  F0 B0 .  .  F1 B1 .
 
-    Ordered(one_by_one, microbatches=4)
+    Args:
+        orders: a function of (rank, num_stages, num_ranks, microbatches), to a list of actions.
+        microbatches: how many it is for.
+
+    Raises PlanningError where the orders wait for each other, or lack an action.
     """
 
     orders: Orders

@@ -41,6 +41,7 @@ class Costs:
                     raise PlanningError(f"A cost is 0 or more, and {name} is {given!r}.")
 
     def of(self, action: Action) -> float:
+        """The time of one action."""
         match action.kind:
             case "F":
                 return _at(self.forward, action.stage)

@@ -36,7 +36,14 @@ from dtensor.sharding.plan.verify import verify
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlanRecord):
-    """See the module docstring, and `PlanRecord` for what it holds."""
+    """What ``step.plan(...)``, ``f.plan(...)`` and ``gen.plan(...)`` return: every placement and
+    every collective of a program, decided, with its price. It prints one step a line.
+
+    ``name``, ``mesh``, ``num_stages``, ``num_microbatches``, ``topology`` and ``schedule`` are what
+    it was made for; ``inputs``, ``steps`` and ``outputs`` are records with a name and a ``spec``.
+    ``regions``: what runs again in the backward, ``plain``: the plan without that, or None.
+    ``zero``: the axis over which state is stored split, and the level, or None.
+    """
 
     plain: Plan | None = field(default=None, repr=False)
 
@@ -49,17 +56,22 @@ class Plan(PlanRecord):
 
     @cached_property
     def collectives(self) -> tuple[PlannedCollective, ...]:
-        """Every step that communicates, in program order."""
+        """Every step that communicates, in program order: ``kind``, ``axis``, ``dtype``,
+        ``bytes_sent`` per rank and time, ``times``, ``phase`` ("forward", "backward", "optimizer"),
+        ``stage``, ``name`` of the result, ``source``: the user's line."""
         return all_collectives(self)
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
-        """Per stage, of its fullest rank."""
+        """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
+        ``masters``, ``activations`` and others; ``total``."""
         return memory_of(self)
 
     @cached_property
     def cost(self) -> Cost:
-        """Of the slowest rank; communication and compute are not overlapped."""
+        """Predicted ``seconds`` of a step, of the slowest rank: ``compute_seconds``,
+        ``communication_seconds``, which are not overlapped, and ``waiting_seconds`` of a pipeline,
+        whose idle fraction is ``bubble``."""
         return cost_of(self)
 
     @property

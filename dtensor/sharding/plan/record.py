@@ -171,8 +171,9 @@ class Hint:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord:
-    """See the module docstring. ``mesh`` is the user's; ``inner`` is what specs are stated on:
-    the mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
+    """What is decided, and nothing that follows from it. ``mesh`` is the user's; ``inner`` is what
+    specs are stated on: the mesh without the stage axis, with the axis ``mb`` where there are
+    microbatches."""
 
     name: str
     flow: Dataflow

@@ -80,8 +80,12 @@ class SyncMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """See the module docstring. ``transfers``: each value's, by label; it prints its pieces;
-    ``what``: the word for it, "sync" or "transfer"."""
+    """What `sync_plan` and ``run.switch_plan`` return: which rank sends what to which, of all
+    values of a model. It prints each value's pieces, and the messages of each pair of ranks.
+
+    ``transfers``: each value's, by label; ``messages``: in the order in which they are sent;
+    ``topology``: what it is priced with; ``what``: the word for it, "sync" or "transfer".
+    """
 
     name: str
     transfers: Mapping[str, TransferPlan]

@@ -24,14 +24,18 @@ def h100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topol
 
     ``nvlink``, ``infiniband``: the axes along which ranks have the one or the other; with neither,
     all are within one host. Latencies are about those of a hop of NCCL's rings in its own model
-    (src/graph/tuning.cc, protocol Simple: 3.4 us over NVLink, 14 us over a network).
+    (src/graph/tuning.cc, protocol Simple: 3.4 us over NVLink, 14 us over a network). PlanningError
+    for an axis that is stated twice.
     """
     return _of_hosts(Topology(name=H100), "400G InfiniBand", 25e9, nvlink, infiniband)
 
 
 def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topology:
     """A100 SXM4 80 GB, dense bf16. NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of
-    HBM2e, NVLink 300 GB/s each way; a DGX A100 has a port of 200 Gb/s (HDR) for each GPU."""
+    HBM2e, NVLink 300 GB/s each way; a DGX A100 has a port of 200 Gb/s (HDR) for each GPU.
+
+    ``nvlink``, ``infiniband`` and the error are as of `h100`.
+    """
     name = "A100 SXM bf16, NVLink"
     host = Topology(bandwidth=130e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
     return _of_hosts(host, "200G InfiniBand", 12.5e9, nvlink, infiniband)

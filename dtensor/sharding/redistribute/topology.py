@@ -1,6 +1,6 @@
 """Cost of communication and compute: the alpha-beta model and a roofline.
 
-    topology = Topology(latency=5e-6, bandwidth={"tp": 400e9, "dp": 50e9})
+    topology = Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
     topology.collective_seconds("all_reduce", "tp", num=4, bytes_sent=2**20)
     ring_bytes("all_reduce", 2**20, 4)      # of the sum of four values of 1 MiB: 1.5 MiB
 
@@ -26,19 +26,57 @@ H100 = "H100 SXM bf16, NVLink"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """What the planner prices with. A number holds for every axis; a mapping names them.
+    """What the planner prices with: the hardware, in a few figures. The defaults are
+    ``topologies.h100()``'s; `calibrate` measures what there is.
 
-    latency: seconds per message; bandwidth: bytes per second that a rank sends along an axis;
-    flops: FLOP per second of a rank; memory_bandwidth: bytes per second of a rank; memory_bytes:
-    of a rank's device, which `compare` checks and the planner does not; op_latency: seconds of any
-    local op beside its work, such as dispatch and kernel launch; step_latency: seconds of a step
-    beside those of its ranks, as of the controller's call, which `simulate` counts.
-    attention_flops: as flops, of attention, whose kernels do not reach a product's; None: they do.
-    update_bandwidth: bytes of parameters, gradients and optimizer state per second, each counted
-    when read and when written, however often the optimizer goes through them; None: once, at
-    memory_bandwidth.
-    name: of the hardware; ``named``: the figures that it was given to, which `replace` may change.
-    The defaults are `topologies.h100`'s. `calibrate` measures what there is.
+    A message takes its latency and its bytes over the bandwidth of its axis; a collective over n
+    ranks does in a ring what takes n - 1 messages, an all_reduce twice as many. Here 150 MB go over
+    the slower axis, 6 messages of 5 us and 3 ms:
+
+        >>> cluster = dt.Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
+        >>> cluster.collective_seconds("all_reduce", "dp", num=4, bytes_sent=150e6)
+        0.00303
+        >>> cluster.collective_seconds("all_reduce", "tp", num=4, bytes_sent=150e6)
+        0.00078
+
+    An op takes what is more of its FLOP and its bytes: a large product the one, a sum the other.
+
+        >>> chip = dt.Topology(flops=400e12, memory_bandwidth=2e12)
+        >>> chip.compute_seconds(flops=8e12, bytes_moved=1e9)
+        0.02
+        >>> chip.compute_seconds(flops=1e9, bytes_moved=4e9)
+        0.002
+
+    Hosts of eight GPUs: ``tp`` runs within a host, ``dp`` between them. Where one figure is
+    replaced, what is printed with a prediction says so.
+
+        >>> import dataclasses
+        >>> hosts = dt.topologies.h100(nvlink=["tp"], infiniband=["dp"])
+        >>> hosts.bandwidth
+        {'tp': 200000000000.0, 'dp': 25000000000.0}
+        >>> dataclasses.replace(hosts, memory_bytes=40 * 2**30).title
+        'H100 SXM bf16, NVLink along tp, 400G InfiniBand along dp with memory_bytes as stated'
+
+    Args:
+        latency: seconds per message. A number holds for every axis, a mapping names them; so of
+            bandwidth.
+        bandwidth: bytes per second that a rank sends along an axis.
+        flops: FLOP per second of a rank.
+        memory_bandwidth: bytes per second that a rank reads and writes.
+        memory_bytes: of a rank's device, which `compare` checks and the planner does not.
+        op_latency: seconds of any local op beside its work, such as dispatch and kernel launch.
+        step_latency: seconds of a step beside those of its ranks, as of the controller's call,
+            which `simulate` counts.
+        attention_flops: as flops, of attention, whose kernels do not reach a product's; None: they
+            do.
+        update_bandwidth: bytes of parameters, gradients and optimizer state per second, each
+            counted when read and when written, however often the optimizer goes through them;
+            None: once, at memory_bandwidth.
+        name: of the hardware, which a plan prints beside what it predicts.
+        named: the figures that the name was given to; it is set, not stated.
+
+    Raises PlanningError for a figure that is no number or out of range; where it prices, for an
+    axis that a mapping lacks.
     """
 
     latency: float | Mapping[str, float] = 5e-6
@@ -81,12 +119,19 @@ class Topology:
         return (self.name or H100) + (f" with {', '.join(changed)} as stated" if changed else "")
 
     def latency_of(self, axis: str) -> float:
+        """Seconds per message along an axis."""
         return _lookup(self.latency, axis, "latency")
 
     def bandwidth_of(self, axis: str) -> float:
+        """Bytes per second that a rank sends along an axis."""
         return _lookup(self.bandwidth, axis, "bandwidth")
 
     def collective_seconds(self, kind: str, axis: str, *, num: int, bytes_sent: float) -> float:
+        """Of one collective over ``num`` ranks, each of which sends ``bytes_sent`` in all.
+
+        Args:
+            kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "transfer".
+        """
         steps = {"all_reduce": 2 * (num - 1), "transfer": 1}.get(kind, num - 1)
         return steps * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
 

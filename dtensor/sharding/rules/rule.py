@@ -81,7 +81,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """``operands`` and ``results`` list each tensor's dims; see the module docstring.
+    """``operands`` and ``results`` list each tensor's dims, as factors.
 
     linear: the sets of operands in which the op is jointly linear (all of a set may be pending
         sums together, the others replicated, and the results are pending sums).

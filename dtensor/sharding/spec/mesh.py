@@ -23,7 +23,12 @@ MICROBATCH_AXIS = "mb"
 class Mesh:
     """A named grid of ranks: ``Mesh(dp=2, tp=4)``; ``Mesh()`` is one rank.
 
+        >>> mesh = dt.Mesh(pp=2, tp=2)
+        >>> mesh.size, mesh.shape, mesh.coordinates(2)
+        (4, {'pp': 2, 'tp': 2}, {'pp': 1, 'tp': 0})
+
     Args:
+        axes: name to number of ranks, in order; ranks that differ along the last are neighbours.
         name: of the mesh itself; meshes of the same axes and other names are different meshes.
 
     Raises PlanningError for a size below 1, and for a name that is no string or empty. The axis
@@ -83,10 +88,12 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The names, in order: the last varies fastest among neighbouring ranks."""
         return self._names
 
     @property
     def shape(self) -> dict[str, int]:
+        """Axis to size."""
         return dict(self._axes)
 
     @property
@@ -95,6 +102,7 @@ class Mesh:
         return math.prod(size for _, size in self._axes)
 
     def axis_size(self, axis: str) -> int:
+        """The number of ranks along the axis; PlanningError for one that it lacks."""
         if axis in self._sizes:
             return self._sizes[axis]
         raise PlanningError(f"{self} has no axis {axis!r}; its axes are {', '.join(self.axes)}")
@@ -105,6 +113,7 @@ class Mesh:
         return self.axes.index(axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is: axis to position. PlanningError for a rank that it lacks."""
         if not 0 <= rank < self.size:
             raise PlanningError(f"rank {rank} is not in {self}, which has ranks 0..{self.size - 1}")
         result: dict[str, int] = {}
@@ -113,6 +122,7 @@ class Mesh:
         return {name: result[name] for name in self.axes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at a position of each axis; the inverse of `coordinates`."""
         rank = 0
         for name, size in self._axes:
             rank = rank * size + coordinates[name]
@@ -128,6 +138,7 @@ class Mesh:
         return mesh_of((*self._axes, (axis, size)), self.name)
 
     def without(self, axis: str) -> Mesh:
+        """The mesh of the other axes."""
         return mesh_of(tuple(item for item in self._axes if item[0] != axis), self.name)
 
     def __eq__(self, other: object) -> bool:

@@ -18,8 +18,16 @@ Blocks = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnParallel:
-    """Splits what a module's weight gives out; ``blocks`` (fused projections) and ``unit`` (whole
-    heads) as in `Shard`."""
+    """Splits what a module's weight gives out, in whichever dim of the weight that is: of an
+    ``nn.Linear`` the rows, of a ``Conv1D`` of GPT-2 the columns. The glob is a module's name:
+    ``{"*.attn.qkv": dict(tp=dt.ColumnParallel(blocks=3))}``.
+
+    Args:
+        blocks: of a fused projection, as of `Shard`.
+        unit: of whole heads, as of `Shard`.
+
+    Raises PlanningError as `Shard` does; at planning, where no one product says which dim it is.
+    """
 
     blocks: Blocks = 1
     unit: int = 1
@@ -30,7 +38,13 @@ class ColumnParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowParallel:
-    """Splits what a module's weight sums over; its products are pending until reduced."""
+    """Splits what a module's weight sums over; its products are pending until reduced.
+
+    Args:
+        blocks, unit: as of `Shard`, of the dim that is summed over.
+
+    Raises PlanningError as `ColumnParallel` does.
+    """
 
     blocks: Blocks = 1
     unit: int = 1

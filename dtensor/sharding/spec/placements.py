@@ -40,7 +40,41 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The dim is split over the axis; see the module docstring for ``blocks`` and ``unit``."""
+    """The dim is split over the axis: rank i of it holds the i-th piece.
+
+        >>> def held(placement, rows=12):
+        ...     x = dt.distribute(torch.arange(rows), dt.Mesh(tp=2), tp=placement)
+        ...     return [shard.tolist() for shard in x.local_tensors()]
+        >>> held(dt.Shard(0))
+        [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+    With ``blocks`` the dim is that many blocks end to end, and each is split on its own. The rows
+    of a fused qkv are such: rank 0 wants the first half of q, of k and of v.
+
+        >>> held(dt.Shard(0, blocks=3))
+        [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
+        >>> held(dt.Shard(0, blocks=(8, 2, 2)))    # fewer heads in k and v than in q
+        [[0, 1, 2, 3, 8, 10], [4, 5, 6, 7, 9, 11]]
+
+    With ``unit`` it is cut at multiples of that many elements alone: heads stay whole. Three heads
+    of 4 over two ranks are two and one.
+
+        >>> held(dt.Shard(0, unit=4))
+        [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
+
+    What does not divide is cut as `torch.chunk` cuts, and ranks at the end may hold nothing.
+
+        >>> held(dt.Shard(0), rows=5), held(dt.Shard(0), rows=1)
+        ([[0, 1, 2], [3, 4]], [[0], []])
+
+    Args:
+        dim: of the tensor; -1 is the last one.
+        blocks: a number of equal blocks, or their sizes, which add up to the dim's.
+        unit: each block is a multiple of it.
+
+    Raises PlanningError for what is no whole number of at least 1; that it does not fit a tensor is
+    said where it is given one.
+    """
 
     dim: int
     blocks: int | tuple[int, ...] = 1
@@ -63,7 +97,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction of what the ranks of the axis hold; a mean is a sum / count.
+    """The value is the reduction of what the ranks of the axis hold: a result that waits for its
+    all_reduce, which is done where something needs it. A mean is a sum / count.
+
+    Args:
+        op: "sum", "max", "min" or "softmax"; PlanningError for another.
 
     "softmax" is of float32 or float64 values ``[..., 3]``, whose last dim stays whole: for rows of
     some x that is split over the axis, the maximum, the sum of exp(x - maximum), and a plain sum.
@@ -80,17 +118,20 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
+"""How a tensor lies along one axis."""
 REPLICATE = Replicate()
 PARTIAL = Partial("sum")
 
 
 def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """``Shard(0)``: a matrix split into blocks of rows."""
+    """``Shard(0)``: a matrix split into blocks of rows. ``blocks`` and ``unit`` are those of
+    `Shard`, whose PlanningError it raises."""
     return Shard(0, blocks, unit)  # type: ignore[arg-type]
 
 
 def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """``Shard(-1)``: a matrix split into blocks of columns."""
+    """``Shard(-1)``: a matrix split into blocks of columns. ``blocks`` and ``unit`` are those of
+    `Shard`, whose PlanningError it raises."""
     return Shard(-1, blocks, unit)  # type: ignore[arg-type]
 
 

@@ -107,6 +107,7 @@ class TensorSpec:
         return dict(zip(self.mesh.axes, self.placements, strict=True))
 
     def placement(self, axis: str) -> Placement:
+        """How it lies along one axis; PlanningError for one that the mesh lacks."""
         return self.placements[self.mesh.index(axis)]
 
     def with_placements(self, **placements: Placement) -> TensorSpec:
@@ -148,6 +149,7 @@ class TensorSpec:
         )
 
     def local_nbytes(self, coordinates: Mapping[str, int]) -> int:
+        """Bytes of the shard of the rank at ``coordinates``."""
         return math.prod(self.local_shape(coordinates)) * self.dtype.itemsize
 
     @property

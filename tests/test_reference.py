@@ -1,0 +1,103 @@
+"""The reference has every public name, and what it prints of each says what it takes, gives and
+raises; the examples in docstrings are true."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor import daft
+from tests.pages import DOCS, ROOT
+
+_ENTRY = re.compile(
+    r"^(?:\.\. (auto\w+|py:data):: dtensor\.([\w.]+)|   :members: (.+))", re.MULTILINE
+)
+
+
+def entries() -> Iterator[tuple[str, str]]:
+    """(directive, name) of what the pages of the reference document, members too."""
+    for page in sorted(DOCS.glob("reference/*.md")):
+        latest = ""
+        for kind, name, members in _ENTRY.findall(page.read_text()):
+            if not members:
+                latest = name
+                yield kind, name
+            yield from (("member", f"{latest}.{m}") for m in members.split(", ") if m)
+
+
+def functions_of(module: Any) -> list[str]:
+    """Those that users call: defined there, without an underscore."""
+    found = inspect.getmembers(module, inspect.isfunction)
+    return [n for n, f in found if f.__module__ == module.__name__ and not n.startswith("_")]
+
+
+ENTRIES = dict((name, kind) for kind, name in entries())
+PUBLIC = {
+    *(name for name in dt.__all__ if not inspect.ismodule(getattr(dt, name))),
+    *(f"testing.{name}" for name in dt.testing.__all__ if name != "strategies"),
+    *(f"testing.strategies.{name}" for name in functions_of(dt.testing.strategies)),
+    *(f"daft.{name}" for name in daft.__all__),
+    *(f"topologies.{name}" for name in functions_of(dt.topologies)),
+    "placements.for_model",
+}
+
+
+def named(path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), dt)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    assert PUBLIC - set(ENTRIES) == set()
+
+
+def test_every_entry_says_what_it_is() -> None:
+    for name, kind in ENTRIES.items():
+        thing = named(name)
+        if kind != "py:data":
+            assert thing.__doc__ and len(thing.__doc__.split()) >= 3, name
+
+
+RAISE_NOTHING = {"compare_traces", "topologies.laptop"}
+"""Of their own, as do the strategies, which Hypothesis calls."""
+
+
+def test_functions_say_what_they_take_and_what_they_raise() -> None:
+    silent: list[str] = []
+    for name, kind in ENTRIES.items():
+        if kind != "autofunction":
+            continue
+        thing = named(name)
+        said = thing.__doc__
+        for parameter in inspect.signature(thing).parameters.values():
+            if not re.search(rf"\b{parameter.name}\b", said):
+                silent.append(f"{name}: {parameter.name}")
+        quiet = name in RAISE_NOTHING or name.startswith("testing.strategies.")
+        if not quiet and not re.search(r"[Rr]aise|[Ee]rror", said):
+            silent.append(f"{name}: what it raises")
+    assert silent == []
+
+
+def test_no_docstring_sends_its_reader_elsewhere() -> None:
+    for file in (ROOT / "dtensor").rglob("*.py"):
+        assert not re.search(r"see the module('s)?\s+docstring", file.read_text(), re.I), file
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in ENTRIES if ">>> " in (getattr(named(n), "__doc__", None) or "")]
+)
+def test_examples_are_true(name: str) -> None:
+    tests = doctest.DocTestFinder(recurse=False).find(
+        named(name), name, module=False, globs={"dt": dt, "torch": torch}
+    )
+    assert tests
+    for test in tests:
+        ran = doctest.DocTestRunner(verbose=False).run(test)
+        assert ran.attempted and not ran.failed
