@@ -13,6 +13,11 @@ import html
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import dtensor as dt
+from dtensor import Plan, TensorSpec
+from dtensor.sharding.plan.steps import Compute, Convert
 
 HERE = Path(__file__).resolve().parent
 INK, FAINT, RULE, GROUND = "#1f2933", "#5b6773", "#9aa5b1", "#ffffff"
@@ -109,7 +114,89 @@ def state() -> str:
     return sheet.svg()
 
 
-PICTURES: dict[str, Callable[[], str]] = {"state_moves": state}
+def plan() -> str:
+    """The README's plan, its forward: which part of each tensor each of two ranks holds."""
+    planned = _plan_of_the_readme()
+    specs: dict[str, TensorSpec] = {one.name: one.spec for one in planned.inputs}
+    for step in planned.steps:
+        match step:
+            case Compute():
+                found = zip(step.results, step.result_specs, strict=True)
+                specs |= {name: spec for name, spec in found if name and spec}
+            case Convert():
+                specs[step.result] = step.move.dst
+            case _:
+                pass
+    (sent,) = (one for one in planned.collectives if one.phase == "forward")
+
+    # a value of the plan, what it is called here, and the sign before it
+    shown = [
+        ("x", "x", ""), ("permute", "up.weight.T", "@"), ("gelu", "gelu", "→"),
+        ("permute_1", "down.weight.T", "@"), ("mm_1", "mm_1", "="),
+        ("mm_1_reduced", "mm_1_reduced", ""),
+    ]  # fmt: skip
+    sheet = Sheet(0, 286, f"What each rank holds in the forward of {planned.mesh}")
+    middles = (92.0, 186.0)
+    words = (THIRD, "all of it"), (FIRST, "its part"), (SECOND, "all of it, as a part of a sum")
+    for (fill, what), x in zip(words, (14, 96, 172), strict=True):
+        sheet.box(x, 12, 12, 12, fill)
+        sheet.text(x + 18, 22, what, anchor="start", size=11)
+    for rank, y in enumerate(middles):
+        sheet.text(14, y + 4, f"rank {rank}", anchor="start", bold=True)
+    x = 76.0
+    for name, called, sign in shown:
+        spec = specs[name]
+        height, width = (1.35 * size**0.5 for size in spec.shape)
+        room = max(width, 0.61 * 11 * len(str(spec)), 0.61 * 13 * len(called))
+        if name == sent.name:
+            sheet.text(x + 42, 30, f"{sent.kind} over {sent.axis}", bold=True)
+            sheet.text(x + 42, 48, f"{sent.bytes_sent / 2**20:.1f} MiB sent by each rank", size=11)
+            for y, other in (middles, middles[::-1]):
+                sheet.arrow((x + 2, y), (x + 82, y))
+                sheet.arrow((x + 8, y), (x + 80, other + (6 if other < y else -6)))
+            x += 92
+        elif sign:
+            for y in middles:
+                sheet.text(x + 10, y + 6, sign, size=18, fill=FAINT)
+            x += 24
+        left = x + (room - width) / 2
+        for rank, y in enumerate(middles):
+            _shard(sheet, spec, rank, left, y - height / 2, width, height)
+        sheet.text(x + room / 2, 258, called, code=True, bold=True)
+        sheet.text(x + room / 2, 275, str(spec), code=True, size=11, fill=FAINT)
+        x += room + 6
+    sheet.width = round(x)
+    return sheet.svg()
+
+
+def _plan_of_the_readme() -> Plan:
+    """Of its first example, up to where it prints the plan."""
+    text = (HERE.parents[1] / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"__name__": "mlp"}
+    exec(compile(code.split("print(step.plan")[0], "mlp.py", "exec"), names)
+    return names["step"].plan(names["x"], names["y"])
+
+
+def _shard(
+    sheet: Sheet, spec: TensorSpec, rank: int, x: float, y: float, width: float, height: float
+) -> None:
+    """The whole of a matrix, dashed, and in it what the rank holds: a part of its elements, or,
+    in another colour, of each element's sum."""
+    sheet.box(x, y, width, height, dashed="3 3")
+    (axis,) = spec.mesh.axes
+    rows, columns = (spec.intervals(dim, {axis: rank}) for dim in (0, 1))
+    split = any(isinstance(placement, dt.Shard) for placement in spec.placements)
+    pending = any(isinstance(placement, dt.Partial) for placement in spec.placements)
+    fill = SECOND if pending else FIRST if split else THIRD
+    for top, bottom in rows:
+        for first, last in columns:
+            down, across = height / spec.shape[0], width / spec.shape[1]
+            at = (x + first * across, y + top * down)
+            sheet.box(*at, (last - first) * across, (bottom - top) * down, fill)
+
+
+PICTURES: dict[str, Callable[[], str]] = {"state_moves": state, "plan": plan}
 
 
 def main(names: list[str]) -> None:
