@@ -1,33 +1,62 @@
-"""The command line: `python -m dtensor COMMAND`, each in a file of its own in `commands/`.
+"""The command line: `dtensor COMMAND`, or `python -m dtensor COMMAND`; each in a file of its own in
+`commands/`.
 
-    python -m dtensor status            # what the ranks of your launches on this machine do
-    python -m dtensor --help
+    dtensor plan gpt2 --mesh tp=2       # what a training step would send and hold
+    dtensor status                      # what the ranks of your launches on this machine do
+    dtensor --help
 
-A command adds its parser, and a function that takes the parsed options and gives the exit status.
+A command adds its parser, and a function that takes the parsed options and gives the exit status:
+0, done; 1, it found something wrong; 2, it was asked for something that is not, which a sentence on
+stderr says; 130, interrupted. Who closes our output early (`| head`) has read enough.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from dtensor.commands import status
+from dtensor.commands import compare, plan, simulate, status
+from dtensor.commands.parser import CommandParser, Help
+from dtensor.errors import PlanningError
 
-COMMANDS = (status,)
+COMMANDS = (plan, compare, simulate, status)
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status; argparse exits with 2 for what is no command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dtensor",
+    """The exit status; SystemExit with 2 for what is no command or option."""
+    parser = CommandParser(
+        prog=_prog(),
         description="dtensor: write a model once, for one device, and place it anywhere.",
+        epilog="exit status: 0, done; 1, found something wrong; 2, asked for something that is "
+        "not; 130, interrupted. `COMMAND --help` says more.",
+        formatter_class=Help,
     )
     parsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(parsers)
-    options = parser.parse_args(argv)
-    return options.run(options)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options.parser.error(options.parser.unknown_arguments(unknown))
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except PlanningError as error:
+        print(f"{options.parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python would flush once more at its end, and say that it could not.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _prog() -> str:
+    own = os.path.basename(sys.argv[0]) == "dtensor"
+    return "dtensor" if own else "python -m dtensor"
 
 
 if __name__ == "__main__":

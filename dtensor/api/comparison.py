@@ -196,19 +196,46 @@ def compare(
             f"strategies is {strategies!r}, not a dict of at least one strategy.\n"
             f'fix: {{"tp2": (dt.Mesh(tp=2), placements)}}'
         )
-    stated = [_stated(name, strategy) for name, strategy in strategies.items()]
     over = optimizer
     if not isinstance(over, torch.optim.Optimizer):
         check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
         over = over(model.parameters())
     check_optimizer(over)
+    stated = [_stated(name, strategy) for name, strategy in strategies.items()]
     args, named = pytree.tree_map(_argument, (batch, kwargs))
     graph = BoundCall.of(loss_fn, (model, *args), named).graph("loss")
+    return _planned(stated, graph, model, loss_fn, over, topology, args, named)
+
+
+def compare_captured(
+    graph: Graph,
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    strategies: Mapping[str, Strategy],
+    *batch: Any,
+    topology: Topology | None,
+    optimizer: torch.optim.Optimizer,
+) -> Comparison:
+    """`compare` of a step that is captured."""
+    stated = [_stated(name, strategy) for name, strategy in strategies.items()]
+    return _planned(stated, graph, model, loss_fn, optimizer, topology, batch, {})
+
+
+def _planned(
+    stated: Sequence[_Stated],
+    graph: Graph,
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    topology: Topology | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Comparison:
     return Comparison(
         name=getattr(loss_fn, "__name__", "step").strip("<>"),
-        optimizer=type(over).__name__,
+        optimizer=type(optimizer).__name__,
         rows=tuple(
-            _row(one, model, loss_fn, over, topology or Topology(), graph, args, named)
+            _row(one, model, loss_fn, optimizer, topology or Topology(), graph, args, kwargs)
             for one in stated
         ),
     )

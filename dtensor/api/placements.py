@@ -13,6 +13,7 @@ loss. Not here: how a placement is found (derive.py); stages and data parallelis
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from dtensor.api.stating.patterns import matches
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.frontend.graph import Graph
 from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.placements import Placement, Shard
@@ -93,6 +95,19 @@ def for_model(
 
     graph = capture(tensors, (model, *example_args), dict(example_kwargs or {}), grads="none")
     return _by_pattern(derive(dataflow(graph), size), model, axis)
+
+
+def of_step(
+    graph: Graph, model: nn.Module, axis: str = "tp", size: int | None = None
+) -> Placements:
+    """`for_model`, of a training step that is captured: of its forward, without a capture more."""
+    flow = dataflow(graph)
+    forward = replace(
+        flow,
+        ops=tuple(op for op in flow.ops if op.phase == "forward"),
+        outputs=tuple(o for o in flow.outputs if o.kind == "result"),
+    )
+    return _by_pattern(derive(forward, size), model, axis)
 
 
 def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Placements:

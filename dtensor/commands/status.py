@@ -18,6 +18,7 @@ import sys
 import time
 from typing import Any
 
+from dtensor.commands.parser import add_command
 from dtensor.daft.ray.launch_folder import LaunchSeen, launches
 from dtensor.daft.ray.own_folder import own_directory
 
@@ -28,13 +29,13 @@ Launches on Ray are listed: where all ranks are in one process, only that proces
 
 
 def add_to(parsers: Any) -> None:
-    parser = parsers.add_parser(
+    parser = add_command(
+        parsers,
         "status",
-        help="what the ranks of your launches on this machine do, and who hangs",
-        description="What each rank of your launches on this machine does: its instruction, for "
-        "whom it waits, since when, your line, and the one rank that others wait for.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "what the ranks of your launches on this machine do, and who hangs",
+        "What each rank of your launches on this machine does: its instruction, for whom it waits, "
+        "since when, your line, and the one rank that others wait for.",
+        EPILOG,
     )
     parser.add_argument(
         "launch",

@@ -95,6 +95,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         fake_tensor.log.addFilter(_says_nothing)
         stack.callback(fake_tensor.log.removeFilter, _says_nothing)
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
+        if torch.get_default_device().type != CAPTURED_ON:  # `with torch.device("meta"):`
+            stack.enter_context(torch.device(CAPTURED_ON))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", module=r"torch\..*")
         # nn.LSTM and its like keep their parameters a second time in a list, which the export

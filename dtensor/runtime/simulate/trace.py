@@ -122,6 +122,11 @@ class Trace:
                 last, under_way, waiting = when, under_way + messages, waiting + waits
         return found
 
+    def by_kind(self, rank: int) -> Mapping[str, float]:
+        """Seconds of one rank by what it does: ``F stage 0``, ``update``, ``all_reduce over tp``,
+        ``wait`` last; messages are under way beside the others."""
+        return _summed(self, rank)
+
     @property
     def bubble(self) -> float:
         """The fraction of the ranks' time in which they do not compute."""

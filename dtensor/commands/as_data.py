@@ -1,0 +1,82 @@
+"""Plans, comparisons and traces as JSON has them.
+
+    plan_data(plan)["memory"][0]["total"]       # bytes of stage 0's fullest rank
+
+Bytes and seconds, never words; keys do not change with the values. Not here: text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from dtensor.api.comparison import Compared
+from dtensor.runtime.simulate.trace import Trace
+from dtensor.sharding.plan.plan import Plan
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2))
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """What a plan decides, costs and holds; of one rank and one step."""
+    whole = Compared(name=plan.name, mesh=plan.mesh, found=plan)
+    return {
+        "name": plan.name,
+        "mesh": plan.mesh.shape,
+        "topology": plan.topology.title,
+        **_cost(whole),
+        "memory_by_stage": [{**asdict(m), "total": m.total} for m in plan.memory],
+        "stages": plan.stages,
+        "parameters": {
+            item.label: str(item.spec) for item in plan.inputs if item.kind == "parameter"
+        },
+        "collectives": [asdict(each) for each in plan.collectives],
+    }
+
+
+def row_data(row: Compared) -> dict[str, Any]:
+    """A strategy of a comparison; of one without a plan, its error."""
+    head = {"name": row.name, "mesh": row.mesh.shape}
+    if row.error is not None:
+        return {**head, "error": str(row.error)}
+    sent = [{"axis": a, "phase": p, "bytes": n} for (a, p), n in sorted(row.bytes.items())]
+    return {**head, **_cost(row), "sent": sent}
+
+
+def _cost(row: Compared) -> dict[str, Any]:
+    cost, memory = row.plan.cost, row.memory
+    return {
+        "seconds": cost.seconds,
+        "compute_seconds": cost.compute_seconds,
+        "communication_seconds": cost.communication_seconds,
+        "bubble": cost.bubble,
+        "num_collectives": row.num_collectives,
+        "bytes_sent": row.bytes_sent,
+        "memory": {**asdict(memory), "total": memory.total},
+        "device_bytes": row.plan.topology.memory_bytes,
+        "fits": row.fits,
+    }
+
+
+def trace_data(trace: Trace) -> dict[str, Any]:
+    return {
+        "name": trace.name,
+        "seconds": trace.seconds,
+        "bubble": trace.bubble,
+        "alike": trace.alike,
+        "ranks": [
+            {
+                "rank": rank,
+                "computes": trace.spent(rank, "compute"),
+                "waits": trace.spent(rank, "wait"),
+                "messages": trace.spent(rank, "communication"),
+                "hidden": trace.hidden(rank),
+                "peak_bytes": peak,
+                "seconds_by_kind": dict(trace.by_kind(rank)),
+            }
+            for rank, peak in zip(trace.ranks, trace.peak_bytes, strict=True)
+        ],
+    }

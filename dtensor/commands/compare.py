@@ -1,0 +1,97 @@
+"""`dtensor compare`: a training step under several strategies, in one table.
+
+    $ dtensor compare llama --mesh tp=8 --mesh dp=8 --mesh dp=4,tp=2 --zero none --zero dp=3
+
+The step is captured once. Each mesh goes with each --zero that names an axis of it, and with each
+--schedule if it has stages. Exit status 1 where none fits into a device, 2 where none has a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from dtensor.commands.options import (
+    MODEL_EPILOG,
+    add_hardware,
+    add_json,
+    add_strategy,
+    add_workload,
+)
+from dtensor.commands.parser import add_command
+from dtensor.commands.plan import REAL
+from dtensor.commands.progress import Progress
+
+
+def add_to(parsers: Any) -> None:
+    parser = add_command(
+        parsers,
+        "compare",
+        "a training step on several meshes, in one table",
+        "Plans a training step under each --mesh (with each --zero and --schedule that suits it) "
+        "and shows seconds, bytes and memory side by side. The step is captured once.",
+        MODEL_EPILOG,
+    )
+    add_workload(parser)
+    add_strategy(parser, several=True)
+    add_hardware(parser)
+    add_json(parser)
+    parser.add_argument("--real", action="store_true", help=REAL)
+    parser.set_defaults(run=run)
+
+
+def strategies(options: argparse.Namespace) -> list[tuple[Any, Any, Any]]:
+    """(mesh, zero, schedule) of each, in the order stated; those that come to the same once."""
+    found: list[tuple[Any, Any, Any]] = []
+    for mesh in options.mesh:
+        zeros = [z for z in options.zero or [{}] if all(mesh.shape.get(a, 1) > 1 for a in z)]
+        schedules = options.schedule if options.schedule and mesh.shape.get("pp", 1) > 1 else [None]
+        for zero in zeros or [{}]:
+            for schedule in schedules:
+                if (mesh, zero, schedule) not in found:
+                    found.append((mesh, zero, schedule))
+    return found
+
+
+def run(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from dtensor.api.comparison import compare_captured
+    from dtensor.commands.as_data import print_json, row_data
+    from dtensor.commands.placed import Placed, strategy_name
+    from dtensor.commands.workload import Workload
+
+    several = len(options.schedule or ()) > 1
+    with Progress() as progress:
+        with progress.doing(f"makes {options.model}"):
+            work = Workload.of(options, meta=True)
+            placed = Placed(work, options)
+            placed.check(options.mesh, options.zero or [])
+            placed.topology(options.mesh[0])
+        with progress.doing(f"captures a step of {work.name}"):
+            graph = work.graph
+        rows: list[Any] = []
+        table: Any = None
+        for mesh, zero, schedule in progress.each("plans", strategies(options)):
+            name = strategy_name(mesh, zero, schedule if several else None)
+            table = compare_captured(
+                graph,
+                work.model,
+                work.loss_fn,
+                {name: placed.strategy(mesh, zero, schedule)},
+                *work.batch,
+                topology=None,
+                optimizer=placed.optimizer,
+            )
+            rows += table.rows
+        table = replace(table, rows=tuple(rows))
+    planned = [row for row in rows if row.error is None]
+    if options.json:
+        print_json({"model": work.title, "strategies": [row_data(row) for row in rows]})
+    elif planned:
+        print(f"{work.title}\n\n{table}")
+    if not planned:
+        print(rows[0].error, file=sys.stderr)
+        return 2
+    return int(not any(row.fits for row in planned))

@@ -1,0 +1,86 @@
+"""The parser of the command line: errors in one sentence, with the nearest right word.
+
+    $ dtensor plan gpt2 --mehs tp=2
+    dtensor plan: --mehs is no option.
+    fix: --mesh (dtensor plan --help has all)
+
+argparse says the whole usage first, which is a screen of options; here `--help` has that.
+Invariant: what is no command or option ends with exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from dtensor.api.stating.patterns import nearest
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Of the whole command line, and of each command."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {self._plain(message)}\n")
+
+    def _plain(self, message: str) -> str:
+        if found := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
+            return self.unknown("command", found[1], self._commands())
+        if found := re.match(r"unrecognized arguments: (.*)", message):
+            return self.unknown_arguments(found[1].split())
+        if found := re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message, re.DOTALL):
+            return f"{found[1]}: {found[2]}"
+        if found := re.match(r"the following arguments are required: (.*)", message):
+            return f"{found[1]} is missing.\nfix: {self.prog} --help says what it is"
+        return message
+
+    def unknown_arguments(self, given: Sequence[str]) -> str:
+        """Of arguments that nothing takes: what is said."""
+        options = [each for each in given if each.startswith("-")]
+        if not options:
+            return f"{given[0]} is one argument too many.\nfix: {self.prog} --help says which"
+        return self.unknown("option", options[0].partition("=")[0], self._option_strings())
+
+    def unknown(self, kind: str, word: str, known: Iterable[str]) -> str:
+        near = nearest(word, known)
+        fix = near[0] if near else f"one of {', '.join(known)}"
+        return f"{word} is no {kind}.\nfix: {fix} ({self.prog} --help has all)"
+
+    def _option_strings(self) -> list[str]:
+        strings = (text for action in self._actions for text in action.option_strings)
+        return [text for text in strings if text.startswith("--")]
+
+    def _commands(self) -> list[str]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return list(action.choices)
+        return []
+
+
+def add_command(parsers: Any, name: str, help: str, text: str, epilog: str = "") -> CommandParser:
+    """The parser of a command. ``text``: what it does; ``epilog`` stands as it is written."""
+    parser: CommandParser = parsers.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(text, 98),
+        epilog=epilog,
+        formatter_class=Help,
+    )
+    parser.set_defaults(parser=parser)
+    return parser
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Options in a column of their own; words of 100 columns."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(100, _columns()))
+
+
+def _columns() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns - 2 if sys.stdout.isatty() else 100

@@ -1,0 +1,136 @@
+"""`dtensor plan`, `compare` and `simulate`, called as a terminal calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dtensor as dt
+from tests.commands.conftest import Command
+
+TINY = "tiny --batch 4 --length 16"
+
+
+@pytest.mark.slow
+def test_plan_of_a_configuration(command: Command):
+    ran = command(f"plan {TINY} --mesh tp=2 --summary")
+    assert (ran.status, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0] == "gpt2: GPT2LMHeadModel, 30.6 k parameters in f32; a batch of 4 x 16 tokens"
+    assert lines[1] == "placements over tp derived (5 patterns)"
+    assert lines[3] == "plan gpt2     mesh(tp=2)"
+    assert any("tp  forward   6 all_reduce" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_plan_is_that_of_the_library(command: Command):
+    """What the command derives and states by the names of axes, written out by hand."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ran = command(f"plan {TINY} --mesh pp=2,dp=2,tp=2 --zero dp=2 --microbatches 2 --json")
+    found = json.loads(ran.out)
+    fields = json.loads(Path("tiny/config.json").read_text())
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(**fields, use_cache=False))
+        ids = torch.zeros(4, 16, dtype=torch.long)
+    placements = dt.placements.for_model(model, (), dict(input_ids=ids, labels=ids), size=2)
+    mesh = dt.Mesh(pp=2, dp=2, tp=2)
+    placed = dt.parallelize(model, mesh, placements, stages="auto", zero={"dp": 2})
+    step = dt.train_step(
+        placed,
+        lambda model, ids, labels: model(input_ids=ids, labels=labels).loss,
+        torch.optim.AdamW(model.parameters()),
+        inputs=dict(dp=dt.Row()),
+        schedule=dt.OneFOneB(microbatches=2),
+    )
+    plan = step.plan(ids, ids)
+    assert found["seconds"] == plan.cost.seconds
+    assert [m["total"] for m in found["memory_by_stage"]] == [m.total for m in plan.memory]
+    assert [c["name"] for c in found["collectives"]] == [c.name for c in plan.collectives]
+
+
+@pytest.mark.slow
+def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
+    from dtensor.api import plan_call
+
+    captured: list[object] = []
+    plain = plan_call.capture
+    monkeypatch.setattr(plan_call, "capture", lambda *a, **k: captured.append(a) or plain(*a, **k))
+    ran = command(f"compare {TINY} --mesh tp=2 --mesh dp=2 --zero none --zero dp=3 --json")
+    rows = json.loads(ran.out)["strategies"]
+    assert [row["name"] for row in rows] == ["tp2", "dp2", "dp2 zero3"]
+    assert len(captured) == 1
+    assert rows[1]["memory"]["parameters"] > rows[2]["memory"]["parameters"]
+
+
+@pytest.mark.slow
+def test_one_that_does_not_fit(command: Command):
+    ran = command("compare mlp.py:make --placements none --mesh dp=2 --mesh dp=4 --memory 4KiB")
+    assert ran.status == 1
+    assert ran.out.count("!") > 2
+    ran = command("plan mlp.py:make --mesh dp=2 --memory 4KiB --summary")
+    assert ran.status == 1
+    assert "It does not fit: the fullest rank needs" in ran.err
+
+
+@pytest.mark.slow
+def test_simulate_draws_and_writes(command: Command):
+    line = "simulate mlp.py:make --set width=64 --mesh pp=2 --microbatches 2 --schedule gpipe"
+    ran = command(f"{line} --trace out.json")
+    assert ran.status == 0
+    picture = [text for text in ran.out.splitlines() if text.startswith("rank ")][2:4]
+    assert [text.split()[1] for text in picture] == ["0", "1"]
+    assert "F" in picture[0] and "." in picture[1]
+    events = json.loads(Path("out.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert ran.err == "written to out.json\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plna", "dtensor: plna is no command.\nfix: plan"),
+        ("plan tiny --mehs tp=2 --mesh tp=2", "dtensor plan: --mehs is no option.\nfix: --mesh"),
+        ("plan tiny", "dtensor plan: --mesh is missing."),
+        ("plan tiny --mesh tp2", "--mesh: 'tp2' is no axis with its size.\nfix: tp=2"),
+        ("plan tiny --mesh pt=2", "nothing says what the axis 'pt' splits"),
+        ("plan tiny --mesh tp=2 --zero pd=3", "--zero pd=3: no mesh has an axis 'pd'"),
+        ("plan tiny --mesh pp=2 --schedule 1f1", "'1f1' is no schedule.\nfix: 1f1b"),
+        ("plan tiny --mesh tp=2 --dtype bf61", "'bf61' is no dtype of parameters.\nfix: bf16"),
+        ("plan tiny --mesh tp=2 --topology h10", "no file of this name.\nfix: h100"),
+        ("plan tiny --mesh tp=2 --optimizer Adamm", "none of this name.\nfix: Adam"),
+        ("plan tiny --mesh tp=2 --placements atuo", "fix: auto"),
+        ("plan gtp2 --mesh tp=2", "is no model type of transformers, and no file.\nfix: gpt2"),
+        ("plan meta-llama/Llama-3.2-1B --mesh tp=2", "if it is a model of the hub: nothing is"),
+        ("plan tiny --mesh tp=2 --set n_layr=4", "no such field.\nfix: n_layer"),
+        ("plan tiny --mesh tp=2 --set n_layer=x", "n_layer"),
+        ("plan tiny --mesh tp=2", "--length 128 is more than the 64 positions of gpt2"),
+        ("plan tiny --mesh tp=2 --length 8 --head causal", "fix: causal-lm"),
+        ("plan mlp.py --mesh tp=2", "mlp.py names no value in it"),
+        ("plan mpl.py:make --mesh tp=2", "there is no file mpl.py.\nfix: mlp.py"),
+        ("plan mlp.py:mkae --mesh tp=2", "mlp.py has no 'mkae'; it has MLP, loss_fn, make"),
+        ("plan mlp.py:make --set widht=4 --mesh tp=2", "takes no such argument.\nfix: width"),
+        ("plan mlp.py:broken --mesh tp=2", "AttributeError: 'MLP' object has no attribute"),
+        ("plan mlp.py:reads_a_value --mesh tp=2", "fix: --real calls it as it is"),
+        ("plan mlp.py:loss_fn --mesh tp=2", "missing 2 required positional arguments"),
+        ("plan no.such:make --mesh tp=2", "Python finds no module 'no.such' from here"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(command: Command, line: str, said: str):
+    ran = command(line)
+    assert ran.status == 2
+    assert said in ran.err
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+
+
+@pytest.mark.slow
+def test_a_glob_of_the_users_that_matches_nothing(command: Command):
+    pins = 'import dtensor as dt\npins = {"*.upp.weight": dict(ep=dt.Row())}\n'
+    Path("pins.py").write_text(pins)
+    ran = command("plan mlp.py:make --mesh ep=2 --placements pins.py:pins")
+    assert ran.status == 2
+    assert 'the pattern "*.upp.weight" of placements matches no parameter' in ran.err
