@@ -59,16 +59,15 @@ def run(options: argparse.Namespace) -> int:
 
     from dtensor.api.comparison import compare_captured
     from dtensor.commands.as_data import print_json, row_data
-    from dtensor.commands.placed import Placed, strategy_name
+    from dtensor.commands.placed import Placed, check_stated, strategy_name
     from dtensor.commands.workload import Workload
 
+    check_stated(options, options.mesh, options.zero or [])
     several = len(options.schedule or ()) > 1
     with Progress() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = Placed(work, options)
-            placed.check(options.mesh, options.zero or [])
-            placed.topology(options.mesh[0])
         with progress.doing(f"captures a step of {work.name}"):
             graph = work.graph
         rows: list[Any] = []

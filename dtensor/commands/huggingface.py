@@ -35,6 +35,7 @@ _HEADS: Mapping[str, str] = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token-classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
+LENGTH = 128
 _NEVER = "nothing is downloaded here"
 
 
@@ -132,9 +133,10 @@ def model_of(
 
 
 def batch(
-    config: Any, head: str, *, rows: int, length: int, meta: bool
+    config: Any, head: str, *, rows: int, length: int | None, meta: bool
 ) -> tuple[dict[str, Tensor], str]:
-    """Random inputs with labels, and how many there are in words."""
+    """Random inputs with labels, and how many there are in words. ``length``: of a row of text;
+    None: LENGTH, or as many positions as there are."""
 
     def ids(high: int, *shape: int) -> Tensor:
         if meta:
@@ -149,7 +151,7 @@ def batch(
         inputs = {"pixel_values": pixels(shape, device="meta" if meta else "cpu")}
         words = f"{rows} pictures of {' x '.join(map(str, sides[-2:]))}"
         return {**inputs, "labels": ids(config.num_labels, rows)}, words
-    _check_length(config, length)
+    length = _length(config, length)
     vocab = _first(config, "vocab_size", None)
     if not isinstance(vocab, int):
         raise PlanningError(
@@ -190,7 +192,7 @@ def _read(file: Path, fields: Mapping[str, Any]) -> Any:
         ) from error
     kind = data.get("model_type") if isinstance(data, dict) else None
     auto = _auto()
-    if kind not in auto.CONFIG_MAPPING_NAMES:
+    if not isinstance(kind, str) or kind not in auto.CONFIG_MAPPING_NAMES:
         near = nearest(str(kind), auto.CONFIG_MAPPING_NAMES)
         raise PlanningError(
             f"{file}: its model_type is {kind!r}, which this transformers does not know.\n"
@@ -257,13 +259,17 @@ def _set(data: dict[str, Any], name: str, value: Any) -> None:
         data[first] = value
 
 
-def _check_length(config: Any, length: int) -> None:
+def _length(config: Any, length: int | None) -> int:
     most = _first(config, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < length:
+    known = isinstance(most, int) and most > 0
+    if length is None:
+        return min(LENGTH, most) if known else LENGTH
+    if known and most < length:
         raise PlanningError(
             f"--length {length} is more than the {most} positions of {config.model_type}.\n"
             f"fix: --length {most}, or --set max_position_embeddings={length}"
         )
+    return length
 
 
 def _first(config: Any, name: str, default: Any) -> Any:

@@ -46,16 +46,10 @@ class Placed:
         self.optimizer = _optimizer(work, options)
         self._tp: dict[int, Mapping[str, Any]] = {}  # by size, what is derived
         self._stated_placements = self._placements_stated()
+        if self._stated_placements is None:
+            check_meshes(options.mesh if isinstance(options.mesh, list) else [options.mesh])
 
     # -- what is stated, by mesh -------------------------------------------------------------------
-
-    def check(self, meshes: Sequence[Mesh], zeros: Sequence[Mapping[str, int]]) -> None:
-        """PlanningError for axes that mean nothing, before anything is captured."""
-        check_meshes(meshes, any_names=self._stated_placements is not None)
-        for zero in zeros:
-            check_axes(list(zero), meshes, f"--zero {_zero_text(zero)}")
-        between = [axis for axis in self.options.across.replace(",", " ").split() if axis]
-        check_axes(between, meshes, f"--across {self.options.across}")
 
     def topology(self, mesh: Mesh) -> Topology:
         options = self.options
@@ -140,11 +134,7 @@ class Placed:
             return None
         if is_named(which):
             return named_value(which, "a dict of placements, or a function of the mesh")
-        near = nearest(which, ("auto", "none"))
-        raise PlanningError(
-            f"--placements {which} is none of auto, none and file.py:NAME.\n"
-            f"fix: {near[0] if near else 'auto'}"
-        )
+        return _placements_word(which)
 
     def _inputs(self, mesh: Mesh) -> Any:
         stated = self.work.stated.get("inputs")
@@ -160,9 +150,9 @@ class Placed:
         if which is None and stated is not None:
             return stated
         if which in (None, "auto"):
-            return {"pp": dt.Auto(2 * ranks) if schedule in SEVERAL_STAGES else "auto"}
+            return {"pp": dt.Auto(num_stages=2 * ranks) if schedule in SEVERAL_STAGES else "auto"}
         if which.isdecimal() and int(which) > 0:
-            return {"pp": dt.Auto(int(which))}
+            return {"pp": dt.Auto(num_stages=int(which))}
         raise PlanningError(
             f"--stages {which} is neither auto nor a number of stages.\n"
             f"fix: --stages {2 * ranks}, or stages= in what module.py:function returns"
@@ -179,14 +169,40 @@ class Placed:
         return schedule_of(name or "1f1b", found)
 
 
+def _placements_word(which: str | None) -> None:
+    """PlanningError for none of those that there are."""
+    if which in (None, "auto", "none") or is_named(which):
+        return
+    near = nearest(which, ("auto", "none"))
+    raise PlanningError(
+        f"--placements {which} is none of auto, none and file.py:NAME.\n"
+        f"fix: {near[0] if near else 'auto'}"
+    )
+
+
 _NOTHING = "over tp nothing is split: no weights pair"
 
 
-def check_meshes(meshes: Sequence[Mesh], *, any_names: bool) -> None:
+def check_stated(
+    options: argparse.Namespace, meshes: Sequence[Mesh], zeros: Sequence[Mapping[str, int]]
+) -> None:
+    """PlanningError for what is wrong whatever the model is, before there is one."""
+    if options.placements == "auto" or (options.placements is None and not is_named(options.model)):
+        check_meshes(meshes)
+    for zero in zeros:
+        check_axes(list(zero), meshes, f"--zero {_zero_text(zero)}")
+    between = options.across.replace(",", " ").split()
+    check_axes(between, meshes, f"--across {options.across}")
+    topology_of(options.topology, options.across, options.memory, meshes[0])
+    _placements_word(options.placements)
+    optimizer_class(options.optimizer or "AdamW")
+
+
+def check_meshes(meshes: Sequence[Mesh]) -> None:
     """PlanningError for an axis that means nothing where nothing says what is split over it."""
     for mesh in meshes:
         for axis, size in mesh.shape.items():
-            if any_names or axis in AXES or size == 1:
+            if axis in AXES or size == 1:
                 continue
             near = nearest(axis, AXES)
             raise PlanningError(

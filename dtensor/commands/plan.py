@@ -55,17 +55,16 @@ REAL = "call module.py:function as it is, and not on the meta device"
 
 def run(options: argparse.Namespace) -> int:
     from dtensor.commands.as_data import plan_data, print_json
-    from dtensor.commands.placed import Placed
+    from dtensor.commands.placed import Placed, check_stated
     from dtensor.commands.workload import Workload
     from dtensor.sharding.plan.text.words import size_text
 
     mesh, zero = options.mesh, options.zero or {}
+    check_stated(options, [mesh], [zero])
     with Progress() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = Placed(work, options)
-            placed.check([mesh], [zero])
-            placed.topology(mesh)
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         with progress.doing(f"plans it on {mesh}"):

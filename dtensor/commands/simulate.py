@@ -60,16 +60,15 @@ def add_to(parsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
     from dtensor.commands.as_data import print_json, trace_data
-    from dtensor.commands.placed import Placed
+    from dtensor.commands.placed import Placed, check_stated
     from dtensor.commands.workload import Workload
 
     mesh, zero = options.mesh, options.zero or {}
+    check_stated(options, [mesh], [zero])
     with Progress() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = Placed(work, options)
-            placed.check([mesh], [zero])
-            placed.topology(mesh)
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         with progress.doing(f"plans it on {mesh}"):

@@ -28,7 +28,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import dtype_name
 
-ROWS, LENGTH = 8, 128
+ROWS = 8
 
 
 @dataclass(kw_only=True, repr=False)
@@ -97,7 +97,7 @@ def _of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
         config,
         made.head,
         rows=options.batch or ROWS,
-        length=options.length or LENGTH,
+        length=options.length,
         meta=meta,
     )
     names = tuple(inputs)

@@ -78,7 +78,7 @@ def test_one_that_does_not_fit(command: Command):
 
 @pytest.mark.slow
 def test_simulate_draws_and_writes(command: Command):
-    line = "simulate mlp.py:make --set width=64 --mesh pp=2 --microbatches 2 --schedule gpipe"
+    line = "simulate mlp.py:make --set width=8192 --mesh pp=2 --microbatches 2 --schedule gpipe"
     ran = command(f"{line} --trace out.json")
     assert ran.status == 0
     picture = [text for text in ran.out.splitlines() if text.startswith("rank ")][2:4]
@@ -107,7 +107,7 @@ def test_simulate_draws_and_writes(command: Command):
         ("plan meta-llama/Llama-3.2-1B --mesh tp=2", "if it is a model of the hub: nothing is"),
         ("plan tiny --mesh tp=2 --set n_layr=4", "no such field.\nfix: n_layer"),
         ("plan tiny --mesh tp=2 --set n_layer=x", "n_layer"),
-        ("plan tiny --mesh tp=2", "--length 128 is more than the 64 positions of gpt2"),
+        ("plan tiny --mesh tp=2 --length 128", "is more than the 64 positions of gpt2"),
         ("plan tiny --mesh tp=2 --length 8 --head causal", "fix: causal-lm"),
         ("plan mlp.py --mesh tp=2", "mlp.py names no value in it"),
         ("plan mpl.py:make --mesh tp=2", "there is no file mpl.py.\nfix: mlp.py"),

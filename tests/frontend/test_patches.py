@@ -48,3 +48,17 @@ def test_registrations_come_back() -> None:
     with pytest.raises(ValueError, match="inside"), whole_layers():
         raise ValueError("inside")
     assert op.py_kernels == before
+
+
+def test_a_device_around_the_capture_changes_nothing() -> None:
+    """As where a model is made on the meta device, and planned within the same block."""
+
+    def attends(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
+
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    plain = capture(attends, (x,), grads="loss")
+    with torch.device("meta"):
+        assert str(capture(attends, (x,), grads="loss")) == str(plain)
+    assert torch.get_default_device().type == "cpu"
