@@ -21,7 +21,7 @@ from dtensor.commands.options import (
 )
 from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
-from dtensor.commands.progress import Progress
+from dtensor.commands.progress import AtWork
 
 
 def add_to(parsers: Any) -> None:
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_stated(options, options.mesh, options.zero or [])
     several = len(options.schedule or ()) > 1
-    with Progress() as progress:
+    with AtWork() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = Placed(work, options)

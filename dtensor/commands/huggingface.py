@@ -40,7 +40,7 @@ _NEVER = "nothing is downloaded here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class FromConfiguration:
     """A model and which of `_HEADS` it is."""
 
     model: nn.Module
@@ -77,7 +77,7 @@ def configuration(what: str, fields: Mapping[str, Any]) -> Any:
 
 def model_of(
     config: Any, what: str, head: str | None, dtype: torch.dtype | None, *, meta: bool
-) -> Made:
+) -> FromConfiguration:
     """The model that the configuration, or ``head``, names; random numbers where not ``meta``."""
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import model_type_to_module_name
@@ -129,7 +129,7 @@ def model_of(
         ) from error
     finally:
         torch.set_default_dtype(before)
-    return Made(model=model.train(), head=chosen)
+    return FromConfiguration(model=model.train(), head=chosen)
 
 
 def batch(

@@ -21,7 +21,7 @@ from dtensor.commands.options import (
     add_workload,
 )
 from dtensor.commands.parser import add_command
-from dtensor.commands.progress import Progress
+from dtensor.commands.progress import AtWork
 
 
 def add_to(parsers: Any) -> None:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
     mesh, zero = options.mesh, options.zero or {}
     check_stated(options, [mesh], [zero])
-    with Progress() as progress:
+    with AtWork() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = Placed(work, options)

@@ -27,7 +27,7 @@ from dtensor.commands.options import (
 )
 from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
-from dtensor.commands.progress import Progress
+from dtensor.commands.progress import AtWork
 from dtensor.errors import PlanningError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
     mesh, zero = options.mesh, options.zero or {}
     check_stated(options, [mesh], [zero])
-    with Progress() as progress:
+    with AtWork() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = Placed(work, options)
