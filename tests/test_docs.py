@@ -50,6 +50,8 @@ def test_a_page_prints_what_it_shows(
     if starts_ray(PAGES[page]):
         request.getfixturevalue("ray_session")  # that pages share one
     run_page(Path(page).stem, PAGES[page], tmp_path)
+    for drawn in tmp_path.glob("*.svg"):
+        assert drawn.read_text() == (DOCS / "pictures" / drawn.name).read_text(), drawn
 
 
 def test_every_block_runs_or_says_why_not() -> None:
