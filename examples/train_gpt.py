@@ -123,7 +123,11 @@ def train(
     held_out_loss = dt.compile(loss_fn, mesh)
     held_out = windows(data.validation, args.batch, args.context, 4)
 
-    with dt.launch(mesh, backend=backend, device=args.device):
+    # of a Ray that spans machines, if there is one; the placements that follow are in-process
+    address = args.address if backend == "ray" else None
+    with dt.launch(mesh, backend=backend, device=args.device, address=address) as run:
+        if address is not None:
+            console.print(run, highlight=False)
         found = dt.resume(folder, model, opt)  # each rank reads its own part, however it was saved
         first = found.step if found and found.step else 0
         if found:
@@ -274,6 +278,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description="Train a small GPT under any placement.")
     options.add_argument("--placements", choices=PLACEMENTS, default="tp2pp2")
     options.add_argument("--backend", choices=["ray", "inprocess"], default="inprocess")
+    options.add_argument("--address", help="of a Ray to join; by default one is started")
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--steps", type=int, default=100, help="under these placements, in all")
     options.add_argument("--more-steps", type=int, default=10, help="after the change of placement")

@@ -29,6 +29,7 @@ from dtensor.api.stating.stages import Stages
 from dtensor.api.switching import Optimizers, Wanted, switch_of
 from dtensor.daft import Backend, DaftError, Mode, launch_cluster
 from dtensor.daft.launching import Offer
+from dtensor.daft.status.diagnosis import ranks_text
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.named_values import SyncPlan
@@ -37,7 +38,17 @@ from dtensor.sharding.spec.mesh import Mesh
 
 
 class LaunchSession(MeshSession):
-    """What `launch` gives: the session of its first mesh, and what is done between two steps."""
+    """What `launch` gives: the session of its first mesh, and what is done between two steps. It
+    prints as its meshes and, where they are on several machines, who is where."""
+
+    def __repr__(self) -> str:
+        meshes = ", ".join(map(str, self.launch.places))
+        state = "ended" if self.closed else "running"
+        lines = [f"launch of {meshes}: {state}"]
+        if not self.closed:
+            for machine, ranks in self.launch.cluster.machines.items():
+                lines.append(f"  {ranks_text(ranks)} on {machine}")
+        return "\n".join(lines)
 
     def switch_plan(
         self,
@@ -146,6 +157,8 @@ def launch(
         device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
             each rank a GPU of its own where Ray has enough, else one actor hosts all on one GPU.
         address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
+            Where it spans machines, ranks are on all of them, in blocks in the mesh's order: those
+            along the last axis are on one (docs/scale_out.md).
         deadline_s: seconds after which a rank that makes no progress counts as failed.
         call_deadline_s: seconds that one computation of a rank may take, for which a warning is
             given after `deadline_s`.
@@ -208,6 +221,11 @@ def launch(
         )
     if launches:
         raise PlanningError("a launch is running already; leave it before starting another")
+    together = [
+        row
+        for mesh, own in places.items()
+        for row in rows(mesh, range(mesh.size) if own is None else own)
+    ]
     cluster = launch_cluster(
         size,
         backend=backend,
@@ -218,6 +236,7 @@ def launch(
         spares=spares,
         snapshot_every=snapshot_every,
         max_restarts=max_restarts,
+        together=together,
     )
     running = Launch(cluster, mode, local)
     (first, own), *others = places.items()
@@ -239,6 +258,13 @@ def launch(
             error.add_note(f"and not all weights came home: {lost}")
         raise
     _leave(running, actors, bring_home)
+
+
+def rows(mesh: Mesh, ranks: Sequence[int]) -> list[Sequence[int]]:
+    """The ranks along the mesh's last axis, for each place along the others: what they send each
+    other should stay inside a machine. Axes of size 1 are none."""
+    size = next((n for n in reversed(mesh.shape.values()) if n > 1), 1)
+    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
 
 def _check_inductor(device: str) -> None:

@@ -14,8 +14,10 @@ read. Leaving it by an exception waits for nothing.
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, assert_never, get_args
 
 import torch
@@ -86,6 +88,7 @@ def _session(
         case "inprocess":
             return LocalSession(seed)
         case "ray":
+            _check_ray()
             # Not at the top: Ray is an extra, and takes a second to import.
             from dtensor.daft.ray.session import RaySession
 
@@ -131,6 +134,7 @@ def launch_cluster(
     snapshot_every: int | None = None,
     spares: int = 0,
     max_restarts: int = 100,
+    together: Sequence[Sequence[int]] = (),
 ) -> Cluster:
     """Start `size` ranks, on a `device` of type "cpu" or "cuda".
 
@@ -144,7 +148,10 @@ def launch_cluster(
     On Ray after each, where a lost rank's successor finds them: it is replaced, and runs since are
     done again (`ray/recovery.py`). `spares`: processes that wait for that; with some, every run is
     kept. `max_restarts`: how many processes may be replaced before the loss of one is an error.
-    ValueError for another backend, for seconds that are none, and for numbers out of range.
+    `together`: ranks that exchange most with each other, which come to one machine if they can
+    (`ray/placing.py`).
+    ValueError for another backend, for seconds that are none, and for numbers out of range;
+    ImportError where Ray is not installed.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
@@ -167,6 +174,7 @@ def launch_cluster(
                 snapshot_every=snapshot_every,
             )
         case "ray":
+            _check_ray()
             # Not at the top: Ray is an extra, and takes a second to import.
             from dtensor.daft.ray.cluster import RayCluster
 
@@ -181,9 +189,24 @@ def launch_cluster(
                 snapshot_every=snapshot_every,
                 spares=spares,
                 max_restarts=max_restarts,
+                together=together,
             )
         case _:
             assert_never(backend)
+
+
+def _check_ray() -> None:
+    """`ImportError`, with what to do, where it is not installed."""
+    try:
+        import_module("ray")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ImportError(
+            "backend='ray' needs Ray, which is not installed in this Python "
+            f"({sys.executable}).\n"
+            "  Fix: pip install 'ray>=2.50,<3', or backend='inprocess'."
+        ) from None
 
 
 def _check(backend: object, **seconds: object) -> None:

@@ -156,6 +156,11 @@ class Cluster(ABC):
         return ()
 
     @property
+    def machines(self) -> Mapping[str, tuple[int, ...]]:
+        """The ranks on each machine, by what people call it; empty where all are on one."""
+        return {}
+
+    @property
     def recovered(self) -> int:
         """How often lost ranks were replaced so far. Values that only replayable writes have made,
         as those of caches, do not outlive it: reading one is an error until it is put anew."""

@@ -34,14 +34,17 @@ from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.launch_folder import LaunchSeen
 from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
 from dtensor.daft.ray.operators import Needed
+from dtensor.daft.ray.placing import Room, place
 from dtensor.daft.ray.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
-from dtensor.daft.ray.recovery import STOPPED_S, Recovery
+from dtensor.daft.ray.recovery import STOPPED_S, TOGETHER_S, Recovery
+from dtensor.daft.ray.run_channel import Reply
 from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Stored, Worker
+from dtensor.daft.status.diagnosis import ranks_text
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
@@ -77,6 +80,7 @@ class RayCluster(HostedCluster):
         spares: int = 0,
         snapshot_every: int | None = None,
         max_restarts: int = 100,
+        together: Sequence[Sequence[int]] = (),
     ) -> None:
         hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
         super().__init__(size, device, hosts, seed, snapshot_every)
@@ -93,6 +97,7 @@ class RayCluster(HostedCluster):
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
         self._under_way: list[deque[tuple[int, int]]] = []
+        self._spans = False  # several machines
         self._home = Home(address, deadline_s)
         try:
             if device.type == "cuda":
@@ -111,6 +116,8 @@ class RayCluster(HostedCluster):
             )
             self._host_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
             options = {"num_gpus": 1} if device.type == "cuda" else {}
+            machines = self._machines_of(together)
+            self._spans = bool(machines)
             self.crew = Crew(
                 self._home,
                 self.channel,
@@ -119,7 +126,8 @@ class RayCluster(HostedCluster):
                 spares=spares,
                 memory=None if self.changes is None else self._home.snapshots,
                 options=options,
-                machines=[""] if self.changes is None else self._home.machines,
+                machines=machines,
+                controllers=self._home.own_machine if machines else "",
             )
             if self.crew.several:
                 self.copies *= 2  # another machine's hosts keep as much here
@@ -146,10 +154,32 @@ class RayCluster(HostedCluster):
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
 
+    def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
+        """By host, Ray's name of the machine where it comes up, where Ray spans several."""
+        gpus = self.device.type == "cuda"
+        machines = self._home.machines("GPU" if gpus else "CPU")
+        if not machines:
+            return []
+        rooms = [Room(str(machine), machine.room) for machine in machines]
+        kind = "GPU" if gpus else "CPU"
+        found = place(self.hosts, together, rooms, kind=kind, fewest=gpus)
+        return [machines[each].node for each in found]
+
     def _say_hosts(self) -> None:
-        """Whoever looks at the launch hears which process has which ranks."""
+        """Whoever looks at the launch hears which process has which ranks, and on which machine."""
         files = [process.counter.path.name for process in self.crew.all]
-        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)))
+        where = [self._home.named(process.machine) for process in self.crew.all]
+        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
+
+    @property
+    def machines(self) -> dict[str, tuple[int, ...]]:
+        if not self._spans:
+            return {}
+        found: dict[str, tuple[int, ...]] = {}
+        for process, ranks in zip(self.crew.all, self.crew.hosts, strict=True):
+            where = self._home.named(process.machine)
+            found[where] = (*found.get(where, ()), *ranks)
+        return found
 
     def _grow(self, size: int) -> Hosts:
         """The new processes start; then all leave, and meet again with them."""
@@ -426,7 +456,7 @@ class RayCluster(HostedCluster):
         return self.failure
 
     def _end(self) -> None:
-        if self._home.several and self.failure is None:
+        if self._spans and self.changes is not None and self.failure is None:
             first = {p.machine: p for p in (*self.crew.all, *self.crew.spares)}
             replies = [
                 self.channel.send(process.index, ASKED, (Ranks.remove_memory,), ())
@@ -524,6 +554,8 @@ class RayCluster(HostedCluster):
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         place = self.crew.place(host)
+        if self._spans:
+            reason = f"{reason} {self._whereabouts(host)}"
         if place is None:
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
         host = place
@@ -532,6 +564,20 @@ class RayCluster(HostedCluster):
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = known
         return replace(describe(handle.program, site, reason), step=at.run)
+
+    def _whereabouts(self, process: int) -> str:
+        """Where one is, or was; and if all that is there can be reached no more, that."""
+        machine = self._home.processes[process].machine
+        name, broken = self._home.named(machine), self.channel.broken()
+        if process in broken and machine != self._home.own_machine:
+            self.channel.came([Reply(0)], TOGETHER_S)  # a machine's connections break together
+            broken = self.channel.broken()
+        there = [p for p in (*self.crew.all, *self.crew.spares) if p.machine == machine]
+        if any(p.index not in broken for p in there) or machine == self._home.own_machine:
+            return f"It was on {name}."
+        ranks = [r for h, p in enumerate(self.crew.all) if p in there for r in self.crew.hosts[h]]
+        others = f", with {ranks_text(ranks)}" if len(ranks) > 1 else ""
+        return f"Machine {name} has ended or cannot be reached{others}."
 
     def at_work(self, host: int, at: Progress) -> bool:
         place = self.crew.place(host)

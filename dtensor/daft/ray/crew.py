@@ -9,9 +9,10 @@ was taken is followed by another, which starts while the ranks go on; where ther
 process is started, which takes seconds. What was replaced is ended first, through its pidfd, so
 that it never writes again.
 
-Where snapshots are kept and Ray spans several machines, hosts are spread over them, in blocks; what
-each machine's hosts keep is with hosts of the next one too, in a ring (`copies.py`). A lost host is
-replaced on its own machine, where others live there, else on the one that has the copies.
+Where Ray spans several machines, hosts are in blocks on them (`placing.py`). Where snapshots are
+kept, too, what each machine's hosts keep is with hosts of the next one, in a ring (`copies.py`). A
+lost host is replaced on its own machine, where others live there, else on the one that has the
+copies.
 
 Invariants: a process, its line to the controller and what it is called in the store have one
 number, which no other process of the launch has. Not here: what ranks are told when they have to
@@ -37,9 +38,9 @@ MOVED = " on another machine"
 
 
 class Crew:
-    """`hosts`: the ranks of each; `memory`: as of `Ranks`. `options` are Ray's. `machines`: Ray's
-    names of those that it spans, the controller's first, where that matters; else one of no name.
-    """
+    """`hosts`: the ranks of each; `memory`: as of `Ranks`. `options` are Ray's. `machines`: by
+    host, Ray's name of the one that it is to be on, where Ray spans several; `controllers`: the
+    controller's."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class Crew:
         spares: int,
         memory: Path | None,
         options: Mapping[str, object] = NO_OPTIONS,
-        machines: Sequence[str] = ("",),
+        machines: Sequence[str] = (),
+        controllers: str = "",
     ) -> None:
         self.spares: list[HostProcess] = []
         self.hosts = hosts
@@ -60,12 +62,12 @@ class Crew:
         self._device = device
         self._memory = memory
         self._options = options
-        self._machines = machines
+        self.controllers = controllers
+        self.several = memory is not None and any(machines)  # copies are on others, too
         self._wanted = spares
         self._warm: dict[int, Reply] = {}  # of the spares, what tells that they have started
         self._place: dict[int, int] = {}  # by number of a process, which host it is
-        num = len(hosts)
-        where = [machines[host * len(machines) // num] for host in range(num)]
+        where = machines or [""] * len(hosts)
         self._hosts = [self._spawn(*each) for each in zip(hosts, where, strict=True)]
         for host, process in enumerate(self._hosts):
             self._place[process.index] = host
@@ -82,21 +84,11 @@ class Crew:
     def all(self) -> Sequence[HostProcess]:
         return self._hosts
 
-    @property
-    def several(self) -> bool:
-        """Whether copies are kept on other machines."""
-        return len(self._machines) > 1
-
-    @property
-    def controllers(self) -> str:
-        """The controller's machine."""
-        return self._machines[0]
-
     def living(self, lost: Collection[int]) -> set[str]:
         """The machines with hosts that are not lost or with spares, and the controller's."""
         there = [p for host, p in enumerate(self._hosts) if host not in lost]
         there += [spare for spare in self.spares if self._is_there(spare)]
-        return {self._machines[0], *(process.machine for process in there)}
+        return {self.controllers, *(process.machine for process in there)}
 
     def replace(self, host: int, places: Sequence[str]) -> tuple[HostProcess, str]:
         """Another process for a host, on the first of these machines that has a spare, or else on
@@ -171,8 +163,9 @@ class Crew:
 
     def _spawn(self, ranks: tuple[int, ...], machine: str) -> HostProcess:
         arguments, options = (ranks, self._device, self._memory), self._options
+        if self.several:
+            arguments = *arguments, machine, machine == self.controllers
         if machine:
-            arguments = *arguments, machine, machine == self._machines[0]
             options = {**options, **on_machine(machine)}
         process = self._home.spawn(Ranks, *arguments, options=options)
         process.machine = machine

@@ -5,7 +5,8 @@
 
 Invariants: one process group spans all actors. Each key has two tags of its own, on which gloo
 keeps the order: an exchange has the even one, the second half of a large all_reduce the odd one.
-That half runs in the key's helper thread. A peer that dies makes the `wait` of this one raise.
+That half runs in the key's helper thread. A peer that dies makes the `wait` of this one raise, as
+does one on a machine that falls silent.
 Gloo's ports take whoever comes first and says a small number, so each peer proves once, over the
 connection that is used from then on, that it knows the launch's secret: nothing else is read before
 that. What follows is neither encrypted nor signed.
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import Store
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
+from dtensor.daft.ray.silence import connections, listen_to_those
 from dtensor.daft.run.transport import Pending
 
 PATIENCE_S = 86400.0
@@ -65,8 +67,10 @@ def join_gloo(
     """Actor `index`'s wire to the others; blocks until all have joined. `ConnectionError` if one
     does not know the launch's secret."""
     size = max(host_of) + 1
+    before = connections()
     group = gloo_group(store, index, size, own_address)
     prove(group, index, [peer for peer in range(size) if peer != index], secret)
+    listen_to_those(connections() - before)
     return GlooWire(group, host_of)
 
 

@@ -96,7 +96,7 @@ class Host:
                 for message in incoming(sock):
                     if message is not None and (answer := self._answer(message)):
                         send(sock, answer)
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # it ended, or its machine cannot be reached
                 return
 
     def _answer(self, message: Message) -> Sequence[Data]:

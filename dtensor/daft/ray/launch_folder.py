@@ -52,12 +52,16 @@ class LaunchFolder:
         _sweep(own.path.parent)
         return LaunchFolder(own)
 
-    def say(self, kind: str, hosts: Mapping[str, Sequence[int]]) -> None:
+    def say(
+        self, kind: str, hosts: Mapping[str, Sequence[int]], machines: Sequence[str] = ()
+    ) -> None:
         """What the launch is: "ranks" or "actors"; and the file of each host's counter, with the
-        ranks that it has, in the order of the lists of programs. Again, when that changes."""
+        ranks that it has, in the order of the lists of programs. Again, when that changes.
+        `machines`: what those of the hosts are called, where they are on several."""
         facts = {
             "kind": kind,
             "hosts": [[file, list(ranks)] for file, ranks in hosts.items()],
+            "machines": list(machines),
             "pid": os.getpid(),
             "command": " ".join(sys.argv)[:200],
         }
@@ -100,6 +104,7 @@ class LaunchSeen:
         self.hosts: tuple[tuple[str, tuple[int, ...]], ...] = tuple(
             (file, tuple(ranks)) for file, ranks in facts["hosts"]
         )
+        self.machines: tuple[str, ...] = tuple(facts["machines"])
         self._lines: dict[int, Lines | None] = {}
 
     @property
@@ -138,6 +143,7 @@ class LaunchSeen:
             title=self.title,
             pid=self.pid,
             hosts=tuple(ranks for _, ranks in self.hosts),
+            machines=self.machines,
             lines=self.lines,
             controller=controller,
             patient=self.kind != "ranks",

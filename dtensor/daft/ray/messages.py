@@ -36,6 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dtensor.daft.ray.silence import listen_to
+
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 
 Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
@@ -332,11 +334,13 @@ def _connected(invitation: Invitation) -> socket.socket:
 
 
 def widen(sock: socket.socket) -> None:
-    """More may be under way than by default; small messages do not wait for others."""
+    """More may be under way than by default; small messages do not wait for others; what leads to
+    another machine breaks when that falls silent."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listen_to(sock)
 
 
 def claim(key: bytes, nonce: bytes, index: int, own: bytes) -> bytes:

@@ -37,10 +37,12 @@ from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.run_channel import CallLost, NotYet, RunChannel
 from dtensor.daft.ray.starting import (
     LOOPBACK,
+    Machine,
     end_ray,
     machines,
     missing_environment,
     own_address,
+    own_node,
     start_ray,
 )
 from dtensor.daft.ray.store import SignedStore
@@ -249,7 +251,7 @@ class Home:
         self._store: SignedStore | None = None
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None
-        self._machines: list[str] | None = None
+        self._machines: dict[str, Machine] | None = None
         with ExitStack() as ending:
             self.folder = LaunchFolder.make()
             ending.callback(self.folder.close)
@@ -300,19 +302,23 @@ class Home:
             self._snapshots = self._ending.enter_context(OwnFolder.in_memory()).path
         return self._snapshots
 
-    @property
-    def machines(self) -> list[str]:
-        """Ray's names of those that it spans, this one first; of no name, if it is alone."""
-        if self._machines is None:
-            self._machines = machines() if self.address != LOOPBACK else [""]
-            if len(self._machines) == 1:
-                self._machines = [""]
-        return self._machines
+    def machines(self, kind: str = "CPU") -> list[Machine]:
+        """Those that Ray spans, where they are several; `kind`: as of `starting.machines`."""
+        if self.address == LOOPBACK:
+            return []
+        found = machines(kind)
+        self._machines = {machine.node: machine for machine in found}
+        return found if len(found) > 1 else []
+
+    def named(self, machine: str) -> str:
+        """What people call one, by Ray's name of it; "" if there are no others."""
+        known = self._machines or {}
+        return str(known.get(machine, machine)) if len(known) > 1 else ""
 
     @property
-    def several(self) -> bool:
-        """Whether processes on other machines have a folder in memory, too."""
-        return self._machines is not None and len(self._machines) > 1
+    def own_machine(self) -> str:
+        """Ray's name of the controller's."""
+        return own_node()
 
     def announce(self, key: str) -> None:
         """To those that wait at the store, if anybody does."""

@@ -51,6 +51,7 @@ from dtensor.daft.ray.messages import (
     unsent,
     widen,
 )
+from dtensor.daft.ray.silence import is_quiet
 
 LONGEST_PATH = 100
 """Bytes of a unix socket's path that every system takes."""
@@ -103,6 +104,7 @@ class _Connection:
         self.unwritten: deque[memoryview] = deque()
         self.deaf = False  # nothing can be written any more; what it has said is still read
         self.broken = False
+        self.machine = ""  # its address, if it is another
 
 
 class _Guest:
@@ -239,7 +241,12 @@ class RunChannel:
         return self._lines[host].broken
 
     def broken(self) -> list[int]:
-        """The hosts whose connections broke."""
+        """The hosts whose connections broke. Those to one machine break together: where one did,
+        others to it that are quiet do, too."""
+        gone = {line.machine for line in self._lines if line.broken and line.machine}
+        for line in self._lines if gone else ():
+            if line.machine in gone and line.sock is not None and is_quiet(line.sock):
+                self._break(line)
         return [index for index, line in enumerate(self._lines) if line.broken]
 
     def close(self) -> None:
@@ -344,7 +351,7 @@ class RunChannel:
                     pieces = unsent(pieces, sent)
             except BlockingIOError:
                 pass
-            except (ConnectionError, TimeoutError):
+            except OSError:
                 self._stop_writing(line)
                 return
         if pieces:
@@ -390,7 +397,7 @@ class RunChannel:
                     line.unwritten[0] = line.unwritten[0][sent:]
         except BlockingIOError:
             return
-        except (ConnectionError, TimeoutError):
+        except OSError:
             self._stop_writing(line)
             return
         except BaseException:
@@ -418,7 +425,7 @@ class RunChannel:
             more = guest.sock.recv(CLAIM_BYTES - len(guest.said))
         except BlockingIOError:
             return
-        except (ConnectionError, TimeoutError):
+        except OSError:
             more = b""
         guest.said += more
         if more and len(guest.said) < CLAIM_BYTES:
@@ -437,6 +444,8 @@ class RunChannel:
         with self._changed:
             guest.sock.send(proof(self._key, nonce))
             line.sock, line.messages = guest.sock, incoming(guest.sock)
+            if guest.sock.family != socket.AF_UNIX:
+                line.machine = str(guest.sock.getpeername()[0])
             self._joined[descriptor] = line
             if line.unwritten:
                 self._write_later(line)

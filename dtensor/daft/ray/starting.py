@@ -26,12 +26,14 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+import ray.exceptions
 from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -53,19 +55,24 @@ _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _constants: Any = ray_constants
 _tokens: Any = None
 _config: Any = None
+_gcs_client: Any = None
 with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
-    from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore
+    from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # pyright: ignore
 
     _tokens, _config = AuthenticationTokenLoader.instance(), Config  # pyright: ignore
+    _gcs_client = GcsClient  # pyright: ignore
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
 def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     """Make Ray usable; whether it was started here, and is to be shut down here.
 
-    `ConnectionError` if there is none at `address`.
+    `ConnectionError` if there is none at `address`, or none that lets this process in, and if this
+    process has joined another one.
     """
     if ray.is_initialized():
+        if address is not None:
+            _check_joined(address)
         return False
     if address is not None:
         _join_ray(address, deadline_s)
@@ -141,6 +148,33 @@ def _own_folder() -> str:
     return str(own / "ray")
 
 
+def _check_joined(address: str) -> None:
+    """`ConnectionError` if this process is in another Ray than that."""
+    joined = str(_ray.get_runtime_context().gcs_address)
+    wanted, there = _where(address), _where(joined)
+    if wanted is None or wanted == there:
+        return
+    own = (str(_ray.util.get_node_ip_address()), wanted[1])
+    if wanted[0].startswith("127.") and own == there:
+        return
+    raise ConnectionError(
+        f"address={address!r}, and this process has joined the Ray at {joined!r} already; it can "
+        f"be in one at a time.\n"
+        f"  Fix: address={joined!r}, or ray.shutdown() before the launch."
+    )
+
+
+def _where(address: str) -> tuple[str, int] | None:
+    """Host, as a number where it has one, and port; None of "auto" and its like."""
+    where = urlsplit(address if "//" in address else f"//{address}")
+    if where.hostname is None or where.port is None:
+        return None
+    try:
+        return socket.gethostbyname(where.hostname), where.port
+    except OSError:
+        return where.hostname, where.port
+
+
 def _join_ray(address: str, deadline_s: float) -> None:
     """Ray itself would look for seven minutes, and leave a thread behind."""
     attempts = max(1, int(deadline_s / ATTEMPT_S))
@@ -153,10 +187,16 @@ def _join_ray(address: str, deadline_s: float) -> None:
             f"  Fix: give the address that `ray start --head` prints, or leave out address= to "
             f"start Ray on this machine."
         ) from error
+    _read_token()
+    if _token_mode() and not _tokens.has_token(True):
+        raise ConnectionError(_no_token(address))
+    began = time.monotonic()
     try:
         with _environment(environment):
             _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
+        if time.monotonic() - began < ATTEMPT_S / 2 and _asks_for_a_token(address):
+            raise ConnectionError(_no_token(address)) from error
         raise ConnectionError(
             f"What listens at {address!r} is not a Ray that lets this process in: {error}\n"
             f"  Fix: give the address that `ray start --head` prints; if that Ray asks for a "
@@ -165,14 +205,47 @@ def _join_ray(address: str, deadline_s: float) -> None:
         ) from error
 
 
+def _token_mode() -> bool:
+    return _tokens is not None and os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def _asks_for_a_token(address: str) -> bool:
+    """Whether what answers there is a Ray that knows no token of this process's."""
+    if _tokens is None:
+        return False
+    try:
+        _gcs_client(address=address)
+    except ray.exceptions.AuthenticationError:
+        return True
+    except Exception:  # whatever it is that answers, it is no such Ray
+        return False
+    return False
+
+
+def _no_token(address: str) -> str:
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
+    if not _token_mode():
+        fact = "this process sends none: RAY_AUTH_MODE is not set to token"
+    elif not _tokens.has_token(True):
+        fact = f"this process has none: RAY_AUTH_TOKEN is not set, and there is no file {path}"
+    else:
+        own = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else path
+        fact = f"the one that this process has, in {own}, is another"
+    return (
+        f"The Ray at {address!r} asks for its token, and {fact}.\n"
+        f"  Fix: copy ~/.ray/auth_token from the machine on which that Ray was started to "
+        f"{path}, and start Python with RAY_AUTH_MODE=token."
+    )
+
+
 def _await_answer(address: str, patience_s: float) -> None:
     """`OSError` unless something listens there; of "auto" Ray alone knows what it stands for."""
-    where = urlsplit(address if "//" in address else f"//{address}")
+    where = _where(address)
     end = time.monotonic() + patience_s
-    while where.hostname is not None and where.port is not None:
+    while where is not None:
         try:
             left = max(0.1, end - time.monotonic())
-            socket.create_connection((where.hostname, where.port), timeout=left).close()
+            socket.create_connection(where, timeout=left).close()
             return
         except OSError:
             if time.monotonic() + RETRY_S > end:
@@ -274,14 +347,41 @@ def reached_at(controller: str) -> str:
     return LOOPBACK if controller == LOOPBACK else str(_ray.util.get_node_ip_address())
 
 
-def machines() -> list[str]:
-    """Ray's names of those that have CPUs to give, this one first."""
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One that Ray spans. `node`: Ray's name of it; `room`: its CPUs or GPUs."""
+
+    node: str
+    address: str
+    hostname: str
+    room: int
+
+    def __str__(self) -> str:
+        """10.77.0.2 (two)"""
+        own = "" if self.hostname in ("", self.address) else f" ({self.hostname})"
+        return f"{self.address}{own}"
+
+
+def machines(kind: str = "CPU") -> list[Machine]:
+    """Those that Ray knows to be there, this one first, then by their addresses. `kind` is of
+    their rooms, in Ray's names."""
+    found: list[Machine] = []
     nodes: list[dict[str, Any]] = _ray.nodes()
-    others = [
-        node["NodeID"] for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0
-    ]
+    for node in nodes:
+        if node["Alive"]:
+            room = int(node["Resources"].get(kind, 0))
+            where = str(node["NodeManagerAddress"]), str(node["NodeManagerHostname"])
+            found.append(Machine(str(node["NodeID"]), *where, room))
     own = own_node()
-    return [own, *sorted(each for each in others if each != own)]
+    return sorted(found, key=lambda m: (m.node != own, _in_order(m.address), m.node))
+
+
+def _in_order(address: str) -> tuple[int, bytes]:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return family, socket.inet_pton(family, address)
+    except OSError:  # a name
+        return 0, address.encode()
 
 
 def on_machine(machine: str) -> dict[str, object]:

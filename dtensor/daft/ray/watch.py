@@ -260,9 +260,8 @@ class HostWatch:
         cut_off = self._is_cut_off(host)  # of a machine that is gone Ray hears after a while
         text = text or host.ended(0.0 if cut_off else ENDING_S) or ""
         line = next(iter(text.strip().splitlines()), "")
-        if cut_off and not line:
-            line = "It was on another machine, which may be gone."
-        self.lose(host, f"the process died. {line}".strip())
+        fact = "the process died." if line or not cut_off else "its connection broke."
+        self.lose(host, f"{fact} {line}".strip())
 
     def _is_cut_off(self, host: HostProcess) -> bool:
         """Whether a process on another machine cannot be called any more: nothing else tells of

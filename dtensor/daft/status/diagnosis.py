@@ -38,13 +38,15 @@ RUNS = 0.005  # the same, of one that was ready to run both times: on a loaded m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What does not change while a launch is looked at. `hosts`: the ranks of each; `lines` of the
-    programs that are loaded, by their numbers. `controller`: its thread, seen twice. `patient`:
-    what runs may take as long as it likes, as methods of spawned actors may."""
+    """What does not change while a launch is looked at. `hosts`: the ranks of each, `machines`:
+    where each is, if they are on several; `lines` of the programs that are loaded, by their
+    numbers. `controller`: its thread, seen twice. `patient`: what runs may take as long as it
+    likes, as methods of spawned actors may."""
 
     title: str
     pid: int
     hosts: tuple[tuple[int, ...], ...]
+    machines: tuple[str, ...] = ()
     lines: Callable[[int], Lines | None]
     controller: tuple[ThreadSeen, ThreadSeen] | None = None
     patient: bool = False
@@ -258,12 +260,15 @@ def _status(launch: Launched, host: _Host, rank: int, rank_of: Mapping[int, int]
     if line is not None and host.blockers:
         peers = tuple(sorted({r for r, h, _ in line.partners if h in host.blockers}))
     does, text = host.does, _does(host, peers)
+    if does == "is elsewhere" and launch.machines:
+        text = "is not seen from here"
     if rank != current and now.position >= 0 and not host.down:
         does, text, peers = "waits its turn", f"shares the process of rank {current}", (current,)
     running = now.position >= 0
     return RankStatus(
         rank=rank,
         known_as=known_as,
+        machine=launch.machines[host.seen.host] if launch.machines else "",
         does=does,
         text=text,
         peers=peers,
@@ -343,6 +348,8 @@ def _reason(
     name = f"Rank {rank_of[root]}"
     if host.unknown and launch.patient:
         return "For whom spawned actors wait is not seen from here."
+    if host.does == "is elsewhere" and not waiting:
+        return f"{name} is on another machine, and not seen from here; nobody is seen to wait."
     if host.does == "is elsewhere":
         ranks = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}".capitalize()
         where = "it is on another machine, and not seen from here"

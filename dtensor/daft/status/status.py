@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-HEAD = ("rank", "does", "since", "cpu", "instruction", "at")
-WIDEST = (40, 34, 9, 5, 44, 60)
+HEAD = ("rank", "machine", "does", "since", "cpu", "instruction", "at")
+WIDEST = (40, 40, 34, 9, 5, 44, 60)
 """Of each column, in characters."""
 
 Doing: TypeAlias = Literal[
@@ -43,6 +43,7 @@ Doing: TypeAlias = Literal[
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
     """One rank. `does` is for programs, `text` says it; `peers` are the ranks that it waits for.
+    `machine`: where it is, if the launch is on several.
 
     `index` counts the instructions of the rank's own list, `instruction` is its text; all of these
     are None or empty between runs. `since_s`: it stands there; `cpu`: of a core, its thread while
@@ -51,6 +52,7 @@ class RankStatus:
 
     rank: int
     known_as: str
+    machine: str = ""
     does: Doing
     text: str
     peers: tuple[int, ...]
@@ -86,13 +88,14 @@ class Status:
     controller: str
 
     def __str__(self) -> str:
-        rows = [HEAD, *map(_row, self.ranks)]
-        cut = [[_cut(cell, most) for cell, most in zip(row, WIDEST)] for row in rows]
-        widths = [max(len(row[i]) for row in cut) for i in range(len(HEAD))]
+        rows = self._rows()
+        most: dict[str, int] = dict(zip(HEAD, WIDEST, strict=True))
+        cut = [[_cut(cell, most[name]) for cell, name in zip(row, rows[0])] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*cut)]
         lines = [
             "  ".join(
                 cell.rjust(width) if name in ("since", "cpu") else cell.ljust(width)
-                for cell, width, name in zip(row, widths, HEAD)
+                for cell, width, name in zip(row, widths, rows[0])
             ).rstrip()
             for row in cut
         ]
@@ -103,9 +106,17 @@ class Status:
             made = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
             return f"<tr>{made}</tr>"
 
-        rows = [row(HEAD, "th"), *(row(_row(each), "td") for each in self.ranks)]
+        head_row, *others = self._rows()
+        rows = [row(head_row, "th"), *(row(each, "td") for each in others)]
         head, *foot = (f"<p>{html.escape(text)}</p>" for text in (self._head(), *self._foot()))
         return "".join([head, "<table>", *rows, "</table>", *foot])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Of the table, the names first; without machines, where there is but one."""
+        rows = [HEAD, *map(_row, self.ranks)]
+        if not any(each.machine for each in self.ranks):
+            rows = [(row[0], *row[2:]) for row in rows]
+        return rows
 
     def data(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -152,6 +163,7 @@ def _row(each: RankStatus) -> tuple[str, ...]:
         instruction += f" [{each.label}]" if each.label else ""
     return (
         f"{each.rank}" + (f", {each.known_as}" if each.known_as else ""),
+        each.machine,
         each.text,
         "" if each.since_s is None else _seconds(each.since_s),
         "" if each.cpu is None else f"{100 * each.cpu:.0f}%",

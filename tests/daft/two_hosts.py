@@ -1,0 +1,112 @@
+"""What runs on the first of two machines, in tests/daft/test_two_hosts.py: a GPT at tp=2 x pp=2.
+
+    python -m tests.daft.two_hosts trains 10.77.0.1:6379          # one JSON line
+    python -m tests.daft.two_hosts loses 10.77.0.1:6379 2         # with so many spares
+
+`trains` says its losses in this process and on Ray, who was where, and what a step sent over the
+network and over loopback. `loses` says "lose" when a machine shall end, and what came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dtensor as dt
+from tests.machines import REPOSITORY, sent
+
+STEPS = 4
+LAST = 3  # steps whose bytes are counted
+
+
+def batch(number: int) -> Any:
+    torch.manual_seed(number)
+    tokens = torch.randint(64, (16, 65))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def build() -> Any:
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    import train_gpt
+    from gpt import GPT, Config
+
+    place = train_gpt.PLACEMENTS["tp2pp2"]
+    torch.manual_seed(0)
+    mesh = dt.Mesh(**place.mesh)
+    module = GPT(Config(vocab=64, context=64, width=128, layers=4, heads=4))
+    model = dt.parallelize(module, mesh, place.parameters, stages=place.stages)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = dt.train_step(model, train_gpt.loss_fn, opt, schedule=place.schedule)
+    return mesh, model, opt, step
+
+
+def trains(address: str) -> None:
+    found: dict[str, Any] = {}
+    mesh, model, opt, step = build()
+    with dt.launch(mesh):
+        found["here"] = [float(step(*batch(i))) for i in range(STEPS + LAST)]
+    mesh, model, opt, step = build()
+    found["planned"] = {
+        axis: sum(c.bytes_sent * c.times for c in step.plan(*batch(0)).collectives if c.axis == axis)
+        for axis in mesh.axes
+    }
+    found["kinds"] = sorted({(c.axis, c.kind) for c in step.plan(*batch(0)).collectives})
+    with dt.launch(mesh, backend="ray", address=address) as run:
+        losses = [float(step(*batch(i))) for i in range(STEPS)]
+        before, loop = counted()
+        losses += [float(step(*batch(i))) for i in range(STEPS, STEPS + LAST)]
+        after, loop_after = counted()
+        found["there"] = losses
+        found["sent"] = (after - before) / LAST
+        found["over loopback"] = (loop_after - loop) / LAST
+        found["launch"], found["status"] = repr(run), str(dt.status())
+    print(json.dumps(found), flush=True)
+
+
+def counted() -> tuple[int, int]:
+    time.sleep(0.3)  # what is on its way, and Ray's own words, which are few
+    told = Path("/proc/net/dev").read_text()
+    return sent(told), sent(told, "lo")
+
+
+def loses(address: str, spares: int) -> None:
+    found: dict[str, Any] = {}
+    warnings.simplefilter("ignore", RuntimeWarning)
+    mesh, model, opt, step = build()
+    losses: list[float] = []
+    with ExitStack() as ending:
+        run = ending.enter_context(dt.launch(mesh, "ray", address=address, spares=spares))
+        losses += [float(step(*batch(i))) for i in range(STEPS)]
+        print("lose", flush=True)
+        sys.stdin.readline()
+        began = time.monotonic()
+        try:
+            losses += [float(step(*batch(i))) for i in range(STEPS, STEPS + LAST)]
+        except dt.daft.DaftError as error:
+            found["error"] = [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
+        found["seconds"] = time.monotonic() - began
+        found["recovered"] = [[str(each), each.seconds] for each in run.recoveries]
+        found["launch"] = repr(run)
+        began = time.monotonic()
+        try:
+            ending.close()
+        except Exception as error:
+            found["leaving"] = repr(error)
+    found["left in"] = time.monotonic() - began
+    found["there"] = losses
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    what, address, *rest = sys.argv[1:]
+    if what == "trains":
+        trains(address)
+    else:
+        loses(address, int(rest[0]))
