@@ -3,6 +3,9 @@
     python -m tests.daft.two_hosts trains 10.77.0.1:6379          # one JSON line
     python -m tests.daft.two_hosts loses 10.77.0.1:6379 2         # with so many spares
 
+    python -m tests.daft.two_hosts here -                         # its losses in this process
+    python -m tests.daft.two_hosts nodes -                        # as `trains`, on two nodes here
+
 `trains` says its losses in this process and on Ray, who was where, and what a step sent over the
 network and over loopback. `loses` says "lose" when a machine shall end, and what came of it.
 """
@@ -10,6 +13,7 @@ network and over loopback. `loses` says "lose" when a machine shall end, and wha
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -44,17 +48,22 @@ def build() -> Any:
     model = dt.parallelize(module, mesh, place.parameters, stages=place.stages)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     step = dt.train_step(model, train_gpt.loss_fn, opt, schedule=place.schedule)
-    return mesh, model, opt, step
+    return mesh, step
 
 
-def trains(address: str) -> None:
-    found: dict[str, Any] = {}
-    mesh, model, opt, step = build()
-    with dt.launch(mesh):
-        found["here"] = [float(step(*batch(i))) for i in range(STEPS + LAST)]
-    mesh, model, opt, step = build()
+def trains(address: str, refusals: bool = True) -> None:
+    found: dict[str, Any] = here()
+    if refusals:
+        given = os.environ.pop("RAY_AUTH_MODE")
+        found["refused"] = [refused(address)]
+        os.environ |= {"RAY_AUTH_MODE": given, "RAY_AUTH_TOKEN_PATH": "/tmp/no such file"}
+        found["refused"] += [refused(address)]
+        del os.environ["RAY_AUTH_TOKEN_PATH"]
+    mesh, step = build()
     found["planned"] = {
-        axis: sum(c.bytes_sent * c.times for c in step.plan(*batch(0)).collectives if c.axis == axis)
+        axis: sum(
+            c.bytes_sent * c.times for c in step.plan(*batch(0)).collectives if c.axis == axis
+        )
         for axis in mesh.axes
     }
     found["kinds"] = sorted({(c.axis, c.kind) for c in step.plan(*batch(0)).collectives})
@@ -67,7 +76,35 @@ def trains(address: str) -> None:
         found["sent"] = (after - before) / LAST
         found["over loopback"] = (loop_after - loop) / LAST
         found["launch"], found["status"] = repr(run), str(dt.status())
+    if refusals:
+        found["refused"] += [refused(address.replace(".1:", ".2:"))]
     print(json.dumps(found), flush=True)
+
+
+def here() -> dict[str, Any]:
+    mesh, step = build()
+    with dt.launch(mesh):
+        return {"here": [float(step(*batch(i))) for i in range(STEPS + LAST)]}
+
+
+def refused(address: str) -> str:
+    try:
+        with dt.launch(dt.Mesh(), "ray", address=address):
+            return "it was let in"
+    except ConnectionError as error:
+        return str(error)
+
+
+def nodes() -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
+        trains(cluster.address, refusals=False)
+    finally:
+        cluster.shutdown()
 
 
 def counted() -> tuple[int, int]:
@@ -79,7 +116,7 @@ def counted() -> tuple[int, int]:
 def loses(address: str, spares: int) -> None:
     found: dict[str, Any] = {}
     warnings.simplefilter("ignore", RuntimeWarning)
-    mesh, model, opt, step = build()
+    mesh, step = build()
     losses: list[float] = []
     with ExitStack() as ending:
         run = ending.enter_context(dt.launch(mesh, "ray", address=address, spares=spares))
@@ -108,5 +145,9 @@ if __name__ == "__main__":
     what, address, *rest = sys.argv[1:]
     if what == "trains":
         trains(address)
-    else:
+    elif what == "loses":
         loses(address, int(rest[0]))
+    elif what == "here":
+        print(json.dumps(here()))
+    else:
+        nodes()

@@ -188,7 +188,7 @@ def _join_ray(address: str, deadline_s: float) -> None:
             f"start Ray on this machine."
         ) from error
     _read_token()
-    if _token_mode() and not _tokens.has_token(True):
+    if _token_mode() and not _has_token():
         raise ConnectionError(_no_token(address))
     began = time.monotonic()
     try:
@@ -209,6 +209,13 @@ def _token_mode() -> bool:
     return _tokens is not None and os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
+def _has_token() -> bool:
+    try:
+        return bool(_tokens.has_token(True))
+    except ray.exceptions.AuthenticationError:  # the file that was stated is not there
+        return False
+
+
 def _asks_for_a_token(address: str) -> bool:
     """Whether what answers there is a Ray that knows no token of this process's."""
     if _tokens is None:
@@ -226,8 +233,8 @@ def _no_token(address: str) -> str:
     path = os.environ.get("RAY_AUTH_TOKEN_PATH") or str(Path.home() / ".ray" / "auth_token")
     if not _token_mode():
         fact = "this process sends none: RAY_AUTH_MODE is not set to token"
-    elif not _tokens.has_token(True):
-        fact = f"this process has none: RAY_AUTH_TOKEN is not set, and there is no file {path}"
+    elif not _has_token():
+        fact = f"this process has none: RAY_AUTH_TOKEN is not set, and there is none in {path}"
     else:
         own = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else path
         fact = f"the one that this process has, in {own}, is another"
