@@ -15,6 +15,7 @@ PAGES = pages()
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "docs/daft.md": "tests/daft/test_daft_docs.py",
+    "docs/scale_out.md": "tests/daft/test_two_hosts.py",
     "docs/from_scratch.md": "tests/test_from_scratch.py",
     "docs/testing.md": "tests/testing/test_docs.py",
 }
@@ -24,6 +25,7 @@ NOT_RUN = {
     "README.md": 1,
     "docs/examples.md": 3,
     "docs/howto/hang.md": 1,
+    "docs/scale_out.md": 2,
     "docs/start.md": 1,
 }
 """How many blocks of a page say that they do not run here, and why."""

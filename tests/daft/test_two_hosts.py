@@ -149,6 +149,13 @@ def test_every_block_of_the_page_is_somebodys() -> None:
     assert sum(block.not_run is not None for block in SHELL) == 2
 
 
+def test_its_python_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [block.text for block in blocks_of(PAGE) if block.kind in ("python", "text")]
+    code, shown = blocks
+    exec(compile(code, "scale_out.py", "exec"), {})
+    assert capsys.readouterr().out == shown
+
+
 def test_the_batch_script_is_one() -> None:
     (script,) = (block.text for block in SHELL if "#SBATCH" in block.text)
     read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
