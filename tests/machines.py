@@ -7,9 +7,9 @@
         two.end()                                 # all its processes, as when its power fails
         one.sent()                                # bytes that went out of it, by the kernel's count
 
-Each has its own network, processes, host name, /tmp, /dev/shm and HOME; the file system is else
-this machine's. A bridge joins them, as a switch would. It needs root: `can_make()` says whether it
-works.
+Each has its own network, processes, host name, /tmp, /dev/shm and HOME; /mnt is a folder that they
+share, the file system is else this machine's. A bridge joins them, as a switch would. It needs
+root: `can_make()` says whether it works.
 
 Invariants: all of it hangs on one process, the first of a namespace of processes: when that ends,
 the kernel ends all others, and with them go namespaces and interfaces, which have no names outside.
@@ -22,6 +22,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -110,6 +111,7 @@ class Machines:
         self.names = names
         self.machines: list[Machine] = []
         self._processes: list[subprocess.Popen[str]] = []
+        self._shared = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> Machines:
         try:
@@ -128,6 +130,7 @@ class Machines:
         for process in self._processes:
             process.communicate()
         self._processes = []
+        self._shared.cleanup()
 
     def __iter__(self) -> Iterator[Machine]:
         return iter(self.machines)
@@ -138,7 +141,7 @@ class Machines:
         )
         hosts = "".join(f"{ADDRESSES}.{i} {name}\\n" for i, name in enumerate(self.names, 1))
         for number, name in enumerate(self.names, 1):
-            first = self._namespaces(own_places(name, hosts), inside=world)
+            first = self._namespaces(own_places(name, hosts, Path(self._shared.name)), inside=world)
             inside = ["nsenter", "--target", str(world), "--all", "sh", "-c"]
             # by its number in the world's namespace of processes
             here = Path(f"/proc/{first}/status").read_text().split("NSpid:")[1].split("\n")[0]
@@ -173,9 +176,9 @@ class Machines:
         return first
 
 
-def own_places(name: str, hosts: str) -> str:
+def own_places(name: str, hosts: str, shared: Path) -> str:
     """What is a machine's own, of what lies in files."""
-    kept = [REPOSITORY, *dict.fromkeys((Path(sys.prefix), Path(sys.base_prefix)))]
+    kept = [REPOSITORY, shared, *dict.fromkeys((Path(sys.prefix), Path(sys.base_prefix)))]
     kept = [path for path in kept if path.is_relative_to("/tmp")]
     script = [FIRST, f"hostname {name}", "mount -t tmpfs m /dev/shm", "mount -t tmpfs m /mnt"]
     for at, path in enumerate(kept):
@@ -183,5 +186,6 @@ def own_places(name: str, hosts: str) -> str:
     script += ["mount -t tmpfs m /tmp", "chmod 1777 /tmp", "mkdir /tmp/home"]
     for at, path in enumerate(kept):
         script += [f"mkdir -p {path}", f"mount --bind /mnt/{at} {path}"]
+    script += [f"mount --bind {shared} /mnt"]
     script += [f"printf '127.0.0.1 localhost\\n{hosts}' > /tmp/hosts"]
     return " && ".join([*script, "mount --bind /tmp/hosts /etc/hosts"])
