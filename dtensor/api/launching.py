@@ -221,11 +221,6 @@ def launch(
         )
     if launches:
         raise PlanningError("a launch is running already; leave it before starting another")
-    together = [
-        row
-        for mesh, own in places.items()
-        for row in rows(mesh, range(mesh.size) if own is None else own)
-    ]
     cluster = launch_cluster(
         size,
         backend=backend,
@@ -236,7 +231,7 @@ def launch(
         spares=spares,
         snapshot_every=snapshot_every,
         max_restarts=max_restarts,
-        together=together,
+        together=() if backend == "inprocess" else together(places),
     )
     running = Launch(cluster, mode, local)
     (first, own), *others = places.items()
@@ -260,11 +255,15 @@ def launch(
     _leave(running, actors, bring_home)
 
 
-def rows(mesh: Mesh, ranks: Sequence[int]) -> list[Sequence[int]]:
-    """The ranks along the mesh's last axis, for each place along the others: what they send each
-    other should stay inside a machine. Axes of size 1 are none."""
-    size = next((n for n in reversed(mesh.shape.values()) if n > 1), 1)
-    return [ranks[first : first + size] for first in range(0, len(ranks), size)]
+def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:
+    """Ranks that send each other most, which should be inside a machine: of each mesh those along
+    its last axis, for each place along the others. Axes of size 1 are none."""
+    found: list[Sequence[int]] = []
+    for mesh, own in places.items():
+        ranks = range(mesh.size) if own is None else own
+        size = next((n for n in reversed(mesh.shape.values()) if n > 1), 1)
+        found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return found
 
 
 def _check_inductor(device: str) -> None:

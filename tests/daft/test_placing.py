@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import dtensor as dt
-from dtensor.api.launching import rows
+from dtensor.api.launching import together
 from dtensor.daft.launching import launch_cluster
 from dtensor.daft.ray.placing import Room, place
 from dtensor.daft.verification.pairing import Hosts
@@ -18,7 +18,7 @@ from tests.machines import Machines, can_make
 def placed(mesh: dt.Mesh, rooms: list[int], **options: Any) -> list[int]:
     hosts: Hosts = tuple((rank,) for rank in range(mesh.size))
     named = [Room(f"10.0.0.{number}", room) for number, room in enumerate(rooms, 1)]
-    return place(hosts, rows(mesh, range(mesh.size)), named, **options)
+    return place(hosts, together({mesh: None}), named, **options)
 
 
 def test_rows_stay_together() -> None:
@@ -35,7 +35,7 @@ def test_rows_stay_together() -> None:
     assert placed(dt.Mesh(pp=2, tp=2), [0, 4, 4]) == [1, 1, 2, 2]
     assert placed(dt.Mesh(pp=2, tp=2), [8, 8], fewest=True) == [0] * 4
     assert placed(dt.Mesh(pp=2, tp=2), [2, 2, 2], fewest=True) == [0, 0, 1, 1]
-    both = rows(dt.Mesh(dp=2, tp=2), range(4)) + rows(dt.Mesh(tp=2), (4, 5))
+    both = together({dt.Mesh(dp=2, tp=2): None, dt.Mesh(tp=2): (4, 5)})
     assert both == [range(0, 2), range(2, 4), (4, 5)]
 
 
