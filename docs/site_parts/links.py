@@ -1,6 +1,7 @@
 """Links of pages that Sphinx has no page for: to files and folders of the repository.
 
     [the README](../README.md)       -> the first page of the site
+    [speed](../README.md#how-fast)   -> a page that shows the README, at that heading
     [design](design)                 -> docs/design/README.md, as on GitHub
     [results](../benchmarks/a.md)    -> a page of the site that shows that file
     [examples](../examples)          -> a page that lists that folder, with links of its own
@@ -18,6 +19,9 @@ from typing import Any
 
 from docutils import nodes
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from mdit_py_plugins.anchors import anchors_plugin
+from myst_parser.slugs import github_slugify
 from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 from sphinx import addnodes
@@ -48,15 +52,14 @@ class LinksToFiles(SphinxTransform):
                 path = (page.parent / target).resolve()
             if not target or not path.is_relative_to(ROOT) or not path.exists():
                 continue
-            name = _page_of(path)
+            name = _page_of(path, place)
             if name in self.env.found_docs:
                 if path.is_dir() or path == README:
                     node.replace_self(_to_page(node, name, place))
-            elif place:
-                continue  # MyST says that it finds no such place
-            else:
+            elif not place or place in _places(path):  # else MyST says that it finds none
                 files_shown(self.env)[self.env.docname].add(path.relative_to(ROOT).as_posix())
                 uri = self.app.builder.get_relative_uri(self.env.docname, name)
+                uri = f"{uri}#{place}" if place else uri
                 node.replace_self(nodes.reference("", "", *node.children, refuri=uri))
 
 
@@ -73,9 +76,9 @@ def _to_page(node: nodes.Element, name: str, place: str) -> addnodes.pending_xre
     return made
 
 
-def _page_of(path: Path) -> str:
-    """The name of the page that shows the file or folder."""
-    if path == README:
+def _page_of(path: Path, place: str = "") -> str:
+    """The name of the page that shows the file or folder; the README as a whole is the first."""
+    if path == README and not place:
         return "index"
     if path.is_relative_to(DOCS):
         page = path / "README" if path.is_dir() else path.with_suffix("")
@@ -101,8 +104,8 @@ def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     while waiting - done:
         path = min(waiting - done)
         done.add(path)
-        name = _page_of(path)
         title = path.relative_to(ROOT).as_posix()
+        name = f"files/{title}"
         if path.is_dir():
             there = [f for f in sorted(path.iterdir()) if f.name not in _LEFT_OUT]
             waiting |= {f for f in there if _page_of(f).startswith("files/")}
@@ -135,17 +138,31 @@ def _text(path: Path, highlighter: PygmentsBridge) -> tuple[str, set[Path]]:
     return highlighter.highlight_block(path.read_text(), language, linenos="inline"), set()
 
 
-def _markdown(path: Path) -> tuple[str, set[Path]]:
+def _parsed(path: Path) -> tuple[MarkdownIt, list[Token]]:
+    """Markdown of a file; headings have the ids that GitHub gives them."""
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = reader.parse(path.read_text())
+    reader.use(anchors_plugin, max_level=6, slug_func=github_slugify)
+    return reader, reader.parse(path.read_text())
+
+
+def _places(path: Path) -> set[str]:
+    """Of a file of Markdown, where links into it may lead."""
+    if path.suffix != ".md":
+        return set()
+    return {str(token.attrs["id"]) for token in _parsed(path)[1] if token.type == "heading_open"}
+
+
+def _markdown(path: Path) -> tuple[str, set[Path]]:
+    reader, tokens = _parsed(path)
     linked: set[Path] = set()
     for token in (child for t in tokens for child in t.children or [] if child.type == "link_open"):
         target, _, place = str(token.attrs["href"]).partition("#")
         there = (path.parent / target).resolve()
         if target and there.is_relative_to(ROOT) and there.exists():
-            uri = relative_uri(f"{_page_of(path)}.html", f"{_page_of(there)}.html")
+            name = _page_of(there, place)
+            uri = relative_uri(f"files/{path.relative_to(ROOT)}.html", f"{name}.html")
             token.attrs["href"] = f"{uri}#{place}" if place else uri
-            linked |= {there} if _page_of(there).startswith("files/") else set()
+            linked |= {there} if name.startswith("files/") else set()
     return reader.renderer.render(tokens, reader.options, {}), linked
 
 
