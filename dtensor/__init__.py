@@ -26,6 +26,8 @@ from dtensor.api.replica import replica, sync, sync_plan
 from dtensor.api.rollouts import Rollouts, rollouts
 from dtensor.api.rule import rule
 from dtensor.api.saves import Saved
+from dtensor.api.search.result import FoundStrategy, SearchResult
+from dtensor.api.search.search import search
 from dtensor.api.state import gather_state_dict, load_state_dict
 from dtensor.api.stating.stages import Auto
 from dtensor.api.status import Status, status
@@ -74,6 +76,7 @@ __all__ = [
     "Custom",
     "DTensor",
     "DualPipeV",
+    "FoundStrategy",
     "GPipe",
     "Interleaved1F1B",
     "Loaded",
@@ -93,6 +96,7 @@ __all__ = [
     "RowParallel",
     "Saved",
     "Schedule",
+    "SearchResult",
     "Searched",
     "Shard",
     "Status",
@@ -123,6 +127,7 @@ __all__ = [
     "rollouts",
     "rule",
     "save",
+    "search",
     "simulate",
     "spec",
     "status",

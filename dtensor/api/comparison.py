@@ -182,13 +182,8 @@ def compare(
     Raises PlanningError for a program that cannot be captured, and for a strategy that is not one.
     One that is but has no plan is a row with its error.
     """
-    if isinstance(model, ParallelModule):
-        raise PlanningError(
-            "compare places the model anew for each strategy, and this one is parallelized.\n"
-            "fix: pass the original, model.module"
-        )
     fix = "dt.compare(GPT(config), loss_fn, {...}, *batch)"
-    check_kind("what compare takes", model, nn.Module, "an nn.Module", fix)
+    check_model("compare", model, fix)
     check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
     check_topology(topology)
     if not isinstance(strategies, Mapping) or not strategies:
@@ -196,15 +191,8 @@ def compare(
             f"strategies is {strategies!r}, not a dict of at least one strategy.\n"
             f'fix: {{"tp2": (dt.Mesh(tp=2), placements)}}'
         )
-    over = optimizer
-    if not isinstance(over, torch.optim.Optimizer):
-        check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
-        over = over(model.parameters())
-    check_optimizer(over)
     stated = [_stated(name, strategy) for name, strategy in strategies.items()]
-    args, named = pytree.tree_map(_argument, (batch, kwargs))
-    graph = BoundCall.of(loss_fn, (model, *args), named).graph("loss")
-    return _planned(stated, graph, model, loss_fn, over, topology, args, named)
+    return _compared(CapturedStep.of(model, loss_fn, batch, kwargs, optimizer), stated, topology)
 
 
 def compare_captured(
@@ -218,27 +206,77 @@ def compare_captured(
 ) -> Comparison:
     """`compare` of a step that is captured."""
     stated = [_stated(name, strategy) for name, strategy in strategies.items()]
-    return _planned(stated, graph, model, loss_fn, optimizer, topology, batch, {})
+    step = CapturedStep(
+        model=model, loss_fn=loss_fn, optimizer=optimizer, graph=graph, args=batch, kwargs={}
+    )
+    return _compared(step, stated, topology)
 
 
-def _planned(
-    stated: Sequence[_Stated],
-    graph: Graph,
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    topology: Topology | None,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+def _compared(
+    step: CapturedStep, stated: Sequence[_Stated], topology: Topology | None
 ) -> Comparison:
     return Comparison(
-        name=getattr(loss_fn, "__name__", "step").strip("<>"),
-        optimizer=type(optimizer).__name__,
-        rows=tuple(
-            _row(one, model, loss_fn, optimizer, topology or Topology(), graph, args, kwargs)
-            for one in stated
-        ),
+        name=step.name,
+        optimizer=type(step.optimizer).__name__,
+        rows=tuple(_row(step, one, topology or Topology()) for one in stated),
     )
+
+
+def check_model(who: str, model: object, fix: str) -> None:
+    """PlanningError for what is no module, or is placed already."""
+    if isinstance(model, ParallelModule):
+        raise PlanningError(
+            f"{who} places the model anew for each strategy, and this one is parallelized.\n"
+            "fix: pass the original, model.module"
+        )
+    check_kind(f"what {who} takes", model, nn.Module, "an nn.Module", fix)
+
+
+# -- what all strategies share ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStep:
+    """A training step, captured once, that is planned under any strategy."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    graph: Graph
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        batch: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        optimizer: MakeOptimizer | torch.optim.Optimizer,
+    ) -> CapturedStep:
+        """PlanningError for a program that cannot be captured, and for no optimizer."""
+        over = optimizer
+        if not isinstance(over, torch.optim.Optimizer):
+            check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
+            over = over(model.parameters())
+        check_optimizer(over)
+        args, named = pytree.tree_map(_argument, (batch, dict(kwargs)))
+        return CapturedStep(
+            model=model,
+            loss_fn=loss_fn,
+            optimizer=over,
+            graph=BoundCall.of(loss_fn, (model, *args), named).graph("loss"),
+            args=args,
+            kwargs=named,
+        )
+
+    @property
+    def name(self) -> str:
+        return getattr(self.loss_fn, "__name__", "step").strip("<>")
+
+    def planned(self, name: str, strategy: Strategy, topology: Topology) -> Compared:
+        """Under a strategy. PlanningError for what is none."""
+        return _row(self, _stated(name, strategy), topology)
 
 
 # -- strategies ------------------------------------------------------------------------------------
@@ -318,21 +356,12 @@ def _argument(leaf: Any) -> Any:
             return leaf
 
 
-def _row(
-    stated: _Stated,
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    topology: Topology,
-    graph: Graph,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Compared:
+def _row(program: CapturedStep, stated: _Stated, topology: Topology) -> Compared:
     try:
-        parallel = parallelize(model, stated.mesh, stated.placements, **stated.parallelize)
+        parallel = parallelize(program.model, stated.mesh, stated.placements, **stated.parallelize)
         options = {"topology": topology, **stated.train_step}
-        step = train_step(parallel, loss_fn, optimizer, **options)
-        found: Plan | PlanningError = step.plan_of(graph, *args, **kwargs)
+        step = train_step(parallel, program.loss_fn, program.optimizer, **options)
+        found: Plan | PlanningError = step.plan_of(program.graph, *program.args, **program.kwargs)
     except PlanningError as error:
         found = error
     return Compared(name=stated.name, mesh=stated.mesh, found=found)

@@ -25,6 +25,7 @@ from dtensor.api.stating.patterns import listing, names_of
 from dtensor.api.stating.stages import StagePlan, stage_of
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.units import Units, units_of
+from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.stages.cut_chain import partition
@@ -54,18 +55,16 @@ def cut(
     mesh = request.mesh
     whole = make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
     names = names_of(module)
-    aliases = {n.name: n.names for n in names if n.kind == "parameter"}
-    found = units_of(whole.flow, aliases, _containers(module))
+    found = units_in(module, whole.flow)
     if len(found.units) < stages.num_stages:
         raise _too_few(found, stages, mesh)
     uses = found.of_label()
-    owners = [unit.owner for unit in found.units]
     chain = chain_of(
         whole,
         found.flow,
         uses=uses,
         reused=found.reused,
-        depth=tuple(_shared_path(a, b) for a, b in itertools.pairwise(owners)),
+        depth=depth_of(found),
         axis=axis,
     )
     a_rank = stages.num_stages // mesh.axis_size(axis)
@@ -93,6 +92,18 @@ def cut(
     patterns = [_patterns(every, homes, number) for number in range(stages.num_stages)]
     chosen = stage_of(module, mesh, {axis: patterns})
     return replace(chosen, auto=True, ranks=stages.ranks)
+
+
+def units_in(module: nn.Module, flow: Dataflow) -> Units:
+    """The units of a program of the module, without stages."""
+    aliases = {n.name: n.names for n in names_of(module) if n.kind == "parameter"}
+    return units_of(flow, aliases, _containers(module))
+
+
+def depth_of(found: Units) -> tuple[int, ...]:
+    """By unit but the first, how many modules are around both it and the one before."""
+    owners = [unit.owner for unit in found.units]
+    return tuple(_shared_path(a, b) for a, b in itertools.pairwise(owners))
 
 
 def _containers(module: nn.Module) -> frozenset[str]:

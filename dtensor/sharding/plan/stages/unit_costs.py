@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
-from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.dataflow import Dataflow, Phase
 from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost
@@ -41,6 +41,7 @@ from dtensor.sharding.plan.steps import (
     results_of,
 )
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.spec.spec import TensorSpec
 
 SECOND = 10**15
 """Femtoseconds: prices are integers, so that equal units cost the same."""
@@ -63,7 +64,7 @@ def chain_of(
         uses: parameter to the units that use it; ``reused`` and ``depth``: of `Chain`.
         axis: what values cross between stages.
     """
-    pricing = _Pricing(whole, parts, uses, axis)
+    pricing = UnitPricing(whole, parts, uses, axis)
     pricing.walk()
     num = parts.num_stages
     pricing.cross()
@@ -90,8 +91,24 @@ def chain_of(
 Units = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value that ``unit`` makes and others read, ``times`` in a step; ``phase``: of its maker."""
+
+    spec: TensorSpec
+    unit: int
+    readers: Units
+    phase: Phase
+    times: int
+
+
 @dataclass(slots=True)
-class _Pricing:
+class UnitPricing:
+    """What of a plan is whose; ``readers``: by the index of a step its units, when `walk` is done.
+
+    ``uses``: parameter to the units that use it; ``axis``: what values cross between stages.
+    """
+
     whole: PlanRecord
     parts: Dataflow
     uses: Mapping[str, Units]
@@ -131,19 +148,28 @@ class _Pricing:
         self.readers[index] = units
         self.made.update((name, units) for name, _ in results_of(step))
         times = step_times(self.whole, step)
-        if isinstance(step, Bucket) and not step.in_place:  # each message shared by its values
-            sizes = [move.src.max_local_nbytes for move in step.moves]
-            total = sum(step_seconds(self.whole, step, 0)) * times
-            for label, size in zip(step.of, sizes, strict=True):
-                part = total * size / max(sum(sizes), 1)
-                self.costs[self.uses.get(label, units)] += round(part * SECOND)
-            return
-        self.costs[units] += round(sum(step_seconds(self.whole, step, 0)) * times * SECOND)
+        seconds = sum(step_seconds(self.whole, step, 0)) * times
+        for of, part in self._shares(step, units):
+            self.costs[of] += round(seconds * part * SECOND)
         if isinstance(step, Compute) and not step.is_view:
             specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
             size = sum(spec.max_local_nbytes for spec in specs)
             for unit in units:
                 self.passing[unit] = max(self.passing.get(unit, 0), size)
+
+    def _shares(self, step: Step, units: Units) -> Iterator[tuple[Units, float]]:
+        """The units that pay for a step, and what part of it: a message is shared by its values."""
+        if isinstance(step, Bucket):
+            sizes = [move.src.max_local_nbytes for move in step.moves]
+            for label, size in zip(step.of, sizes, strict=True):
+                yield self.uses.get(label, units), size / max(sum(sizes), 1)
+        else:
+            yield units, 1.0
+
+    def parts_of_steps(self) -> Iterator[tuple[int, list[tuple[Units, float]]]]:
+        """By index of a step, the units that pay for it, and what part of it."""
+        for index, units in self.readers.items():
+            yield index, list(self._shares(self.whole.steps[index], units))
 
     def _units(self, step: Step) -> Units:
         match step:
@@ -159,22 +185,34 @@ class _Pricing:
     # -- what crosses --------------------------------------------------------------------------
 
     def cross(self) -> None:
+        """Price the values that a unit makes and others read."""
+        for value in self.crossing():
+            seconds = self.whole.topology.collective_seconds(
+                "transfer", self.axis, num=2, bytes_sent=value.spec.max_local_nbytes
+            )
+            cost = round(seconds * value.times * SECOND)
+            self.sent.append(Sent(cost, value.unit, value.readers))
+
+    def crossing(self) -> Iterator[Crossing]:
         """Values that a unit makes and others read; of views it is what they are views of."""
-        sizes, often = self._sizes()
+        specs, often = self._specs()
         read: dict[str, set[int]] = {}
-        units = {name: op.stage for op in self.parts.ops for name in op.results if name is not None}
+        makers = {name: op for op in self.parts.ops for name in op.results if name is not None}
         for op in self.parts.ops:
             for name in op.operands:
                 root = self._root(name)
-                if root in units and units[root] != op.stage:
+                if root in makers and makers[root].stage != op.stage:
                     read.setdefault(root, set()).add(op.stage)
         for name, found in read.items():
-            size, times = sizes.get(name, 0), often.get(name, 1)
-            seconds = self.whole.topology.collective_seconds(
-                "transfer", self.axis, num=2, bytes_sent=size
-            )
-            cost = round(seconds * times * SECOND)
-            self.sent.append(Sent(cost, units[name], tuple(sorted(found))))
+            if name in specs:
+                maker = makers[name]
+                yield Crossing(
+                    spec=specs[name],
+                    unit=maker.stage,
+                    readers=tuple(sorted(found)),
+                    phase=maker.phase,
+                    times=often.get(name, 1),
+                )
 
     def _root(self, name: str) -> str:
         while (op := self.parts.producers.get(name)) is not None:
@@ -184,9 +222,9 @@ class _Pricing:
             name = op.operands[0]
         return name
 
-    def _sizes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """By value of the program the bytes of a rank that would cross, and how often."""
-        sizes: dict[str, int] = {}
+    def _specs(self) -> tuple[dict[str, TensorSpec], dict[str, int]]:
+        """By value of the program how it would cross, and how often."""
+        specs: dict[str, TensorSpec] = {}
         often: dict[str, int] = {}
         for step in self.whole.steps:
             if not isinstance(step, Compute):
@@ -196,12 +234,13 @@ class _Pricing:
             for name, spec in (*pairs, *made):
                 if name is not None and spec is not None:
                     # it crosses where it is smallest between maker and reader
-                    size = spec.max_local_nbytes
-                    sizes[name] = min(sizes.get(name, size), size)
+                    known = specs.setdefault(name, spec)
+                    if spec.max_local_nbytes < known.max_local_nbytes:
+                        specs[name] = spec
             for name in step.op.results:
                 if name is not None:
                     often[name] = step_times(self.whole, step)
-        return sizes, often
+        return specs, often
 
     def ties(self) -> Iterator[SharedCost]:
         """Sums over stages of the gradients of parameters that several units use."""
@@ -239,8 +278,15 @@ class _Pricing:
 
     def kept(self) -> dict[Units, int]:
         """Bytes of one microbatch that its backward reads, by units of the backward that do."""
+        found: defaultdict[Units, int] = defaultdict(int)
+        for spec, units in self.kept_values():
+            found[units] += spec.max_local_nbytes
+        return found
+
+    def kept_values(self) -> Iterator[tuple[TensorSpec, Units]]:
+        """The values of a microbatch's forward that its backward reads, and the units that do."""
         storage: dict[str, str] = {}
-        sizes: dict[str, int] = {}
+        specs: dict[str, TensorSpec] = {}
         read: defaultdict[str, set[int]] = defaultdict(set)
         for index, step in enumerate(self.whole.steps):
             match step:
@@ -257,9 +303,7 @@ class _Pricing:
                 base = storage.get(operands_of(step)[0]) if view else None
                 for name, spec in results_of(step):
                     storage[name] = base or name
-                    sizes.setdefault(storage[name], spec.max_local_nbytes)
-        found: defaultdict[Units, int] = defaultdict(int)
+                    specs.setdefault(storage[name], spec)
         for name, units in read.items():
             if units:
-                found[tuple(sorted(units))] += sizes[name]
-        return found
+                yield specs[name], tuple(sorted(units))

@@ -1,0 +1,139 @@
+"""A captured step as a search sees it: its repeated layers, its derived placements, its points.
+
+    program = SearchedProgram.of(captured, num_ranks, topology)
+    program.facts.tp_sizes       # (1, 2, 4)
+    program.planned(point)       # Compared: the point's plan, or the error that it has none
+
+The step is captured once; placements are derived from the forward within it, boundaries stated
+(``Row(unit=64)``), so that they hold for every size of tp. Not here: what is cheap (family.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from dtensor.api.comparison import CapturedStep, Compared
+from dtensor.api.placements import Placements, of_step
+from dtensor.api.search.space import SearchPoint, SpaceFacts
+from dtensor.api.stating.patterns import matches
+from dtensor.api.stating.stages import Auto
+from dtensor.errors import PlanningError
+from dtensor.sharding.plan.text.words import collapse
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.placements import Row, Shard, block_sizes
+from dtensor.sharding.spec.spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedProgram:
+    """``layers``: globs over the modules that are repeated."""
+
+    step: CapturedStep
+    facts: SpaceFacts
+    layers: tuple[str, ...]
+    placements: Placements
+    topology: Topology
+    made: dict[SearchPoint, Compared] = field(default_factory=dict[SearchPoint, Compared])
+
+    @staticmethod
+    def of(step: CapturedStep, num_ranks: int, topology: Topology) -> SearchedProgram:
+        """PlanningError where the batch has no rows."""
+        placements = of_step(step.graph, step.model)
+        layers = repeated_modules(step.model)
+        facts = SpaceFacts(
+            num_ranks=num_ranks,
+            rows=_rows(step),
+            layers=len(layers),
+            tp_sizes=tuple(
+                num
+                for num in range(1, num_ranks + 1)
+                if num_ranks % num == 0 and _divides(placements, step.model, num)
+            ),
+            axes=_priced(topology),
+        )
+        return SearchedProgram(
+            step=step,
+            facts=facts,
+            layers=collapse(layers),
+            placements=placements,
+            topology=topology,
+        )
+
+    def strategy(self, point: SearchPoint) -> dict[str, Any]:
+        """As `compare` takes it."""
+        found: dict[str, Any] = {"mesh": point.mesh}
+        if point.tp > 1:
+            found["placements"] = dict(self.placements)
+        if point.pp > 1:
+            found["stages"] = {"pp": Auto(num_stages=point.num_stages)}
+        if point.zero:
+            found["zero"] = {"dp": point.zero}
+        if point.dp > 1:
+            found["inputs"] = {"dp": Row()}
+        if point.schedule is not None:
+            found["schedule"] = point.schedule
+        if point.recompute:
+            found["recompute"] = list(self.layers)
+        return found
+
+    def planned(self, point: SearchPoint) -> Compared:
+        if point not in self.made:
+            self.made[point] = self.step.planned(point.name, self.strategy(point), self.topology)
+        return self.made[point]
+
+
+def repeated_modules(model: torch.nn.Module) -> tuple[str, ...]:
+    """Full names of the modules that stand beside others with the same parameters under a number:
+    ``blocks.0``, ``blocks.1``. Of nested ones the outermost."""
+    shapes: defaultdict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at is not None and at + 1 < len(parts):
+            inside = ".".join(parts[at + 1 :])
+            shapes[".".join(parts[: at + 1])].append((inside, tuple(parameter.shape)))
+    alike: defaultdict[object, list[str]] = defaultdict(list)
+    for name, held in shapes.items():
+        alike[name.rpartition(".")[0], tuple(sorted(held))].append(name)
+    kept = {name for names in alike.values() if len(names) > 1 for name in names}
+    return tuple(name for name in shapes if name in kept)
+
+
+def _divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
+    """Whether each rank of ``num`` gets as many whole heads, and a part of each other split."""
+    if num == 1:
+        return True
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
+    for pattern, stated in placements.items():
+        shard = stated["tp"]
+        assert isinstance(shard, Shard)
+        for shape in (shape for name, shape in shapes.items() if matches(pattern, name)):
+            units = min(block_sizes(shard.blocks, shape[shard.dim])) // shard.unit
+            if units < num or (shard.unit > 1 and units % num):
+                return False
+    return bool(placements)
+
+
+def _priced(topology: Topology) -> tuple[str, ...]:
+    found: list[str] = []
+    for axis in ("pp", "dp", "tp"):
+        try:
+            topology.collective_seconds("all_gather", axis, num=2, bytes_sent=1)
+        except PlanningError:
+            continue
+        found.append(axis)
+    return tuple(found)
+
+
+def _rows(step: CapturedStep) -> int:
+    """Of the batch: dim 0 of the first argument that has dims."""
+    leaves = pytree.tree_leaves((step.args, dict(step.kwargs)))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor | TensorSpec) and len(leaf.shape):
+            return max(int(leaf.shape[0]), 1)
+    return 1

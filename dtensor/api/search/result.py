@@ -1,0 +1,200 @@
+"""What a search found: the best strategies, as a table, and as text that pastes into a program.
+
+    found = search(model, loss_fn, 8, tokens, targets)
+    print(found)             # the five best, what was searched, what was left out and why
+    print(found.best.text)   # mesh, placements, stages, options: a program from `model` on
+    found.best.plan          # its plan; found.best.seconds, .memory, .mesh, .options
+
+Every number is that of a plan that was made. Prices err by about a tenth, so a row whose figure is
+within a tenth of the best one's is marked as a tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from dtensor.sharding.plan.cost.memory import Memory
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Shard
+from dtensor.showing import html_text, screen
+
+Objective = Literal["time", "memory", "tokens"]
+TIE = 0.1
+"""Of the best figure: what prices err by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FoundStrategy:
+    """One strategy of those found. ``options``: keywords of `parallelize` and `train_step` (or of
+    `generator`); ``text``: the same as a program; ``memory``: of the fullest rank;
+    ``tokens_per_second``: of generation, else None; ``bytes_sent``: of a rank in a step."""
+
+    name: str
+    mesh: Mesh
+    placements: Mapping[str, Any]
+    options: Mapping[str, Any]
+    plan: Plan
+    seconds: float
+    memory: Memory
+    bubble: float
+    bytes_sent: int
+    text: str
+    tokens_per_second: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<strategy {self.name}: {seconds_text(self.seconds)}>"
+
+    def figure(self, objective: Objective) -> float:
+        """What is made as small as can be."""
+        match objective:
+            case "time":
+                return self.seconds
+            case "memory":
+                return float(self.memory.total)
+            case "tokens":
+                assert self.tokens_per_second is not None
+                return 1.0 / self.tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SearchResult:
+    """What `search` returns; its str is the table, iteration gives the rows, the best first.
+
+    space: in words, with its version; num_points: of it; num_planned: points of which a plan was
+    made; num_bases: plans from which the others were estimated; over_memory: points that do not
+    fit, most by their estimate; refused: reason to points that have no plan for it;
+    memory_bytes: the limit of a rank.
+    """
+
+    name: str
+    optimizer: str
+    objective: Objective
+    num_ranks: int
+    hardware: str
+    memory_bytes: float
+    space: str
+    rows: tuple[FoundStrategy, ...]
+    num_points: int
+    num_planned: int
+    num_bases: int
+    over_memory: int
+    refused: Mapping[str, int]
+
+    @property
+    def best(self) -> FoundStrategy:
+        return self.rows[0]
+
+    @property
+    def ties(self) -> tuple[FoundStrategy, ...]:
+        """The rows that are as good as the best, as far as prices tell; without it."""
+        best = self.best.figure(self.objective)
+        return tuple(r for r in self.rows[1:] if r.figure(self.objective) <= (1 + TIE) * best)
+
+    def __iter__(self) -> Iterator[FoundStrategy]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: int) -> FoundStrategy:
+        return self.rows[at]
+
+    def __repr__(self) -> str:
+        best = f"{self.best.name}, {seconds_text(self.best.seconds)}"
+        return screen(f"<search of {self.name} on {self.num_ranks} ranks, best: {best}>")
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+_WHAT = {"time": "seconds of a step", "memory": "memory of a rank", "tokens": "tokens a second"}
+
+
+def _lines(found: SearchResult) -> Iterator[str]:
+    by = f"by {_WHAT[found.objective]}"
+    trained = f"    {found.optimizer}" if found.optimizer else ""
+    yield f"search {found.name}{trained}    {found.num_ranks} ranks    {by}"
+    yield ""
+    generates = found.objective == "tokens"
+    titles = ["tokens/s", "token", "sent", "memory"] if generates else None
+    head = ["", "strategy", *(titles or ["step", "bubble", "sent", "memory"]), ""]
+    rows = [head]
+    for number, row in enumerate(found.rows, 1):
+        memory = size_text(row.memory.total)
+        speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second is not None else ""
+        figures = (
+            [speed, seconds_text(row.seconds)]
+            if generates
+            else [seconds_text(row.seconds), f"{row.bubble:.0%}"]
+        )
+        mark = "best" if number == 1 else "tie" if row in found.ties else ""
+        rows.append([str(number), row.name, *figures, size_text(row.bytes_sent), memory, mark])
+    yield from _table(rows)
+    yield ""
+    if found.ties:
+        yield f"tie: within {TIE:.0%} of the best, which is what prices err by"
+    yield found.space
+    estimated = f", estimated from {found.num_bases} plans" if found.num_bases else ""
+    yield (
+        f"{found.num_points:,} points{estimated}; {found.num_planned:,} planned; "
+        f"{found.over_memory:,} above the {size_text(int(found.memory_bytes))} of a rank"
+    )
+    for reason, count in found.refused.items():
+        yield f"refused {count:,}: {reason}"
+    yield f"priced for {found.hardware}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in (0, 1, len(row) - 1) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+# -- text that pastes ------------------------------------------------------------------------------
+
+
+def keyword_lines(options: Mapping[str, Any]) -> list[str]:
+    """``    zero={"dp": 1},`` for each option; of stages one a line."""
+    lines: list[str] = []
+    for name, value in options.items():
+        if name == "stages":
+            ((axis, stages),) = value.items()
+            inside = [f"            {python_text(stage)}," for stage in stages]
+            lines += ["    stages={", f'        "{axis}": [', *inside, "        ]", "    },"]
+        else:
+            lines.append(f"    {name}={python_text(value)},")
+    return lines
+
+
+def python_text(value: Any) -> str:
+    """A value as one writes it, with the names that ``import dtensor as dt`` gives."""
+    match value:
+        case str():
+            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        case dict():
+            items = (f"{python_text(k)}: {python_text(v)}" for k, v in value.items())
+            return "{" + ", ".join(items) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(python_text, value)) + "]"
+        case bool() | int() | float() | None:
+            return repr(value)
+        case Topology():
+            named = ((f.name, getattr(value, f.name), f.default) for f in fields(Topology))
+            stated = ((n, now) for n, now, usual in named if n != "named" and now != usual)
+            return f"dt.Topology({', '.join(f'{n}={python_text(now)}' for n, now in stated)})"
+        case Shard(dim=0, blocks=1, unit=1):
+            return "dt.Row()"
+        case _:
+            return f"dt.{value!r}"

@@ -1,0 +1,288 @@
+"""`search`: the strategies under which a training step is predicted to be best.
+
+    found = search(model, loss_fn, 64, tokens, targets, topology=dt.topologies.h100())
+    print(found)               # the five best, as a table
+    print(found.best.text)     # the best one as a program
+
+The step is captured once. Every point of the space (space.py) is estimated from the plans of a few
+(family.py); then points are planned in the order of their estimates, until what is left is
+estimated to be dearer than the fifth best plan by more than estimates were seen to err. What is
+printed is of plans alone. Nothing is launched or computed, the model may be on the meta device.
+
+Not here: generation (generating.py), what is printed (result.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+
+from dtensor.api.comparison import CapturedStep, Compared, MakeOptimizer, check_model
+from dtensor.api.search.family import Estimate, Family
+from dtensor.api.search.program import SearchedProgram
+from dtensor.api.search.result import (
+    FoundStrategy,
+    Objective,
+    SearchResult,
+    keyword_lines,
+    python_text,
+)
+from dtensor.api.search.space import SearchPoint, points_of, space_text
+from dtensor.errors import PlanningError, check_callable, check_number, check_word
+from dtensor.sharding.plan.text.words import size_text
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+
+Progress = Callable[[int, int, str], object]
+"""Is told (how many are done, of about how many, what)."""
+
+KEPT = 5
+"""How many strategies a result has."""
+_SLACK = 0.01
+"""What an estimate is taken to err by, at least."""
+_SLACK_MEMORY = 0.05
+
+
+def search(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    num_ranks: int,
+    *batch: Any,
+    topology: Topology | None = None,
+    memory: float | None = None,
+    objective: str = "time",
+    optimizer: MakeOptimizer | torch.optim.Optimizer = torch.optim.AdamW,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> SearchResult:
+    """The best strategies for ``loss_fn(model, *batch, **kwargs)`` on ``num_ranks`` ranks.
+
+    Args:
+        batch: as `compare` takes it: tensors (meta too), `spec`s, or a torch.Size.
+        topology: what is priced with.
+        memory: bytes that a rank may hold; default ``topology.memory_bytes``.
+        objective: "time" of a step, "memory" of the fullest rank, or "tokens" a second.
+        optimizer: a class, or a function of the parameters, or an optimizer over them.
+        progress: is called with how much is done, of about how much, and a word on what.
+
+    Raises PlanningError for a program that cannot be captured, and where no point has a plan that
+    fits, with the nearest one.
+    """
+    check_model("search", model, "dt.search(GPT(config), loss_fn, 8, *batch)")
+    check_number("num_ranks", num_ranks, least=1, whole=True, fix="dt.search(model, loss_fn, 8)")
+    check_topology(topology)
+    check_word("objective", objective, get_args(Objective))
+    if memory is not None:
+        check_number("memory", memory, above=0, fix="memory=80 * 2**30, in bytes")
+    if progress is not None:
+        check_callable("progress", progress, "lambda done, total, words: ...")
+    priced = _with_memory(topology or Topology(), memory)
+    check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
+    assert loss_fn is not None
+    told = progress or _silent
+    told(0, 1, "captures the step")
+    step = CapturedStep.of(model, loss_fn, batch, kwargs, optimizer)
+    program = SearchedProgram.of(step, num_ranks, priced)
+    return _Training(
+        program=program,
+        objective=cast(Objective, objective),
+        optimizer=optimizer,
+        stated=topology is not None or memory is not None,
+        told=told,
+    ).run()
+
+
+def _silent(done: int, total: int, words: str) -> None:
+    pass
+
+
+def _with_memory(topology: Topology, memory: float | None) -> Topology:
+    """Its figures, with this memory; `stages="auto"` cuts by it."""
+    if memory is None:
+        return topology
+    figures = {f.name: getattr(topology, f.name) for f in fields(Topology) if f.name != "named"}
+    return Topology(**{**figures, "memory_bytes": float(memory)})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Training:
+    """A search while it runs."""
+
+    program: SearchedProgram
+    objective: Objective
+    optimizer: MakeOptimizer | torch.optim.Optimizer
+    stated: bool
+    told: Progress
+    families: dict[tuple[int, int], Family | PlanningError] = field(
+        default_factory=dict[tuple[int, int], Family | PlanningError]
+    )
+    refused: Counter[str] = field(default_factory=Counter[str])
+    over: int = 0
+    planned: int = 0
+    slack: float = _SLACK
+
+    def run(self) -> SearchResult:
+        points = points_of(self.program.facts)
+        if not points:
+            raise _empty(self.program)
+        estimates = self._estimates(points)
+        limit = self.program.topology.memory_bytes
+        order = sorted(estimates, key=lambda p: (self._figure(estimates[p]), p))
+        best: list[tuple[float, SearchPoint, Compared]] = []
+        for at, point in enumerate(order):
+            estimate = estimates[point]
+            if estimate.memory_bytes * (1 - _SLACK_MEMORY) > limit:
+                self.over += 1
+                continue
+            worst = best[-1][0] if len(best) == KEPT else math.inf
+            if self._figure(estimate) * (1 - self.slack) >= worst:
+                rest = [estimates[p] for p in order[at:]]
+                self.over += sum(e.memory_bytes * (1 - _SLACK_MEMORY) > limit for e in rest)
+                break
+            self.told(self.planned, self.planned + 1, f"plans {point.name}")
+            row = self._plan(point)
+            if row is None:
+                continue
+            if not row.fits:
+                self.over += 1
+                continue
+            exact = row.seconds if self.objective == "time" else float(row.memory.total)
+            self.slack = max(self.slack, 1.5 * (self._figure(estimate) / exact - 1))
+            best = sorted([*best, (exact, point, row)], key=lambda item: item[:2])[:KEPT]
+        if not best:
+            raise self._nothing(estimates)
+        facts, step = self.program.facts, self.program.step
+        return SearchResult(
+            name=step.name,
+            optimizer=type(step.optimizer).__name__,
+            objective=self.objective,
+            num_ranks=facts.num_ranks,
+            hardware=self.program.topology.title,
+            memory_bytes=limit,
+            space=space_text(facts),
+            rows=tuple(self._found(point, row) for _, point, row in best),
+            num_points=len(points),
+            num_planned=self.planned,
+            num_bases=len(self.families),
+            over_memory=self.over,
+            refused=dict(self.refused),
+        )
+
+    # -- estimates, plans ----------------------------------------------------------------------
+
+    def _estimates(self, points: tuple[SearchPoint, ...]) -> dict[SearchPoint, Estimate]:
+        keys = list(dict.fromkeys((p.tp, p.zero) for p in points))
+        for done, (tp, zero) in enumerate(keys):
+            self.told(done, len(keys), f"prices tp={tp}, zero {zero}")
+            try:
+                self.families[tp, zero] = Family.of(self.program, tp, zero)
+            except PlanningError as error:
+                self.families[tp, zero] = error
+        found: dict[SearchPoint, Estimate] = {}
+        for point in points:
+            family = self.families[point.tp, point.zero]
+            if isinstance(family, PlanningError):
+                self._refuse(family)
+                continue
+            estimate = family.estimate(point)
+            if estimate.cut:
+                found[point] = estimate
+            else:
+                self.refused["the program cannot be cut into so many stages."] += 1
+        return found
+
+    def _figure(self, estimate: Estimate) -> float:
+        return estimate.seconds if self.objective == "time" else estimate.memory_bytes
+
+    def _plan(self, point: SearchPoint) -> Compared | None:
+        """None where it is refused."""
+        self.planned += 1
+        row = self.program.planned(point)
+        if row.error is not None:
+            self._refuse(row.error)
+            return None
+        return row
+
+    def _refuse(self, error: PlanningError) -> None:
+        self.refused[str(error).splitlines()[0]] += 1
+
+    # -- results -------------------------------------------------------------------------------
+
+    def _found(self, point: SearchPoint, row: Compared) -> FoundStrategy:
+        options = self.program.strategy(point)
+        mesh, placements = options.pop("mesh"), options.pop("placements", {})
+        if point.pp > 1:
+            options["stages"] = row.plan.stages
+        return FoundStrategy(
+            name=point.name,
+            mesh=mesh,
+            placements=placements,
+            options=options,
+            plan=row.plan,
+            seconds=row.seconds,
+            memory=row.memory,
+            bubble=row.bubble,
+            bytes_sent=row.bytes_sent,
+            text=self._text(point, options),
+        )
+
+    def _text(self, point: SearchPoint, options: Mapping[str, Any]) -> str:
+        """The strategy as a program, from ``model`` and ``loss_fn`` on."""
+        of_parallelize = {k: options[k] for k in ("stages", "zero") if k in options}
+        of_step = {k: v for k, v in options.items() if k not in of_parallelize}
+        lines = [f"mesh = {python_text(point.mesh)}"]
+        lines.append(f"placements = {self.program.placements if point.tp > 1 else '{}'}")
+        lines.append("parallel = dt.parallelize(")
+        lines += ["    model,", "    mesh,", "    placements,"]
+        lines += [*keyword_lines(of_parallelize), ")"]
+        lines += _optimizer_lines(self.optimizer)
+        lines += ["step = dt.train_step(", "    parallel,", "    loss_fn,", "    optimizer,"]
+        lines += keyword_lines(of_step)
+        if self.stated:
+            lines.append(f"    topology={python_text(self.program.topology)},")
+        return "\n".join([*lines, ")"])
+
+    def _nothing(self, estimates: Mapping[SearchPoint, Estimate]) -> PlanningError:
+        """Where no point has a plan that fits: the nearest, by its plan."""
+        limit = self.program.topology.memory_bytes
+        nearest = sorted(estimates, key=lambda p: (estimates[p].memory_bytes, p))
+        rows = [(row.memory.total, p.name) for p in nearest[:KEPT] if (row := self._plan(p))]
+        reasons = [f"  refused {count}: {why}" for why, count in self.refused.items()]
+        if not rows:
+            return PlanningError("\n".join(["no point of the space has a plan.", *reasons]))
+        least, name = min(rows)
+        facts = self.program.facts
+        lines = [
+            f"nothing fits: of {len(estimates)} points on {facts.num_ranks} ranks none is within "
+            f"{size_text(int(limit))} a rank.",
+            f"  the nearest, {name}, has {size_text(least)}, {size_text(least - int(limit))} more",
+            *reasons,
+            f"fix: more ranks, a smaller batch, or memory={least}",
+        ]
+        return PlanningError("\n".join(lines))
+
+
+def _optimizer_lines(optimizer: MakeOptimizer | torch.optim.Optimizer) -> list[str]:
+    """What makes it; of one that is there, or of a function without a name, its own name stands."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    name = getattr(optimizer, "__name__", "")
+    if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
+        return [f"optimizer = torch.optim.{name}(model.parameters())"]
+    made = name if name.isidentifier() else "make_optimizer"
+    return [f"optimizer = {made}(model.parameters())"]
+
+
+def _empty(program: SearchedProgram) -> PlanningError:
+    facts = program.facts
+    sizes = ", ".join(map(str, facts.tp_sizes))
+    return PlanningError(
+        f"no mesh of {facts.num_ranks} ranks is in the space.\n"
+        f"  rows of the batch: {facts.rows}; repeated layers: {facts.layers}; tp of {sizes}\n"
+        f"fix: a number of ranks that divides the batch, or a larger batch"
+    )

@@ -1,0 +1,128 @@
+"""`search`: what it prints is of plans, its text is a program, and what cannot be is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.api import plan_call
+from dtensor.api.comparison import CapturedStep
+from dtensor.api.search.family import Family
+from dtensor.api.search.program import SearchedProgram, repeated_modules
+from dtensor.api.search.space import SpaceFacts, points_of
+from tests.models import GPT
+
+TOKENS = torch.empty(16, 16, dtype=torch.int64, device="meta")
+
+
+def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def gpt(**options: Any) -> nn.Module:
+    with torch.device("meta"):
+        return GPT(layers=4, tied=False, **options)
+
+
+@pytest.mark.slow
+def test_what_is_found_is_planned_and_pastes(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[object] = []
+    capture = plan_call.capture
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        captured.append(args)
+        return capture(*args, **kwargs)
+
+    monkeypatch.setattr(plan_call, "capture", counted)
+    model, told = gpt(), list[tuple[int, int, str]]()
+    # memory so small that stages, heads and state are all split
+    found = dt.search(
+        model,
+        loss_fn,
+        4,
+        TOKENS,
+        TOKENS,
+        topology=dt.topologies.laptop(),
+        memory=150_000,
+        progress=lambda *one: told.append(one),
+    )
+    assert len(captured) == 1
+    assert len(found) == 5 and [row.seconds for row in found] == sorted(r.seconds for r in found)
+    assert found.over_memory > 0
+    assert {row.name for row in found.ties} == {
+        row.name for row in found.rows[1:] if row.seconds <= 1.1 * found.best.seconds
+    }
+    assert any("plans" in words for _, _, words in told)
+    for row in found:
+        names: dict[str, Any] = dict(model=model, loss_fn=loss_fn, torch=torch, dt=dt)
+        exec(row.text, names)
+        plan = names["step"].plan(TOKENS, TOKENS)
+        assert str(plan) == str(replace(row.plan, auto=()))
+        assert plan.cost.seconds == row.seconds and row.memory.total <= 150_000
+        assert row.mesh.size == 4
+    lines = str(found).splitlines()
+    assert lines[0] == "search loss_fn    AdamW    4 ranks    by seconds of a step"
+    assert lines[3].startswith(f"1  {found.best.name} ") and lines[3].endswith("best")
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_nearest_is_said() -> None:
+    with pytest.raises(dt.PlanningError, match="nothing fits") as error:
+        dt.search(gpt(), loss_fn, 2, TOKENS, TOKENS, memory=1000)
+    _, nearest, fix = str(error.value).splitlines()
+    least = int(fix.partition("memory=")[2])
+    found = dt.search(gpt(), loss_fn, 2, TOKENS, TOKENS, memory=least)
+    assert [row.memory.total for row in found] == [least] * len(found)
+    assert found.best.name in nearest
+
+
+@pytest.mark.slow
+def test_estimates_are_near_what_plans_say() -> None:
+    step = CapturedStep.of(gpt(), loss_fn, (TOKENS, TOKENS), {}, torch.optim.AdamW)
+    program = SearchedProgram.of(step, 8, dt.topologies.laptop())
+    points = points_of(program.facts)
+    for point in points[:: len(points) // 12]:
+        family = Family.of(program, point.tp, point.zero)
+        estimate, row = family.estimate(point), program.planned(point)
+        assert estimate.seconds == pytest.approx(row.seconds, rel=0.05), point.name
+
+
+def test_the_space() -> None:
+    facts = SpaceFacts(num_ranks=4, rows=8, layers=2, tp_sizes=(1, 2))
+    points = points_of(facts)
+    assert len(set(points)) == len(points)
+    meshes = {(p.pp, p.dp, p.tp) for p in points}
+    assert meshes == {(1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1)}
+    assert {p.microbatches for p in points if p.dp == 2} == {1, 2, 4}
+    # two stages a rank are four, of two layers
+    assert {p.order for p in points if p.pp == 2} == {"OneFOneB", "ZBH1"}
+    assert {p.zero for p in points if p.dp == 1} == {0}
+    assert len(points) == 24 + 16 + 14 + 40
+
+
+def test_repeated_modules() -> None:
+    assert repeated_modules(gpt()) == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2)]
+    assert repeated_modules(nn.Sequential(*layers)) == ("0", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(num_ranks=0), "num_ranks=0 is not a whole number of at least 1"),
+        (dict(objective="speed"), 'it is "time", "memory" or "tokens"'),
+        (dict(memory=-1), "memory=-1 is not a number above 0"),
+        (dict(loss_fn=3), "loss_fn is 3"),
+        (dict(progress="bar"), "progress is"),
+    ],
+)
+def test_what_is_no_search(options: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = dict(model=nn.Linear(2, 2), loss_fn=loss_fn, num_ranks=2) | options
+    with pytest.raises(dt.PlanningError, match=said.replace("(", ".")):
+        dt.search(given.pop("model"), given.pop("loss_fn"), given.pop("num_ranks"), **given)
