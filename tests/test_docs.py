@@ -23,6 +23,11 @@ ELSEWHERE = {
 NOT_RUN = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
+    "docs/coming_from/dtensor.md": 1,
+    "docs/coming_from/fsdp.md": 1,
+    "docs/coming_from/megatron.md": 1,
+    "docs/coming_from/slurm.md": 2,
+    "docs/coming_from/torchrun.md": 1,
     "docs/examples.md": 3,
     "docs/howto/hang.md": 1,
     "docs/scale_out.md": 2,
