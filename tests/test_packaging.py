@@ -46,6 +46,16 @@ def test_what_is_imported_is_stated() -> None:
     assert stated - {"rich"} <= found, "stated, and not imported"
 
 
+def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (wanted,) = PROJECT["optional-dependencies"]["ray"]
+    with (
+        pytest.raises(ImportError, match=f"needs Ray[^`]*pip install '{wanted}'"),
+        dtensor.launch(dtensor.Mesh(tp=2), backend="ray"),
+    ):
+        raise AssertionError
+
+
 def test_all_extras_are_in_dev() -> None:
     extras = PROJECT["optional-dependencies"]
     (own,) = (Requirement(text) for text in extras["dev"] if text.startswith("dtensor"))
