@@ -12,7 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 
 import dtensor as dt
-from dtensor.showing import LINES, WIDTH, html_table, html_text, screen
+from dtensor.showing import LINES, WIDTH, html_folded, html_table, html_text, screen
 from tests.models import GPT, MLP, batch, loss_fn, square_loss
 from tests.plans import MEGATRON, plan_model
 
@@ -57,9 +57,9 @@ class Checker(HTMLParser):
 
 def assert_plain(html: str) -> None:
     found = Checker(html)
-    assert found.seen <= {"pre", "table", "tr", "th", "td"}
+    assert found.seen <= {"pre", "table", "tr", "th", "td", "details", "summary"}
     assert found.names <= {"style", "rowspan", "colspan"}
-    assert len(html) < 20_000
+    assert len(html) < 100_000
 
 
 # -- the words -------------------------------------------------------------------------------------
@@ -80,6 +80,39 @@ def test_text_for_a_notebook_is_escaped() -> None:
     assert_plain(table)
     assert "<b>" not in table and "<i>" not in table and "none" not in table
     assert 'rowspan="2"' in table and 'colspan="2"' in table
+
+
+def test_parts_that_fold() -> None:
+    shown = html_folded("forward   per rank\n  a = <b>\n\n\nend\n" + "line\n" * 1000)
+    assert_plain(shown)
+    assert shown.startswith("<details><summary>forward, 2 lines</summary><pre>forward   per rank")
+    assert "a = &lt;b&gt;" in shown and shown.count("<details>") == 2
+    assert "... and 801 more lines" in shown
+
+
+def cells(html: str) -> list[list[str]]:
+    return [re.findall(r">([^<]*)</t[hd]>", row) for row in html.split("</tr>")[:-1]]
+
+
+def test_a_mesh_and_a_spec() -> None:
+    mesh = dt.Mesh(pp=2, dp=1, tp=2)
+    assert cells(mesh._repr_html_()) == [
+        ["mesh(pp=2, dp=1, tp=2)", "tp=0", "tp=1"],
+        ["pp=0, dp=0", "rank 0", "rank 1"],
+        ["pp=1, dp=0", "rank 2", "rank 3"],
+    ]
+    assert cells(dt.Mesh()._repr_html_()) == [["mesh()", ""], ["", "rank 0"]]
+    large = dt.Mesh(dp=1000, tp=1000)._repr_html_()
+    assert_plain(large)
+    assert "rank 15015" in large and "rank 16" not in large and large.count("...") == 19
+    spec = dt.spec("f32[7@tp,16]{sum@dp}", dt.Mesh(dp=3, tp=2))
+    assert_plain(spec._repr_html_())
+    assert cells(spec._repr_html_()) == [
+        ["f32[7@tp,16]{sum@dp}", "on mesh(dp=3, tp=2)"],
+        ["axes", "dp=3", "Partial('sum')"],
+        ["tp=2", "Shard(0)"],
+        ["rank 0 holds", "4x16", "256 of 448 bytes"],
+    ]
 
 
 # -- plans and steps -------------------------------------------------------------------------------
@@ -169,6 +202,8 @@ def test_what_a_step_and_its_parts_show() -> None:
     plan = step.plan(*data())
     assert "plans: 1" in repr(step)
     assert "sent" in step._repr_html_()
+    for part in ("inputs", "forward", "backward", "optimizer", "memory per rank"):
+        assert f"<details><summary>{part}, " in plan._repr_html_()
     planned = step.plans.latest
     assert planned is not None
     assert_expected_inline(repr(plan), """<plan square_loss on mesh(tp=2), steps: 25>""")

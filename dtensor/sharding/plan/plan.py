@@ -32,6 +32,7 @@ from dtensor.sharding.plan.text.render import render
 from dtensor.sharding.plan.text.rounding import rounding_text
 from dtensor.sharding.plan.text.summary import summary_html, summary_text
 from dtensor.sharding.plan.verify import verify
+from dtensor.showing import html_folded
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -127,4 +128,5 @@ class Plan(PlanRecord):
         return self.text()
 
     def _repr_html_(self) -> str:
-        return summary_html(self)
+        """The summary, and the text by its parts, each folded."""
+        return summary_html(self) + html_folded(self.text())

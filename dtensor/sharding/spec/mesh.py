@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import overload
 
 from dtensor.errors import PlanningError, check_kind
+from dtensor.showing import html_grid
 
 MICROBATCH_AXIS = "mb"
 
@@ -148,6 +149,9 @@ class Mesh:
 
     def __hash__(self) -> int:
         return hash((self._axes, self.name))
+
+    def _repr_html_(self) -> str:
+        return html_grid(str(self), self.shape)
 
     def __repr__(self) -> str:
         return f"Mesh({self._text()})"

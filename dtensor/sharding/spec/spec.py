@@ -51,6 +51,7 @@ from dtensor.sharding.spec.placements import (
     refine,
     same,
 )
+from dtensor.showing import html_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,17 @@ class TensorSpec:
 
     def __repr__(self) -> str:
         return f"spec({str(self)!r}, {self.mesh!r})"
+
+    def _repr_html_(self) -> str:
+        held = "x".join(map(str, self.local_shape(dict.fromkeys(self.mesh.axes, 0)))) or "a number"
+        sizes = self.mesh.shape
+        return html_table(
+            [
+                (str(self), [(f"on {self.mesh}",)]),
+                ("axes", [(f"{a}={sizes[a]}", repr(p)) for a, p in self.sharding.items()]),
+                ("rank 0 holds", [(held, f"{self.max_local_nbytes:,} of {self.nbytes:,} bytes")]),
+            ]
+        )
 
 
 def alike(a: TensorSpec, b: TensorSpec) -> bool:
