@@ -109,7 +109,7 @@ def test_a_mesh_and_a_spec() -> None:
     assert_plain(spec._repr_html_())
     assert cells(spec._repr_html_()) == [
         ["f32[7@tp,16]{sum@dp}", "on mesh(dp=3, tp=2)"],
-        ["axes", "dp=3", "Partial('sum')"],
+        ["axes", "dp=3", "Partial(&quot;sum&quot;)"],
         ["tp=2", "Shard(0)"],
         ["rank 0 holds", "4x16", "256 of 448 bytes"],
     ]
