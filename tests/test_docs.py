@@ -118,7 +118,9 @@ def test_links_lead_somewhere() -> None:
     assert lost == []
 
 
-def test_pictures_are_drawn_from_what_there_is() -> None:
+@pytest.mark.slow
+def test_pictures_are_drawn_from_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "pictures")
     spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
     assert spec and spec.loader
     draw = importlib.util.module_from_spec(spec)

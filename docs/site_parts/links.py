@@ -140,7 +140,7 @@ def _text(path: Path, highlighter: PygmentsBridge) -> tuple[str, set[Path]]:
 
 def _parsed(path: Path) -> tuple[MarkdownIt, list[Token]]:
     """Markdown of a file; headings have the ids that GitHub gives them."""
-    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    reader = MarkdownIt("commonmark", {"html": True}).enable("table")
     reader.use(anchors_plugin, max_level=6, slug_func=github_slugify)
     return reader, reader.parse(path.read_text())
 
