@@ -12,20 +12,36 @@ stderr says; 130, interrupted. Who closes our output early (`| head`) has read e
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
 
-from dtensor.commands import compare, plan, simulate, status
+from dtensor.commands import calibrate, compare, doctor, explore, plan, run, simulate, status
+from dtensor.commands.launched import RunFailed
 from dtensor.commands.parser import CommandParser, Help
 from dtensor.errors import PlanningError
 
-COMMANDS = (plan, compare, simulate, status)
+COMMANDS = (plan, compare, simulate, explore, run, calibrate, doctor, status)
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status; SystemExit with 2 for what is no command or option."""
+    try:
+        try:
+            return _run(_parsed(argv))
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python would flush once more at its end, and say that it could not.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog=_prog(),
         description="dtensor: write a model once, for one device, and place it anywhere.",
@@ -39,19 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         options.parser.error(options.parser.unknown_arguments(unknown))
+    return options
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status
+        return options.run(options)
     except PlanningError as error:
         print(f"{options.parser.prog}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python would flush once more at its end, and say that it could not.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except RunFailed as error:
+        print(f"{options.parser.prog}: {error}", file=sys.stderr)
+        return 1
 
 
 def _prog() -> str:

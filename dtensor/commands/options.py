@@ -73,12 +73,14 @@ def add_workload(parser: CommandParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="what is trained, see below")
     group = parser.add_argument_group("the model and its batch")
     group.add_argument(
-        "--batch", type=_whole, metavar="N", help="rows of the whole batch (default: 8)"
+        "--batch", type=whole_option, metavar="N", help="rows of the whole batch (default: 8)"
     )
-    group.add_argument("--length", type=_whole, metavar="N", help="tokens of a row (default: 128)")
+    group.add_argument(
+        "--length", type=whole_option, metavar="N", help="tokens of a row (default: 128)"
+    )
     group.add_argument(
         "--dtype",
-        type=_dtype,
+        type=dtype_option,
         metavar="DTYPE",
         help="of the parameters: f32, bf16, f16 (default: the configuration's, or f32)",
     )
@@ -129,7 +131,9 @@ def add_strategy(parser: CommandParser, *, several: bool = False) -> None:
         metavar="NAME",
         help=f"of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b){again}",
     )
-    group.add_argument("--microbatches", type=_whole, metavar="N", help="that the batch is cut in")
+    group.add_argument(
+        "--microbatches", type=whole_option, metavar="N", help="that the batch is cut in"
+    )
     group.add_argument(
         "--zero",
         action="append" if several else "store",
@@ -156,7 +160,6 @@ def add_hardware(parser: CommandParser) -> None:
     group = parser.add_argument_group("what it is priced with")
     group.add_argument(
         "--topology",
-        default="h100",
         metavar="WHICH",
         help=f"{', '.join(TOPOLOGIES)}, or a file that `calibrate --save` wrote (default: h100)",
     )
@@ -169,6 +172,30 @@ def add_hardware(parser: CommandParser) -> None:
     group.add_argument(
         "--memory", type=size_of_text, metavar="SIZE", help="of a rank's device, as 80GiB"
     )
+
+
+def add_mesh(parser: CommandParser) -> None:
+    """Of a command without a model."""
+    parser.add_argument(
+        "--mesh",
+        type=_mesh,
+        default=Mesh(),
+        metavar="AXIS=N,...",
+        help="as tp=2 (default: one rank)",
+    )
+
+
+def add_backend(parser: CommandParser) -> None:
+    """Where ranks run."""
+    group = parser.add_argument_group("where it runs")
+    group.add_argument(
+        "--backend",
+        choices=("inprocess", "ray"),
+        default="inprocess",
+        help="all ranks in this process, in turn (default), or an actor of Ray's for each",
+    )
+    group.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default) or cuda")
+    group.add_argument("--address", metavar="HOST:PORT", help="of a Ray to join (default: none)")
 
 
 def add_json(parser: CommandParser, what: str = "one JSON object in place of text") -> None:
@@ -218,9 +245,10 @@ def schedule_of(name: str, microbatches: int) -> Schedule:
     return SCHEDULES[name](microbatches=microbatches)
 
 
-def topology_of(which: str, across: str, memory: float | None, mesh: Mesh) -> Topology:
-    """By name, or from a file. PlanningError for neither, and for an axis that ``mesh`` lacks."""
+def topology_of(which: str | None, across: str, memory: float | None, mesh: Mesh) -> Topology:
+    """By name (None: h100), or from a file. PlanningError for neither."""
     between = [axis for axis in re.split(r"[,\s]+", across) if axis]
+    which = which or "h100"
     path = Path(which)
     if which in TOPOLOGIES:
         found = _named(which, between, mesh)
@@ -325,7 +353,7 @@ def _mesh(text: str) -> Mesh:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _whole(text: str) -> int:
+def whole_option(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
@@ -344,7 +372,7 @@ def dtype_of_text(text: str) -> torch.dtype:
     raise PlanningError(f"{text!r} is no dtype of parameters.\nfix: {fix}")
 
 
-def _dtype(text: str) -> torch.dtype:
+def dtype_option(text: str) -> torch.dtype:
     try:
         return dtype_of_text(text)
     except PlanningError as error:

@@ -14,6 +14,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 import dtensor as dt
 from dtensor.api import placements as placements_of
 from dtensor.api.stating.patterns import nearest
@@ -227,14 +229,10 @@ def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: str | No
 def _optimizer(work: Workload, options: argparse.Namespace) -> Any:
     stated = work.stated.get("optimizer")
     if options.optimizer is None and stated is not None:
-        if isinstance(stated, dt_optimizer()):
+        if isinstance(stated, Optimizer):
             return stated
         return called(stated, options.model, work.model.parameters())
     kind = optimizer_class(options.optimizer or "AdamW")
-    return called(kind, f"--optimizer {kind.__name__}", work.model.parameters())
-
-
-def dt_optimizer() -> type[Any]:
-    from torch.optim import Optimizer
-
-    return Optimizer
+    rate = getattr(options, "lr", None)
+    given = {} if rate is None else {"lr": rate}
+    return called(kind, f"--optimizer {kind.__name__}", work.model.parameters(), **given)

@@ -1,0 +1,126 @@
+"""`dtensor run`, `calibrate`, `explore` and `doctor`, and how the command line ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import dtensor.__main__ as command_line
+from dtensor.commands import doctor, plan
+from tests.commands.conftest import Command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_losses_are_the_same_under_each_mesh(command: Command):
+    line = "run tiny --batch 4 --length 8 --steps 2 --seed 3 --json --mesh"
+    found = [json.loads(command(f"{line} {mesh}").out) for mesh in ("tp=1", "tp=2", "pp=2,dp=2")]
+    for one in found[1:]:
+        assert one["losses"] == pytest.approx(found[0]["losses"], rel=1e-5)
+    assert found[0]["losses"][1] < found[0]["losses"][0]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_found(command: Command):
+    ran = command("run mlp.py:make --mesh dp=2 --optimizer SGD --lr 1e30 --steps 3")
+    assert ran.status == 1
+    assert ran.out.splitlines()[0] == "mlp: MLP, 2.1 k parameters in f32; a batch of f32[8,16]"
+    assert ran.err.startswith("The loss of step 2 is inf.\nfix: a smaller --lr")
+
+
+@pytest.mark.slow
+def test_what_calibrate_saves_is_what_is_planned_with(command: Command):
+    assert command("calibrate --mesh dp=2 --save here.json").status == 0
+    saved = json.loads(Path("here.json").read_text())
+    assert sorted(saved["latency"]) == ["dp"]
+    line = "plan mlp.py:make --mesh dp=2 --json --topology here.json"
+    assert json.loads(command(line).out)["topology"] == saved["name"]
+    Path("here.json").write_text(json.dumps({**saved, "bandwith": 3}))
+    assert "fix: bandwidth" in command(line).err
+
+
+@pytest.mark.slow
+def test_explore_writes_the_strategies_that_have_a_plan(command: Command):
+    line = "explore mlp.py:make --placements none --mesh dp=2 --mesh pp=4 --mesh tp=2"
+    ran = command(f"{line} -o plans.html")
+    assert ran.status == 0
+    assert ran.err.startswith("pp4 has no plan: ")
+    page = Path("plans.html").read_text()
+    assert "dp2" in page and "tp2" in page and "pp4" not in page
+    assert command(f"{line} -o plans.txt").err.endswith("fix: 'plans.html'\n")
+
+
+@pytest.mark.slow
+def test_doctor_tests_itself(command: Command):
+    found = {row["name"]: row for row in json.loads(command("doctor --no-ray --json").out)}
+    assert found["self-test"]["state"] == "ok", found
+    assert found["torch"]["found"] == metadata.version("torch")
+    assert found["torch"]["note"] == "supported: >=2.11,<2.14"
+    assert {"python", "ray", "triton", "transformers", "cores", "ports", "/dev/shm"} <= set(found)
+
+
+def test_doctor_names_what_is_missing_or_too_old(command: Command, monkeypatch: pytest.MonkeyPatch):
+    def version(name: str) -> str:
+        if name == "ray":
+            raise metadata.PackageNotFoundError(name)
+        return {"torch": "2.10.1"}.get(name, "99.0" if name == "transformers" else "50.1")
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(doctor, "in_process", lambda: iter(()))
+    monkeypatch.setenv("OMP_NUM_THREADS", "999")
+    ran = command("doctor --no-ray")
+    rows = {line.split()[1]: line for line in ran.out.splitlines() if line and line[0] in "ow"}
+    assert ran.status == 1
+    assert rows["torch"].startswith("wrong") and "pip install 'torch>=2.11,<2.14'" in rows["torch"]
+    assert rows["ray"].startswith("warning") and "pip install 'dtensor[ray]'" in rows["ray"]
+    assert rows["transformers"].startswith("warning")
+    assert rows["cores"].startswith("warning") and "999" in rows["cores"]
+    assert ran.out.endswith("1 wrong, 3 warnings.\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "kept"),
+    [
+        ("2.13.0+cpu", ">=2.11,<2.14", True),
+        ("2.14.0", ">=2.11,<2.14", False),
+        ("2.14.0rc1", ">=2.11,<2.14", False),
+        ("2.9", ">=2.11,<2.14", False),
+        ("3", ">=3.0", True),
+        ("1.0.post1", "", True),
+    ],
+)
+def test_versions_within_a_range(version: str, bounds: str, kept: bool):
+    assert doctor.within(version, bounds) == kept
+
+
+def test_an_interrupt_ends_quietly(command: Command, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "run", interrupted)
+    assert command("plan mlp.py:make --mesh tp=2") == (command_line.INTERRUPTED, "", "")
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_is_no_error():
+    """As `dtensor plan --help | head -1`, where head has gone before we write."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "dtensor", "plan", "--help"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
