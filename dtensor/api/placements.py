@@ -72,6 +72,7 @@ def for_model(
 
     Args:
         example_args, example_kwargs: a call of the model; tensors may be on the meta device.
+        axis: the name of the mesh's axis that the placements are on.
         size: ranks of the axis. With it, heads that do not divide get a ``unit``, and what has
             fewer heads than ranks stays whole; without it every boundary is stated.
 
@@ -94,7 +95,8 @@ def for_model(
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     graph = capture(tensors, (model, *example_args), dict(example_kwargs or {}), grads="none")
-    return _by_pattern(derive(dataflow(graph), size), model, axis)
+    # where one rank has all there is no boundary to look at: as where the size is not known
+    return _by_pattern(derive(dataflow(graph), None if size == 1 else size), model, axis)
 
 
 def of_step(

@@ -41,7 +41,7 @@ _PER_RANK = 4
 
 
 class Placed:
-    """See the module docstring. ``optimizer``: over the workload's model."""
+    """A workload under what the options state. ``optimizer``: over the workload's model."""
 
     def __init__(self, work: Workload, options: argparse.Namespace) -> None:
         self.work, self.options = work, options

@@ -171,6 +171,13 @@ def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
 
 
 @pytest.mark.slow
+def test_on_one_rank_the_placements_are_those_of_any_number() -> None:
+    ids = torch.zeros(4, 8, dtype=torch.long)
+    one, any_number = (dt.placements.for_model(GPT(), (ids,), size=size) for size in (1, None))
+    assert one == any_number
+
+
+@pytest.mark.slow
 def test_the_result_is_a_dict_that_can_be_edited() -> None:
     placements = dt.placements.for_model(MLP(), (torch.zeros(4, 16),), axis="x")
     del placements["down.weight"]

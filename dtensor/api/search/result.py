@@ -87,6 +87,7 @@ class SearchResult:
 
     @property
     def best(self) -> FoundStrategy:
+        """The first row."""
         return self.rows[0]
 
     @property
