@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +134,74 @@ def test_pictures_are_drawn_from_what_there_is(monkeypatch: pytest.MonkeyPatch) 
         )
     files = [f.name for f in DOCS.rglob("*.svg") if "_build" not in f.parts]
     assert len(files) == len(set(files)), "the site has one folder for all pictures"
+
+
+@pytest.mark.slow
+def test_a_link_that_leaves_docs_holds_in_the_site_or_is_an_error(tmp_path: Path) -> None:
+    (docs := tmp_path / "docs").mkdir()
+    shutil.copy(DOCS / "conf.py", docs)
+    shutil.copytree(DOCS / "site_parts", docs / "site_parts")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.txt").write_text("x = 1\n")
+    (tmp_path / "other.md").write_text("# Other\n\n## A place\n\n[code](code/a.txt)\n")
+    text = "# Index\n\n[a](../code) [b](../other.md#a-place) [c](../other.md#no) [d](../gone.py)\n"
+    (docs / "index.md").write_text(text)
+    ran = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(docs), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    warned = re.findall(r"WARNING: (.*)", ran.stderr)
+    assert len(warned) == 2 and "no" in warned[0] and "gone.py" in warned[1], ran.stderr
+    page = (tmp_path / "site" / "index.html").read_text()
+    links = re.findall(r'href="(files/[^"]+)"', page)
+    assert links == ["files/code.html", "files/other.md.html#a-place"]
+    assert 'id="a-place"' in (tmp_path / "site" / "files" / "other.md.html").read_text()
+    folder = (tmp_path / "site" / "files" / "code.html").read_text()
+    assert 'href="code/a.txt.html"' in folder
+    assert (tmp_path / "site" / "files" / "code" / "a.txt.html").exists()
+
+
+def test_docstrings_become_what_autodoc_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    from site_parts.docstrings import as_rst
+
+    text = """Of `Shard`, ``*.weight``, a * and f32[8@tp]; `x`s.
+
+    step(x)  # code
+
+- one
+- two,
+  and more
+
+Args:
+    mesh, name: of `a`
+        and more.
+    rest_: b.
+
+Raises:
+    PlanningError: if."""
+    wanted = r"""Of :py:obj:`Shard <dtensor.Shard>`, ``*.weight``, a \* and f32[8\@tp]; ``x``\ s.
+
+.. code-block:: none
+
+    step(x)  # code
+
+- one
+- two,
+  and more
+
+:Parameters:
+    ``mesh``, ``name``
+        of ``a``
+        and more.
+    ``rest_``
+        b.
+
+:Raises:
+    ``PlanningError``
+        if.
+"""
+    found = "\n".join(as_rst(text.splitlines(), frozenset({"Shard"})))
+    assert re.sub(r"\n{3,}", "\n\n", found).strip() == wanted.strip()
