@@ -7,8 +7,8 @@ A step has: section ``g``, kind ``k`` (op, view, move, comm, end), names ``n``, 
 of its types ``t``, cost in words ``w``, FLOP ``f``, seconds ``z`` of computing and ``y`` of
 communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r``
 the run of layers it is shown for (of "runs"), ``e`` why it is so; of a collective ``v`` what it is,
-``a`` its axes, ``b`` bytes each time, ``q`` what is moved from and to, ``p`` the pins, ``j`` what
-else was stated, ``h`` the hints and whether they remove it, ``d`` why what it reads is as it is.
+``a`` its axes, ``b`` bytes each time, ``q`` what is moved from and to, ``p`` the pins that
+opened it, ``l`` those it meets, ``j`` what else was stated, ``h`` the hints and whether they remove it, ``d`` why what it reads is as it is.
 What is alike stands once: lines and types are numbered.
 
 Invariants: steps are those of the printed plan, of which a layer stands for those that are alike;
@@ -181,7 +181,7 @@ class _Contents:
             "k": _kind(step, bool(messages)),
             "n": line.name,
             "c": line.text,
-            "m": self.tree.node(self._module(step)),
+            "m": self.tree.node(self._module(step, stage)),
         }
         if results and not isinstance(step, Bucket):
             row["t"] = [self.specs(spec) for _, spec in results]
@@ -218,17 +218,18 @@ class _Contents:
         self, row: dict[str, Any], step: Step, messages: Sequence[PlannedCollective]
     ) -> None:
         first = messages[0]
-        pins = self.reasons.pins(step)
+        pins, met = self.reasons.pins(step), self.reasons.met(step)
         row["v"] = first.kind
         row["a"] = list(dict.fromkeys(c.axis for c in messages))
         row["b"] = sum(c.bytes_sent for c in messages)
         row["d"] = self.reasons.cause(step)
         row["p"] = list(pins)
+        row["l"] = [by for by in met if by not in pins]
         row["j"] = self.reasons.states(step)
         row["h"] = [
             [n, int((c.kind, c.axis, c.phase, c.source) in self.plan.hints[n].removed)]
             for c in messages[:1]
-            for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, pins)
+            for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, (*pins, *met))
         ]
         match step:
             case Convert(move=move):
@@ -262,11 +263,14 @@ class _Contents:
     def _repeats(self, step: Step) -> bool:
         return not step.once and step.phase != "optimizer"
 
-    def _module(self, step: Step) -> str:
+    def _module(self, step: Step, stage: int) -> str:
         """The module that a step is shown under: its own, or that of what it moves."""
         match step:
             case Compute(op=op):
                 return op.module
+            case Transfer(to_stage=to, result=result) if to == stage:
+                reader = self.readers.get(result)
+                return reader.op.module if isinstance(reader, Compute) else ""
             case Convert(operand=name) | Transfer(operand=name):
                 return self._module_of(name, step)
             case Bucket(of=of) if step.phase != "optimizer":

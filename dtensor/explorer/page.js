@@ -49,13 +49,14 @@ function flop(n) {
   }
   return `${count.toFixed(2)} PFLOP`;
 }
-const percent = (x) => `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;
+const percent = (x) => (x && x < 0.001 ? "<0.1%" : `${(100 * x).toFixed(x && x < 0.1 ? 1 : 0)}%`);
 const plural = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
 
-function axisColor(plan, axis) {
-  const at = plan.mesh.findIndex(([name]) => name === axis);
-  return at < 0 ? "var(--ink-3)" : `var(--axis-${at % 6})`;
-}
+// One colour for each axis, in all plans; those that most meshes have are the same on all pages.
+const AXES = ["dp", "tp", "pp"];
+for (const plan of PLANS) for (const [axis] of plan.mesh) if (!AXES.includes(axis)) AXES.push(axis);
+const axisColor = (plan, axis) =>
+  AXES.includes(axis) ? `var(--axis-${AXES.indexOf(axis) % 6})` : "var(--ink-3)";
 // A type with its axes in their colours: f32[8@tp,16].
 function typed(plan, text) {
   const names = [...plan.mesh.map(([name]) => name), "mb"];
@@ -333,12 +334,17 @@ function figures(plan) {
     h("strong", {}, seconds(head.seconds)), h("small", {}, head.hardware));
   const share = head.seconds ? head.communication / head.seconds : 0;
   const waiting = head.seconds ? Math.max(0, head.waiting) / head.seconds : 0;
-  const bar = (parts) => h("div", { class: "bar" }, parts.map(([name, part, label]) =>
-    h("i", { class: name, style: `width:${100 * clamp(part, 0, 1)}%`, title: label })));
+  const bar = (parts) => h("div", { class: "bar" }, parts.map(([name, part, label, color]) =>
+    h("i", { class: name, title: label, style: `width:${100 * clamp(part, 0, 1)}%${
+      color ? `;background:${color}` : ""}` })));
+  const along = new Map(); // seconds by axis
+  for (const [axis, , , , took] of head.by_kind) along.set(axis, (along.get(axis) || 0) + took);
+  const all = sum([...along.values()]) || 1;
   const talk = h("div", { class: "figure" }, h("label", {}, "communication"),
     h("strong", {}, percent(share)),
     bar([["compute", 1 - share - waiting, `compute ${seconds(head.compute)}`],
-      ["comm", share, `communication ${seconds(head.communication)}`],
+      ...[...along].map(([axis, took]) => ["comm", (share * took) / all,
+        `over ${axis} ${seconds(took)}`, axisColor(plan, axis)]),
       ["wait", waiting, `waiting ${seconds(head.waiting)}`]]),
     h("small", {}, `${bytes(head.sent)} in ${plural(head.collectives, "message")}`));
   const full = memory / head.device;
@@ -503,7 +509,13 @@ function pickModule(i, focus) {
   const moved = i !== state.node;
   state.node = i;
   drawTree(state.plan);
-  if (moved) { drawSteps(); showModule(state.plan, i); }
+  if (moved) {
+    state.row = null;
+    state.inputs = false;
+    drawSteps();
+    showModule(state.plan, i);
+    if (state.marked) state.marked();
+  }
   if (focus) byId("modules").querySelector(".on").focus();
 }
 
@@ -533,8 +545,11 @@ function drawSteps() {
   const items = [];
   const inputs = plan.inputs.filter((item) => inside.has(item.m)
     && matches(item.l, item.k, plan.specs[item.t].t));
-  if (inputs.length) items.push(() => sectionRow("inputs", "", ""), ...inputs.map((item) =>
-    () => inputRow(plan, item)));
+  const few = inputs.length <= 12 || state.inputs || words;
+  if (inputs.length) items.push(() => sectionRow("inputs", "", few ? bytes(sum(inputs.map((i) => i.b)))
+    : h("button", { onclick: () => { state.inputs = true; state.row = null; drawSteps(); } },
+      `show all ${inputs.length}`)));
+  if (few) items.push(...inputs.map((item) => () => inputRow(plan, item)));
   const sections = new Map();
   for (const row of plan.steps) {
     if (!inside.has(row.m) || (!views && (row.k === "view" || row.k === "move") && !words)) continue;
@@ -613,7 +628,8 @@ function costOf(row) {
   const times = row.times * row.layers, by = times > 1 ? ` ×${times}` : "";
   if (row.k === "comm") return `${bytes(row.b)}${by}`;
   if (row.f) return `${flop(row.f)}${by}`;
-  return row.st ? `${bytes(row.st)} of state` : "";
+  if (row.st) return `${bytes(row.st)} state`;
+  return row.z > 1e-10 ? `${seconds(row.z)}${by}` : "";
 }
 function stepRow(plan, row) {
   const comm = row.k === "comm";
@@ -720,7 +736,7 @@ function showStep(plan, row) {
   else if (row.z) facts.push([seconds(row.z), "predicted"]);
   if (row.f) facts.push([flop(row.f), "on a rank"]);
   if (times > 1) facts.push([`×${times}`, [row.layers > 1 ? `${row.layers} layers` : "",
-    row.times > 1 ? `${row.times} microbatches` : ""].filter(Boolean).join(", ")]);
+    row.times > 1 ? `${row.times} microbatches` : ""].filter(Boolean).join(" × ")]);
   const lines = (row.e || "").split("\n").filter(Boolean);
   const kind = comm ? row.a.map((axis) => chip(plan, axis, `${row.v} over ${axis}`))
     : h("span", { class: "chip", style: "--c:var(--ink-3)" }, { op: "op", view: "view", end: "end of "
@@ -735,11 +751,13 @@ function showStep(plan, row) {
     facts.length && h("div", { class: "facts" }, facts.map(([big, small]) =>
       h("div", {}, h("strong", {}, big), h("small", {}, small)))),
     comm && part("Between ranks", exchange(plan, row, section), h("small", { class: "note" },
-      row.q ? "above: what each rank of one group holds before; below: after" : "")),
+      row.q ? `above: what each rank of one group holds before; below: after${
+        plan.specs[row.q[1]].mb > 1 ? "; the first microbatch" : ""}` : "")),
     comm && part("Why it is here", why([row.d, row.q ? needed(row) : "", ...(row.q && !row.of ? []
       : lines)].filter(Boolean)), row.of && h("p", { class: "note" }, `of ${row.of.join(", ")}`)),
     comm && ((row.p && row.p.length) || row.j) && part("Opened by",
       h("div", { class: "pins" }, [...(row.p || []), row.j].filter(Boolean).map((by) => h("code", {}, by)))),
+    row.l && part("Meets the pins", h("div", { class: "pins" }, row.l.map((by) => h("code", {}, by)))),
     comm && fixes(plan, row),
     where(plan, row),
     tensors.length && shards(plan, tensors, [stageOf(plan, row)]),
@@ -838,7 +856,7 @@ function showTab(name) {
 }
 
 const SPAN_COLORS = ["--f", "--b", "--bi", "--bw", "--once", "--idle", "--message"];
-const NAME = 62, RIGHT = 96;
+const NAME = 62, RIGHT = 112;
 let palette = new Map();
 const colorOf = (name) => {
   if (!palette.has(name))
@@ -861,7 +879,7 @@ function timeRows(plan) {
       const axis = row >= 0 && kind === 6 ? plan.steps[row].a[0] : null;
       g.fillStyle = colorOf(axis ? axisColor(plan, axis).slice(4, -1) : SPAN_COLORS[kind]);
       g.fillRect(from, y, wide > 3 ? wide - 0.5 : wide, tall);
-      if (row >= 0 && row === state.row) {
+      if (kind === 6 && row >= 0 && row === state.row) {
         g.strokeStyle = colorOf("--ink");
         g.lineWidth = 1.5;
         g.strokeRect(from - 0.5, y - 0.5, wide + 1, tall + 1);
@@ -926,10 +944,10 @@ function memoryRows(plan) {
   const paint = (g, own, top, place, width) => {
     const tall = high - 12, y = (size) => top + tall - (tall * size) / (scale * 1.04);
     const area = new Path2D();
-    area.moveTo(NAME, top + tall);
-    let before = y(own.held[0][1]);
-    area.lineTo(NAME, before);
+    let before = y(level(own, state.window[0]));
+    area.moveTo(NAME, before);
     for (const [when, size] of [...own.held, [end, own.held[own.held.length - 1][1]]]) {
+      if (when < state.window[0]) continue;
       const x = clamp(place(when), NAME, NAME + width), now = y(size);
       area.lineTo(x, before);
       area.lineTo(x, now);
@@ -940,6 +958,7 @@ function memoryRows(plan) {
     g.lineWidth = 1.2;
     g.stroke(area);
     area.lineTo(clamp(place(end), NAME, NAME + width), top + tall);
+    area.lineTo(NAME, top + tall);
     g.globalAlpha = 0.22;
     g.fillStyle = colorOf("--accent");
     g.fill(area);
@@ -958,8 +977,7 @@ function memoryRows(plan) {
   return { end, high, ranks: time.ranks, paint, legend: () => [["--accent", "held by a rank"],
     ...(device < 1.6 * peak ? [["--over", `${bytes(device)} of the device`]] : [])],
     note: (own) => bytes(own.peak),
-    head: () => `values that a rank holds between calls, at most ${bytes(peak)}; darker: what it holds `
-      + "all the time",
+    head: () => `values and messages that a rank holds, at most ${bytes(peak)}; darker: all the time`,
     tell: (own, y, when) => `rank ${own.rank} at ${seconds(when / 1e9)}: ${bytes(level(own, when))}\n`
       + `at most ${bytes(own.peak)}, at least ${bytes(least(own))}`,
     click: () => {} };

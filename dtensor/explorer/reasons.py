@@ -2,7 +2,8 @@
 
     reasons = Reasons(plan)
     reasons.why("mm_1_reduced")       # the lines of plan.explain, without the first
-    reasons.pins(step)                # ("*.down.weight",): of what the collective's axis splits
+    reasons.pins(step)                # ("*.up.weight",): of what the collective's axis splits
+    reasons.met(step)                 # ("*.down.weight",): of parameters beside what it moves
     reasons.hints(step)               # numbers of plan.hints about those pins
 
 A plan's `explain` looks at all steps for one name; here each name is asked of a plan that has only
@@ -22,6 +23,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Opened
 from dtensor.sharding.plan.steps import (
     Bucket,
+    Compute,
     Convert,
     Norm,
     Step,
@@ -29,6 +31,7 @@ from dtensor.sharding.plan.steps import (
     Transfer,
     operands_of,
     results_of,
+    viewed_operand,
 )
 from dtensor.sharding.plan.text.words import collapse
 
@@ -48,6 +51,7 @@ class Reasons:
             self._made.update(dict.fromkeys(results, step))
             for name in dict.fromkeys((*results, *operands_of(step))):
                 self._steps[name].append(step)
+        self._pinned = {(axis, value): by for axis, value, by in plan.pinned}
         self._opened: dict[str, list[tuple[str, Opened]]] = defaultdict(list)
         for axis, found in plan.opened:
             for opened in found:
@@ -87,6 +91,22 @@ class Reasons:
             case _:
                 found = []
         return tuple(dict.fromkeys(found))
+
+    def met(self, step: Step) -> tuple[str, ...]:
+        """The pins on the axis of parameters that are operands where a conversion's value is made,
+        and where it is used."""
+        if not isinstance(step, Convert):
+            return ()
+        near = [self._made.get(step.operand)]
+        near += [s for s in self._steps[step.result] if s is not step]
+        found: list[str] = []
+        for one in near:
+            for name in operands_of(one) if isinstance(one, Compute) else ():
+                value = name
+                while (maker := self._made.get(value)) and (base := viewed_operand(maker)):
+                    value = base
+                found.append(self._pinned.get((step.move.axis, value), ""))
+        return tuple(dict.fromkeys(filter(None, found)))
 
     def states(self, step: Step) -> str:
         """What the user stated, other than a pin, because of which a collective is there."""

@@ -55,6 +55,9 @@ class Tree:
                 self._join(steps, run)
         for path in dict.fromkeys(_prefixes(paths)):
             self._members.setdefault(self._found(path), []).append(path)
+        for item in plan.inputs:  # parts in the order in which the model has them
+            if item.kind == "parameter":
+                self.node(item.label.rpartition(".")[0])
 
     def node(self, path: str) -> int:
         """The number of the part that a module is in."""
