@@ -96,13 +96,15 @@ function both(a, b) {
   }
   return found;
 }
-// What the rank at these coordinates holds: by dim its intervals; where it is pending.
+// What the rank at these coordinates holds: by dim its intervals; where it is pending. That is of
+// all microbatches, as these are split in time and not over ranks.
 function held(spec, at) {
   const dims = spec.s.map((size) => (size ? [[0, size]] : []));
   const split = {}, pending = [];
   for (const [axis, placed] of Object.entries(spec.p || {})) {
     if (placed[0] === "+") { pending.push([axis, placed[1]]); continue; }
-    const own = placed[1][axis === "mb" ? 0 : at[axis] || 0];
+    if (axis === "mb") continue;
+    const own = placed[1][at[axis] || 0];
     dims[placed[0]] = both(dims[placed[0]], own[0]);
     (split[placed[0]] = split[placed[0]] || []).push(axis);
   }
@@ -139,7 +141,7 @@ function shard(plan, spec, at, x, y, width, height, defs, absent) {
   const [down, across] = dims.length === 2 ? dims : [null, dims[0]];
   const line = (dim) => dim === null || dim === undefined ? [[0, 1, 1]]
     : own.dims[dim].map(([lo, hi]) => [lo, hi, spec.s[dim]]);
-  const axes = [...(own.split[down] || []), ...(own.split[across] || [])].filter((a) => a !== "mb");
+  const axes = [...(own.split[down] || []), ...(own.split[across] || [])];
   const color = axes.length ? axisColor(plan, axes[axes.length - 1]) : "var(--whole)";
   const fill = own.pending.length ? hatch(defs, axisColor(plan, own.pending[0][0])) : color;
   for (const [top, bottom, rows] of line(down)) for (const [left, right, columns] of line(across)) {
@@ -150,14 +152,16 @@ function shard(plan, spec, at, x, y, width, height, defs, absent) {
   }
   return group;
 }
+const cutInTime = (spec) => Boolean(spec.p && spec.p.mb && spec.p.mb[0] !== "+");
 function rankText(plan, spec, rank) {
   const at = coordinates(plan, rank), own = held(spec, at);
   const where = plan.mesh.map(([axis]) => `${axis} ${at[axis]}`).join(", ");
   const dims = own.dims.map((list, i) => `dim ${i}: ${interval(list, spec.s[i])}`);
   const pending = own.pending.map(([axis, op]) => `a part of the ${op} over ${axis}`);
   const size = own.dims.reduce((n, list) => n * count(list), spec.z);
-  return [`rank ${rank}${where ? ` (${where})` : ""}`, ...dims, ...pending,
-    `${bytes(size)}${spec.mb > 1 ? ", of microbatch 0" : ""}`].join("\n");
+  const parts = cutInTime(spec) ? spec.mb : 1;
+  return [`rank ${rank}${where ? ` (${where})` : ""}`, ...dims, ...pending, bytes(size / parts)
+    + (parts > 1 ? ` in each of ${parts} microbatches` : "")].join("\n");
 }
 
 // The mesh: the last axis across, the one before it down, the others as panels.
@@ -466,14 +470,16 @@ function drawTree(plan) {
       tabindex: i === state.node ? 0 : -1, style: `--depth:${depth}` },
       h("span", { class: "twist", "aria-hidden": "true" }, children.length ? (isOpen ? "▾" : "▸") : ""),
       h("span", { class: "label" }, part.l, part.x > 1 && h("em", {}, `×${part.x}`)),
-      plan.num_stages > 1 && i > 0 && h("span", { class: "stages" },
+      plan.num_stages > 1 && i > 0 && `${part.s}` !== `${plan.modules[part.u].s}`
+        && h("span", { class: "stages", title: "stages" },
         part.s.length > 2 ? `${part.s[0]}–${part.s[part.s.length - 1]}` : part.s.join(" ")),
       h("span", { class: "cost" }, h("i", { class: "compute",
         style: `width:${(100 * part.z) / whole}%` }), h("i", { class: "comm",
         style: `width:${(100 * part.y) / whole}%` })),
       h("span", { class: "took" }, cost ? seconds(cost) : ""));
     hoverable(row, () => [part.l + (part.x > 1 ? ` ×${part.x}` : ""),
-      `computes ${seconds(part.z)}, communicates ${seconds(part.y)} a step`,
+      `computes ${seconds(part.z)}, communicates ${seconds(part.y)} a step${
+        part.s.length > 1 ? ", all stages together" : ""}`,
       part.f ? flop(part.f) : "", part.b ? `${bytes(part.b)} sent` : "",
       part.w ? `${bytes(part.w)} of parameters` : ""].filter(Boolean).join("\n"));
     row.addEventListener("click", (event) => {
@@ -752,7 +758,7 @@ function showStep(plan, row) {
       h("div", {}, h("strong", {}, big), h("small", {}, small)))),
     comm && part("Between ranks", exchange(plan, row, section), h("small", { class: "note" },
       row.q ? `above: what each rank of one group holds before; below: after${
-        plan.specs[row.q[1]].mb > 1 ? "; the first microbatch" : ""}` : "")),
+        cutInTime(plan.specs[row.q[1]]) ? "; all microbatches" : ""}` : "")),
     comm && part("Why it is here", why([row.d, row.q ? needed(row) : "", ...(row.q && !row.of ? []
       : lines)].filter(Boolean)), row.of && h("p", { class: "note" }, `of ${row.of.join(", ")}`)),
     comm && ((row.p && row.p.length) || row.j) && part("Opened by",
@@ -779,8 +785,9 @@ function showModule(plan, i) {
   const own = plan.modules[i], inside = within(plan, i);
   const dear = plan.steps.filter((row) => inside.has(row.m) && row.total).sort((a, b) =>
     b.total - a.total).slice(0, 8);
-  details(h("div", { class: "lead" }, h("h2", {}, titleOf(plan, i)), own.x > 1 && h("p", {
-    class: "quiet" }, `${own.x} modules that are alike`)),
+  details(h("div", { class: "lead" }, h("h2", {}, titleOf(plan, i)), h("p", { class: "quiet" },
+    [own.x > 1 ? `${own.x} modules that are alike` : "", own.s.length > 1
+      ? `summed over stages ${own.s.join(", ")}` : ""].filter(Boolean).join("; "))),
     h("div", { class: "facts" }, [[seconds(own.z), "computing"], [seconds(own.y), "communicating"],
       own.b && [bytes(own.b), "sent"], own.w && [bytes(own.w), "of parameters"]].filter(Boolean)
       .map(([big, small]) => h("div", {}, h("strong", {}, big), h("small", {}, small)))),
@@ -810,7 +817,7 @@ function shards(plan, tensors, stages) {
   const box = h("div", {});
   const draw = (spec, where) => box.replaceChildren(h("div", {}, typed(plan, plan.specs[spec].t)),
     meshPicture(plan, plan.specs[spec], where),
-    plan.specs[spec].mb > 1 ? h("small", { class: "note" }, "of the first microbatch") : "");
+    cutInTime(plan.specs[spec]) ? h("small", { class: "note" }, "all microbatches together") : "");
   const buttons = tensors.map(([name, spec], i) => h("button", { class: i === tensors.length - 1
     ? "on" : "", onclick: (event) => { buttons.forEach((b) => b.classList.remove("on"));
       event.target.classList.add("on"); draw(spec, stages); } }, name));
@@ -877,13 +884,9 @@ function timeRows(plan) {
       if (right < NAME || x > NAME + width) continue;
       const from = Math.max(NAME, x), wide = Math.max(0.6, Math.min(NAME + width, right) - from);
       const axis = row >= 0 && kind === 6 ? plan.steps[row].a[0] : null;
-      g.fillStyle = colorOf(axis ? axisColor(plan, axis).slice(4, -1) : SPAN_COLORS[kind]);
+      g.fillStyle = colorOf(axis === null ? SPAN_COLORS[kind] : row === state.row ? "--ink"
+        : axisColor(plan, axis).slice(4, -1));
       g.fillRect(from, y, wide > 3 ? wide - 0.5 : wide, tall);
-      if (kind === 6 && row >= 0 && row === state.row) {
-        g.strokeStyle = colorOf("--ink");
-        g.lineWidth = 1.5;
-        g.strokeRect(from - 0.5, y - 0.5, wide + 1, tall + 1);
-      }
       const label = time.words[name].split(" ")[0].replace(":", "");
       if (!number && wide > 24 && kind < 5) {
         g.fillStyle = colorOf("--on-span");
