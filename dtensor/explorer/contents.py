@@ -7,8 +7,9 @@ A step has: section ``g``, kind ``k`` (op, view, move, comm, end), names ``n``, 
 of its types ``t``, cost in words ``w``, FLOP ``f``, seconds ``z`` of computing and ``y`` of
 communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r``
 the run of layers it is shown for (of "runs"), ``e`` why it is so; of a collective ``v`` what it is,
-``a`` its axes, ``b`` bytes each time, ``q`` what is moved from and to, ``p`` the pins that
-opened it, ``l`` those it meets, ``j`` what else was stated, ``h`` the hints and whether they remove it, ``d`` why what it reads is as it is.
+``a`` its axes, ``b`` bytes each time, ``q`` what is moved from and to, ``p`` the pins that opened
+it, ``l`` those it meets, ``j`` what else was stated, ``h`` the hints and whether they remove it,
+``d`` why what it reads is as it is.
 What is alike stands once: lines and types are numbered.
 
 Invariants: steps are those of the printed plan, of which a layer stands for those that are alike;

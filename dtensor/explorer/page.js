@@ -792,7 +792,7 @@ function showModule(plan, i) {
       own.b && [bytes(own.b), "sent"], own.w && [bytes(own.w), "of parameters"]].filter(Boolean)
       .map(([big, small]) => h("div", {}, h("strong", {}, big), h("small", {}, small)))),
     dear.length && part("What takes longest", h("div", { class: "dear" }, dear.map((row) => h("button", {
-      onclick: () => select(row.i, false, true) }, h("span", {}, row.k === "comm" ? row.v : row.c),
+      onclick: () => select(row.i, false, true) }, h("span", {}, row.c),
       h("i", { class: row.k === "comm" ? "comm" : "compute",
         style: `width:${(70 * row.total) / dear[0].total}px` }), h("b", {}, seconds(row.total)))))));
 }
