@@ -22,7 +22,8 @@ html_theme = "furo"
 html_title = "dtensor"
 html_copy_source = False
 html_show_sourcelink = False
-html_static_path: list[str] = []
+html_static_path = ["site_parts/static"]
+html_css_files = ["wide.css"]
 templates_path: list[str] = []
 
 # As on GitHub, a heading is linked to by its words: traces.md#calibrate.
