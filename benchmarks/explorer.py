@@ -280,11 +280,11 @@ def main() -> None:
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     if options.write:
         what = f"{platform.processor() or platform.machine()}, torch {torch.__version__}"
+        load = f"{os.cpu_count()} cores at a load of {os.getloadavg()[0]:.0f}"
         how = "`OMP_NUM_THREADS=1 python -m benchmarks.explorer --write`"
         RESULTS.write_text(
-            f"# Pages of plans\n\n{how}, {what}, headless Chromium without a GPU, "
-            f"{os.cpu_count()} cores at a load of {os.getloadavg()[0]:.0f}, {options.rounds} rounds: "
-            f"medians, the worst in parentheses.\n\n{table(rows)}\n"
+            f"# Pages of plans\n\n{how}, {what}, {load}, headless Chromium without a GPU, "
+            f"{options.rounds} rounds: medians, the worst in parentheses.\n\n{table(rows)}\n"
         )
 
 
