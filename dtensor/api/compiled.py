@@ -94,6 +94,7 @@ class CompiledFunction:
         return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, its tensors as DTensors. It does not wait for their values."""
         call = BoundCall.of(self.fn, args, kwargs)
         planned = self._planned(call)
         with ONE_AT_A_TIME:

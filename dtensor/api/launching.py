@@ -66,8 +66,8 @@ class LaunchSession(MeshSession):
         ranks: Sequence[int] | None = None,
         topology: Topology | None = None,
     ) -> SyncPlan:
-        """What `switch` would send, with the same arguments: each value's pieces, the bytes of each
-        pair of ranks, the messages, the price. It waits for what is under way, too; nothing is
+        """What ``switch`` would send, with the same arguments: each value's pieces, the bytes of
+        each pair of ranks, the messages, the price. It waits for what is under way, too; nothing is
         moved, and nothing changes.
 
         Args:

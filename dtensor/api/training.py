@@ -317,7 +317,7 @@ class TrainStep:
     # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, *batch: Any, **kwargs: Any) -> Loss:
-        """One step. The result is a future; a failure that nobody read raises here."""
+        """One step on a batch. Its loss is a future; a failure that nobody read raises here."""
         if self._session is not None and self._session.closed:
             self._running.clear()  # its launch raised what was not read when it ended
         self._raise_unread()

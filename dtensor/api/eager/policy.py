@@ -34,6 +34,7 @@ Policy = Literal["allow", "warn", "error"]
 
 class implicit_redistribution:
     """Set what happens when an op must communicate; as a context manager, for the block.
+    ``policy``:
 
     "allow": nothing is said. "warn": once per source line, with the op, the specs before and after
     and the bytes that a rank sends. "error": PlanningError, before anything runs.

@@ -142,8 +142,8 @@ class Generator:
     # -- plans ------------------------------------------------------------------------------------
 
     def plan(self, which: str, bucket: int | None = None) -> Plan:
-        """The plan of "decode", or of "prefill" with a bucket, the largest by default. Nothing is
-        launched."""
+        """The plan of ``which``: "decode", or "prefill" with a bucket, the largest by default.
+        Nothing is launched."""
         check_word("which", which, ("prefill", "decode"))
         self._check_placed()
         with evaluating(self.model.module):
@@ -223,7 +223,8 @@ class Generator:
     def stream(
         self, prompts: Sequence[Any] | Tensor, max_new_tokens: Any = None, **options: Any
     ) -> Iterator[Event]:
-        """The same as it comes: an event for each token. Leaving the loop early drops the rest."""
+        """The same as it comes, of ``prompts``, ``max_new_tokens`` and ``options`` as in a call: an
+        event for each token. Leaving the loop early drops the rest."""
         events: list[Event] = []
         requests = self._requests(prompts, max_new_tokens, options, events)
         return self._streamed(requests, events)
@@ -254,7 +255,8 @@ class Generator:
     # -- one at a time ----------------------------------------------------------------------------
 
     def submit(self, prompt: Any, max_new_tokens: int | None = None, **options: Any) -> TextRequest:
-        """A request that waits for a free slot; `step` brings its tokens. Options as in a call."""
+        """A request of ``prompt`` that waits for a free slot; `step` brings its tokens.
+        ``max_new_tokens`` and ``options`` are as in a call, for one."""
         (request,) = self._requests([prompt], max_new_tokens, options, self._events)
         request.number = self._numbers
         self._numbers += 1

@@ -182,7 +182,8 @@ class Cluster(ABC):
 
     @abstractmethod
     def delete(self, names: Sequence[Sequence[str]]) -> None:
-        """Drop values from each rank's table; `LookupError` for one that is not there."""
+        """Drop values of these ``names`` from each rank's table; `LookupError` for one that is not
+        there."""
 
     @abstractmethod
     def load(self, program: Program) -> Handle:
@@ -190,7 +191,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def unload(self, handle: Handle) -> None:
-        """Forget a program; its state stays."""
+        """Forget the program of ``handle``; its state stays."""
 
     @abstractmethod
     def run(

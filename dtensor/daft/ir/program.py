@@ -53,7 +53,8 @@ Built: TypeAlias = Callable[..., tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RankProgram:
-    """One rank's list. `nbytes` are (value, bytes) of Call outputs, inputs and state.
+    """One rank's list of `instructions`. `nbytes` are (value, bytes) of Call outputs, inputs and
+    state.
 
     `shares` are (value, other): a value that a `Call` returns, and an input or state whose storage
     it may share; all other values have storage of their own. `changed` are inputs that outlive
@@ -86,8 +87,9 @@ class RankProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program:
-    """A list for each rank; `stage_of[rank]` is its pipeline stage, which errors name, as they do
-    `known_as[rank]`, what its users call the rank: by default as it is here."""
+    """A list for each of `ranks`, and the `functions` that these call, by name. `stage_of[rank]` is
+    its pipeline stage, which errors name, as they do `known_as[rank]`, what its users call the
+    rank: by default as it is here."""
 
     name: str
     ranks: tuple[RankProgram, ...]
@@ -145,7 +147,8 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Function:
-    """Python source that defines `forward`, with the globals (`bindings`) that it needs.
+    """Python source that defines `forward`, with the globals (`bindings`) that it needs. `name`:
+    what calls name it by.
 
     `lines[i]` is the user's line ("gpt.py:41: x = self.up(x)") for line i + 1 of `source`.
     """
@@ -157,7 +160,8 @@ class Function:
 
     @staticmethod
     def of(fn: Callable[..., object], name: str | None = None) -> Function:
-        """Wrap a callable that actors can import. It returns a tuple, as every `forward` does."""
+        """Wrap ``fn``, which actors can import; ``name`` is by default its own. It returns a tuple,
+        as every `forward` does."""
         return Function(
             name=name if name is not None else fn.__qualname__,
             source="forward = wrapped",

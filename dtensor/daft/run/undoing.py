@@ -27,7 +27,7 @@ Named = Mapping[int, Iterable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Stands among a run's inputs for a value in the rank's table."""
+    """Stands among a run's inputs for the value in the rank's table that is called ``name``."""
 
     name: str
 

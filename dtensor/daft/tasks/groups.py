@@ -31,7 +31,7 @@ from dtensor.numerics import OPS
 
 
 class Scatter:
-    """An argument of a group's method: an item for each member."""
+    """An argument of a group's method: of ``items`` one for each member."""
 
     __slots__ = ("items",)
 
@@ -82,8 +82,10 @@ class GroupFuture:
 
 
 class WorkerGroup:
-    """`size` actors of a class, on processes of their own; a `Scatter` among the arguments gives
-    each its own. `name` becomes "name-0", "name-1", ..."""
+    """`size` actors of a class `cls`, on processes of their own, made of `args` and `kwargs`; a
+    `Scatter` among these gives each its own. `name` becomes "name-0", "name-1", ...; `resources`
+    are each one's, as of `spawn`. Its methods are the class's, and give a `GroupFuture`. ValueError
+    for fewer than one."""
 
     __slots__ = ("_members",)
 

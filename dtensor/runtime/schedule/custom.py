@@ -15,7 +15,17 @@ Orders = Callable[[int, int, int, int], Sequence[str | Action]]
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """A schedule written by hand, as `Grid.parse` reads it; validated when it is made."""
+    """A schedule written by hand. ``text`` has a line for each rank, in it the actions in order: F,
+    B, or a backward's halves I and W, with the microbatch, before it the stage where a rank has
+    several, ``2F3``; a dot where nothing begins.
+
+        >>> by_hand = dt.Custom("F0 F1 .  B0 .  B1\\n.  F0 B0 F1 B1 .")
+        >>> by_hand.microbatches
+        2
+
+    Raises PlanningError, when it is made, for an action that is missing, or comes before what it
+    needs.
+    """
 
     text: str
 

@@ -24,7 +24,8 @@ PerStage = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The time of a stage's forward and of the two halves of its backward, in any unit.
+    """The time of a stage's ``forward`` and of the two halves of its backward, in any unit: that of
+    its ``input`` (I), for which the stage before waits, and that of its ``weight`` (W).
 
     A number holds for every stage, a tuple has one number per stage. B lasts as long as I and W.
     """

@@ -61,10 +61,17 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The schedule that is found; not a published one.
+    """The schedule that is found; not a published one. Stages are dealt out in turn.
 
-    ``most_held``: the most activations, counted as (stage, microbatch), that a rank may hold at
-    once; None: no limit. ``halves``: backwards may stand as I and W. Stages are dealt out in turn.
+    Args:
+        microbatches: how many it is for.
+        costs: of the stages; ``step.stage_costs(*batch)`` predicts them.
+        most_held: the most activations, counted as (stage, microbatch), that a rank may hold at
+            once; None: no limit.
+        halves: backwards may stand as I and W.
+        seed: of the search; the same one finds the same schedule.
+
+    Raises PlanningError for numbers out of range.
     """
 
     microbatches: int
@@ -84,8 +91,8 @@ class Searched:
         return self.search(num_stages, num_ranks).grid
 
     def search(self, num_stages: int, num_ranks: int) -> Found:
-        """The fastest grid found, its time and the lower bound. Raises PlanningError where
-        ``most_held`` admits none."""
+        """The fastest grid found, its time and the lower bound, for a model of ``num_stages`` on
+        ``num_ranks``. Raises PlanningError where ``most_held`` admits none."""
         return _search(self, num_stages, num_ranks)
 
 

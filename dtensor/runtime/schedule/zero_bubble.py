@@ -100,10 +100,11 @@ class _VRank:
 
 @dataclass(frozen=True, slots=True)
 class ZBV(OfMicrobatches):
-    """Zero bubble at 1F1B's memory (Qi et al. 2024, arXiv:2401.10241, section 6).
+    """Zero bubble at 1F1B's memory, with two stages a rank (Qi et al. 2024, arXiv:2401.10241,
+    section 6).
 
-    For f = i = w and m >= 2p-1 no rank idles between its own first and last action. Each rank holds
-    the activations of at most 2p of its half-sized stages.
+    For f = i = w and microbatches m >= 2p-1 no rank idles between its own first and last action.
+    Each rank holds the activations of at most 2p of its half-sized stages.
     """
 
     def grid(self, num_stages: int, num_ranks: int) -> Grid:

@@ -171,7 +171,8 @@ class Trace:
         return found
 
     def save(self, path: str | Path) -> None:
-        """As Chrome's trace event format: a process for each rank, threads for its tracks.
+        """Write to ``path``, in Chrome's trace event format: a process for each rank, threads for
+        its tracks.
 
         Messages that overlap are on several threads: the viewers nest what is on one.
         """

@@ -127,7 +127,8 @@ class Topology:
         return _lookup(self.bandwidth, axis, "bandwidth")
 
     def collective_seconds(self, kind: str, axis: str, *, num: int, bytes_sent: float) -> float:
-        """Of one collective over ``num`` ranks, each of which sends ``bytes_sent`` in all.
+        """Of one collective over ``num`` ranks of ``axis``, each of which sends ``bytes_sent`` in
+        all.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "transfer".
@@ -138,12 +139,14 @@ class Topology:
     def compute_seconds(
         self, *, flops: float, bytes_moved: float, attention: bool = False
     ) -> float:
-        """Of one local op; of a view too, which does no work."""
+        """Of one local op, of a view too, which does no work: its ``flops`` and the ``bytes_moved``
+        in and out of memory; ``attention``: at ``attention_flops``."""
         rate = (self.attention_flops if attention else None) or self.flops
         return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.op_latency
 
     def update_seconds(self, *, bytes_moved: float) -> float:
-        """Of the optimizer's step on one parameter."""
+        """Of the optimizer's step on one parameter: ``bytes_moved`` as `update_bandwidth` has
+        them."""
         return bytes_moved / (self.update_bandwidth or self.memory_bandwidth) + self.op_latency
 
 

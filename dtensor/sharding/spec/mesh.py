@@ -139,7 +139,7 @@ class Mesh:
         return mesh_of((*self._axes, (axis, size)), self.name)
 
     def without(self, axis: str) -> Mesh:
-        """The mesh of the other axes."""
+        """The mesh of all axes but ``axis``."""
         return mesh_of(tuple(item for item in self._axes if item[0] != axis), self.name)
 
     def __eq__(self, other: object) -> bool:

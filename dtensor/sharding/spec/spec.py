@@ -56,7 +56,8 @@ from dtensor.showing import html_table
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Global ``shape`` and ``dtype``, and one placement for each axis of ``mesh``.
+    """Global ``shape`` and ``dtype``, and ``placements``, one for each axis of ``mesh``. `spec`
+    makes one of a text, as which it prints.
 
     ``on`` says which part of the mesh holds the value, as (axis, index) pairs.
     ``requires_grad`` marks an input whose gradient is wanted; it is not compared.
