@@ -182,6 +182,12 @@ def compile(
 ) -> CompiledFunction:
     """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
 
+        >>> mesh = dt.Mesh(tp=2)
+        >>> f = dt.compile(lambda x, w: (x @ w).relu(), mesh, out=dict(tp=dt.Column()))
+        >>> w = dt.distribute(torch.ones(4, 6), mesh, tp=dt.Column())
+        >>> str(f(torch.ones(3, 4), w).spec)
+        'f32[3,6@tp]'
+
     Args:
         mesh: where it runs; models and DTensors among the arguments are of it.
         out: placements of the results by axis, for all; or such mappings in the structure that

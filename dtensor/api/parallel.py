@@ -44,20 +44,24 @@ from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
 class ParallelModule:
-    """A module, the mesh it lives on, and what was stated of its parameters.
+    """What `parallelize` returns: a module, the mesh it lives on, and what was stated of its
+    parameters. It goes into `train_step`, and is an argument of compiled functions.
 
-    ``placements``: one entry per parameter and buffer; ``stage_plan``: which stage holds which;
-    ``settled``: what programs that ran chose for parameters that nothing was stated of, and
-    ``settlement`` how often that grew;
-    ``loads``: how often `load_state_dict` gave values to what is on the meta device;
-    ``source``: of a replica (replica.py), whose values it takes, and ``version``, how often it has;
-    ``switches``: how often a switch placed it anew (switched.py);
-    ``steps``: the number of the next training step, which random numbers depend on;
-    ``initial``: what the parameters on the meta device start from;
-    ``zero``: the axis over which state is stored split, and the level;
-    ``misaligned``: what becomes of pins that do not line up with a program;
-    ``recompute``: globs over names of modules whose forward runs again in the backward.
+    ``module`` is the one that was given, unchanged, with the same parameters; ``mesh`` is its mesh,
+    ``placements`` has an entry for each parameter and buffer, ``zero`` is the axis over which state
+    is stored split, and the level, or None.
     """
+
+    # Of the others, ``stage_plan``: which stage holds which;
+    # ``settled``: what programs that ran chose for parameters that nothing was stated of, and
+    # ``settlement`` how often that grew;
+    # ``loads``: how often `load_state_dict` gave values to what is on the meta device;
+    # ``source``: of a replica (replica.py), whose values it takes, ``version``: how often it has;
+    # ``switches``: how often a switch placed it anew (switched.py);
+    # ``steps``: the number of the next training step, which random numbers depend on;
+    # ``initial``: what the parameters on the meta device start from;
+    # ``misaligned``: what becomes of pins that do not line up with a program;
+    # ``recompute``: globs over names of modules whose forward runs again in the backward.
 
     def __init__(
         self,
@@ -210,6 +214,10 @@ def parallelize(
     misaligned: str = "error",
 ) -> ParallelModule:
     """Place a module's parameters by globs over their names; the module is not changed.
+
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 4))
+        >>> placements = {"0.weight": dict(tp=dt.Row()), "1.weight": dict(tp=dt.Column())}
+        >>> model = dt.parallelize(net, dt.Mesh(tp=2), placements)
 
     Args:
         placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are

@@ -506,6 +506,15 @@ def train_step(
 ) -> TrainStep:
     """A training step as one planned program.
 
+        >>> model = dt.parallelize(torch.nn.Linear(8, 2), dt.Mesh(dp=2))
+        >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = dt.train_step(model, lambda m, x: m(x).square().mean(), opt,
+        ...                      inputs=dict(dp=dt.Row()))
+        >>> [(c.kind, c.axis) for c in step.plan(torch.empty(4, 8)).collectives]
+        [('all_reduce', 'dp'), ('all_reduce', 'dp')]
+        >>> 0 < float(step(torch.ones(4, 8)))
+        True
+
     Args:
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.

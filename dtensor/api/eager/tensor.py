@@ -326,6 +326,10 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     """Put a tensor's shards on the ranks of ``mesh``; ``placements`` are by axis, ``tp=dt.Row()``.
     Axes that are not named: Replicate.
 
+        >>> x = dt.distribute(torch.ones(4, 3), dt.Mesh(tp=2), tp=dt.Row())
+        >>> str(x.spec), str(x.sum(0).spec), x.sum().full_tensor()
+        ('f32[4@tp,3]', 'f32[3]{sum@tp}', tensor(12.))
+
     The result is a leaf; it requires grad where ``tensor`` does. Raises PlanningError for an axis
     that the mesh lacks and a placement that does not fit.
     """
