@@ -186,8 +186,8 @@ def test_the_path_of_the_readmes_example():
     # runs that are undone, steps that go on elsewhere, an optimizer's state as named values: 700
     # lines more; and launching apart from sessions, and these from an optimizer's state;
     # what is said of clipping between steps, of axes without names, of a rank that holds too much;
-    # docstrings that the reference prints: 140 lines; what notebooks show of them: 20
-    assert files <= 95 and lines <= 24_870 and ran <= 11_240, text
+    # docstrings that the reference prints: 160 lines; what notebooks show of them: 20
+    assert files <= 95 and lines <= 24_900 and ran <= 11_260, text
 
 
 def test_long_files_are_looked_at():
