@@ -17,12 +17,22 @@ import os
 import sys
 from collections.abc import Sequence
 
-from dtensor.commands import calibrate, compare, doctor, explore, plan, run, simulate, status
+from dtensor.commands import (
+    calibrate,
+    compare,
+    doctor,
+    explore,
+    plan,
+    run,
+    search,
+    simulate,
+    status,
+)
 from dtensor.commands.launched import RunFailed
 from dtensor.commands.parser import CommandParser, Help
 from dtensor.errors import PlanningError
 
-COMMANDS = (plan, compare, simulate, explore, run, calibrate, doctor, status)
+COMMANDS = (plan, compare, simulate, explore, search, run, calibrate, doctor, status)
 INTERRUPTED = 130
 
 

@@ -10,7 +10,7 @@ Invariant: nothing is written, and rich is not loaded, where stderr is no termin
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,22 @@ class AtWork:
         task = self._bars.add_task(what, total=None)
         try:
             yield
+        finally:
+            self._bars.remove_task(task)
+
+    @contextmanager
+    def counted(self, what: str) -> Iterator[Callable[[int, int, str], None]]:
+        """Gives what is told (how many are done, of how many, what)."""
+        if self._bars is None:
+            yield lambda done, total, words: None
+            return
+        task = self._bars.add_task(what, total=None)
+
+        def told(done: int, total: int, words: str) -> None:
+            self._bars.update(task, completed=done, total=total, description=words)
+
+        try:
+            yield told
         finally:
             self._bars.remove_task(task)
 

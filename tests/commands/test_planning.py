@@ -134,3 +134,15 @@ def test_a_glob_of_the_users_that_matches_nothing(command: Command):
     ran = command("plan mlp.py:make --mesh ep=2 --placements pins.py:pins")
     assert ran.status == 2
     assert 'the pattern "*.upp.weight" of placements matches no parameter' in ran.err
+
+
+@pytest.mark.slow
+def test_search_finds_and_writes_a_program(command: Command):
+    line = "search mlp.py:make --set width=4096 --ranks 2"
+    found = json.loads(command(f"{line} --json").out)["strategies"]
+    assert [row["seconds"] for row in found] == sorted(row["seconds"] for row in found)
+    code = command(f"{line} --code 1").out
+    assert code.rstrip() == found[0]["code"].rstrip()
+    compile(code, "code", "exec")
+    said = command(f"{line} --memory 1KiB")
+    assert said.status == 2 and "fix" in said.err
