@@ -17,6 +17,7 @@ from tests.pages import DOCS, ROOT, RUN, SHOWN, blocks_of, languages, pages, run
 PAGES = pages()
 ELSEWHERE = {
     "README.md": "tests/test_readme.py",
+    "docs/commands.md": "tests/commands/test_page.py",
     "docs/daft.md": "tests/daft/test_daft_docs.py",
     "docs/scale_out.md": "tests/daft/test_two_hosts.py",
     "docs/from_scratch.md": "tests/test_from_scratch.py",

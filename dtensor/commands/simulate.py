@@ -160,7 +160,7 @@ def kinds(trace: Trace) -> list[str]:
     ranks = trace.ranks if len(trace.ranks) <= 4 else (*trace.ranks[:2], *trace.ranks[-2:])
     by_rank = [trace.by_kind(rank) for rank in ranks]
     every = dict.fromkeys(kind for found in by_rank for kind in found)
-    order = sorted(every, key=lambda kind: kind == "wait")
+    order = sorted(every, key=lambda kind: (kind == "wait", kind))
     rows = [["", *(f"rank {rank}" for rank in ranks)]]
     for kind in order:
         cells = [seconds_text(found[kind]) if kind in found else "" for found in by_rank]

@@ -1,0 +1,121 @@
+"""docs/commands.md shows what its commands print. They are called in this process: importing torch
+and transformers again for each would take most of a minute.
+
+    python -m tests.commands.test_page       # writes what they print now: look at the diff
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from dtensor.__main__ import main
+from tests.pages import DOCS, ROOT, blocks_of
+
+PAGE = DOCS / "commands.md"
+DIFFERS = re.compile(r"(?<=loss \d\d\.\d)\d*|\d+(\.\d+)? (ms|s|us)\b")
+"""Of the machine, in what `run` prints: it stands as `...` on the page."""
+
+
+def shown(text: str) -> Iterator[tuple[str, str]]:
+    """Each command of the page, and what stands below it."""
+    for block in blocks_of(text):
+        if block.kind == "console":
+            for part in block.text.split("$ ")[1:]:
+                command, _, printed = part.partition("\n")
+                yield command, printed
+
+
+def terminal() -> Callable[[str], str]:
+    """Runs commands as a shell would: `| tail -3`, `> file`, `echo $?`."""
+    last = 0
+
+    def run(line: str) -> str:
+        nonlocal last
+        if line == "echo $?":
+            return f"{last}\n"
+        line, _, tail = line.partition(" | tail -")
+        line, _, file = line.partition(" > ")
+        program, *words = shlex.split(line)
+        assert program == "dtensor"
+        out, err = io.StringIO(), io.StringIO()
+        to_out = out if file else err  # a terminal shows both as they come
+        with (
+            mock.patch.object(sys, "argv", ["dtensor"]),
+            contextlib.redirect_stdout(to_out),
+            contextlib.redirect_stderr(err),
+        ):
+            try:
+                last = main(words)
+            except SystemExit as ended:
+                assert isinstance(ended.code, int)
+                last = ended.code
+        if file:
+            Path(file).write_text(out.getvalue())
+        lines = err.getvalue().splitlines(keepends=True)
+        return "".join(lines[-int(tail) :] if tail else lines)
+
+    return run
+
+
+def files_of_page(text: str) -> None:
+    for block in blocks_of(text):
+        if block.file:
+            Path(block.file).write_text(block.text)
+
+
+@pytest.mark.slow
+def test_commands_print_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    text = PAGE.read_text()
+    files_of_page(text)
+    run = terminal()
+    for command, wanted in shown(text):
+        found = run(command)
+        pattern = "[^\n]*".join(re.escape(part) for part in wanted.split("..."))
+        assert re.fullmatch(pattern, found), f"$ {command}\n{found}"
+
+
+def test_the_page_has_every_command() -> None:
+    from dtensor.__main__ import COMMANDS
+
+    text = PAGE.read_text()
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == sorted(names)
+    assert all(f"\n## {name}\n" in text for name in names)
+
+
+def written() -> str:
+    """The page with what its commands print here and now."""
+    text = PAGE.read_text()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        files_of_page(text)
+        run = terminal()
+        parts: list[str] = []
+        for part in re.split(r"(?<=```console\n)(.*?)(?=^```$)", text, flags=re.M | re.S):
+            if not part.startswith("$ "):
+                parts.append(part)
+                continue
+            for command in re.findall(r"^\$ (.*)$", part, re.MULTILINE):
+                printed = run(command)
+                if command.startswith("dtensor run"):
+                    printed = DIFFERS.sub("...", printed)
+                parts.append(f"$ {command}\n{printed}")
+        return "".join(parts)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    PAGE.write_text(written())
