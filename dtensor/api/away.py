@@ -269,11 +269,11 @@ class AwayState(MutableMapping[Tensor, dict[str, Any]]):
     def __init__(
         self, entries: Entries, fetch: Callable[[], Entries], on_disk: Entries | None = None
     ) -> None:
-        self.entries = entries
+        self.entries: Entries = entries
         self.fetch = fetch
         self.on_disk = on_disk
-        self.stale = on_disk is not None
-        self.touched = False
+        self.stale: bool = on_disk is not None
+        self.touched: bool = False
         self.gone = ""
 
     def refresh(self) -> Entries:

@@ -76,8 +76,8 @@ class CompiledFunction:
         self.fn = fn
         self.mesh = mesh
         self.out = out
-        self.plans = PlanCache()
-        self.calls = Counter(f"compile {self._name}")
+        self.plans: PlanCache = PlanCache()
+        self.calls: Counter = Counter(f"compile {self._name}")
         self._roles = Roles(detect_nan=detect_nan)
         self._options = options
         self._since = num_switches()

@@ -63,7 +63,7 @@ class LoadedProgram:
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
         self.handle = session.cluster.load(program)
-        self.writes = _written(planned, training)
+        self.writes: frozenset[str] = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
         self.written = tuple((model, frozenset(own)) for model, own in by_part)
         self._whole = frozenset(

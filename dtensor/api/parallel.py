@@ -78,17 +78,17 @@ class ParallelModule:
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
-        self.initial = Initial(module, init)
+        self.initial: Initial = Initial(module, init)
         self.mesh = mesh
         self.placements = placements
-        self.stage_plan = stages
+        self.stage_plan: StagePlan = stages
         self.settled: dict[str, dict[str, Placement]] = {}
-        self.settlement = 0
+        self.settlement: int = 0
         self.loads = 0
         self.source: ParallelModule | None = None
         self.version = 0
         self.switches = 0
-        self.steps = Counter()
+        self.steps: Counter = Counter()
 
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:

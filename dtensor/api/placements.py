@@ -44,7 +44,7 @@ class Placements(dict[str, dict[str, Placement]]):
         matrices: frozenset[str] | None = None,
     ) -> None:
         super().__init__(placements)
-        self.reasons = dict(reasons)
+        self.reasons: dict[str, str] = dict(reasons)
         self._matrices = matrices  # the patterns of weights of two dims; None: all are
 
     def __str__(self) -> str:

@@ -343,7 +343,7 @@ class Launch:
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
         self.saves: list[Any] = []  # `Saved`s (checkpoint.py), for whose end the launch waits
-        self.closed = False
+        self.closed: bool = False
         self.failure_was_read = False
         self.said_lost = False
 

@@ -247,8 +247,13 @@ class _Switch:
         steps: Sequence[_PlannedStep],
         topology: Topology | None,
     ) -> None:
-        self.launch, self.model, self.other, self.here = launch, model, other, here
-        self.numbers, self.resident, self.steps = numbers, resident, steps
+        self.launch: Launch = launch
+        self.model: ParallelModule = model
+        self.other: ParallelModule = other
+        self.here: MeshSession = here
+        self.numbers: tuple[int, ...] = numbers
+        self.resident: Resident | None = resident
+        self.steps: Sequence[_PlannedStep] = steps
         self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping().items()}
         self.now: Keeping = {}
         self.states: list[_MovedState] = []
@@ -256,7 +261,7 @@ class _Switch:
             stated = kept(other, None)
             self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
             self.states = [_MovedState.of(home, steps) for home in resident.optimizers.values()]
-        self.plan = self._plan(topology)
+        self.plan: SyncPlan = self._plan(topology)
 
     def _values(self) -> Iterator[tuple[str, Named, TensorSpec, tuple[int, ...], str]]:
         """Of each value that moves: what it is called; its name, spec and ranks here; its spec and

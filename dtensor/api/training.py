@@ -110,7 +110,7 @@ class Loss(ReadsAsFloat):
         self._planned = planned
         self._session = session
         self._ended: Callable[[bool], None] | None = ended  # is told once whether it ended well
-        self.was_read = False
+        self.was_read: bool = False
 
     def _get(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned."""
@@ -216,7 +216,7 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.options = options
-        self.plans = PlanCache()
+        self.plans: PlanCache = PlanCache()
         self._grid = model.switches, grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
         self._groups()

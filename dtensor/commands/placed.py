@@ -44,7 +44,8 @@ class Placed:
     """A workload under what the options state. ``optimizer``: over the workload's model."""
 
     def __init__(self, work: Workload, options: argparse.Namespace) -> None:
-        self.work, self.options = work, options
+        self.work: Workload = work
+        self.options: argparse.Namespace = options
         self.optimizer = _optimizer(work, options)
         self._tp: dict[int, Mapping[str, Any]] = {}  # by size, what is derived
         self._stated_placements = self._placements_stated()

@@ -317,7 +317,8 @@ class Writer:
     """Inserts calls before a node, each with the node's line and module, then replaces it."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
+        self.graph: fx.Graph = graph
+        self.node: fx.Node = node
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.node):

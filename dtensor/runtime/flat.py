@@ -57,9 +57,9 @@ class FlatRun:
         self, members: Sequence[Member], size: int, parameter: Tensor, *, master: bool, owns: bool
     ) -> None:
         self.members = tuple(members)
-        self.size = size
-        self.master = master
-        self.parameter = torch.nn.Parameter(parameter)
+        self.size: int = size
+        self.master: bool = master
+        self.parameter: torch.nn.Parameter = torch.nn.Parameter(parameter)
         self._copies: list[tuple[Tensor, Tensor]] = []  # shard and what becomes its value
         self._stands(owns=owns)
 

@@ -31,7 +31,7 @@ from dtensor.api.eager.views import functional_form, view_step
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Handler = Callable[[Any, Args, Kwargs], Any]

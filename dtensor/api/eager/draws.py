@@ -26,8 +26,8 @@ from dtensor.api.eager.run import execute
 from dtensor.api.eager.values import CellTensor
 from dtensor.frontend.capture.random_ops import randomise
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 _FACTORIES = {dt.random_uniform.default, dt.random_normal.default, dt.random_integers.default}
 _rewritten: dict[Any, fx.Graph | None] = {}

@@ -22,7 +22,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.marks import is_capturing
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

@@ -288,7 +288,7 @@ class OpGraph:
     """A graph in the making: what each node gives is known, as a fake tensor, when it is added."""
 
     def __init__(self) -> None:
-        self.graph = fx.Graph()
+        self.graph: fx.Graph = fx.Graph()
 
     def read(
         self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype

@@ -51,7 +51,7 @@ from dtensor.sharding.spec.spec import TensorSpec, make_spec
 MAX_PROGRAMS = 4096
 """Plans of single ops, and programs of them per session, that are kept; the oldest goes first."""
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
     "aten.add.Tensor": frozenset({1, "alpha"}),
     "aten.sub.Tensor": frozenset({1, "alpha"}),

@@ -49,11 +49,11 @@ class Value:
     def __init__(
         self, session: MeshSession, name: str, spec: TensorSpec, returned: Returned | None = None
     ) -> None:
-        self.session = session
-        self.name = name
-        self.spec = spec
-        self.returned = returned
-        self.cells = 0  # that have held it
+        self.session: MeshSession = session
+        self.name: str = name
+        self.spec: TensorSpec = spec
+        self.returned: Returned | None = returned
+        self.cells: int = 0  # that have held it
         self.run: Any = None  # the future of the run that has changed it in place
 
     def written(self, run: Any) -> Value:
@@ -121,8 +121,8 @@ class Cell:
     __slots__ = ("layout", "reduced", "session", "value")
 
     def __init__(self, session: MeshSession, layout: Layout, value: Value | None) -> None:
-        self.session = session
-        self.layout = layout
+        self.session: MeshSession = session
+        self.layout: Layout = layout
         self.value = value
         self.reduced: Value | None = None
         if value is not None:

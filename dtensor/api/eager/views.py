@@ -24,7 +24,7 @@ from dtensor.api.eager.errors import op_name, refused
 from dtensor.api.eager.values import CellTensor, ViewStep
 from dtensor.errors import PlanningError
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Write = Callable[..., fx.Node]
 CPU = torch.device("cpu")
 

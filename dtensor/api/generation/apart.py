@@ -98,14 +98,17 @@ class Apart:
         _check_other(model, other)
         theirs = forward_of(other.module, length)
         _check_same(forward, theirs, other)
-        self.model, self.caches, self.other, self.length = model, caches, other, length
+        self.model: ParallelModule = model
+        self.caches: ParallelModule = caches
+        self.other: ParallelModule = other
+        self.length: int = length
         over = axes_of_slots(other)
         pieces = math.prod(other.mesh.axis_size(axis) for axis in over)
-        self.rows = -(-ROWS // pieces) * pieces
+        self.rows: int = -(-ROWS // pieces) * pieces
         slots = caches.module.get_buffer("request").shape[0]
         here = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
         self._together = self.rows // pieces, slots // here  # rows that lie on the same ranks
-        self.own = caches_of(other, theirs, self.rows, length, over)
+        self.own: ParallelModule = caches_of(other, theirs, self.rows, length, over)
         self._decode = decode_program(theirs, other.mesh, over)  # planned, and never run
         self._prefill = prefill_program(theirs, other.mesh, over)
         self._settled = False

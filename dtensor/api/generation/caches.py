@@ -50,7 +50,8 @@ class Slots(nn.Module):
 
     def __init__(self, layers: Mapping[int, LayerShape], rows: int, length: int) -> None:
         super().__init__()
-        self.rows, self.length = rows, length
+        self.rows: int = rows
+        self.length: int = length
         for number, layer in layers.items():
             for name, (heads, dim) in (("k", layer.keys), ("v", layer.values)):
                 empty = torch.zeros(rows, heads, length, dim, dtype=layer.dtype)
@@ -65,7 +66,7 @@ class Decoding:
 
     def __init__(self, slots: Slots, pos: Tensor) -> None:
         self.slots = slots
-        self.pos = pos
+        self.pos: Tensor = pos
         self._masks: dict[int | None, Tensor] = {}
         self._places: dict[torch.Size, Tensor] = {}
 

@@ -104,17 +104,21 @@ class Generator:
     ) -> None:
         forward = forward_of(model.module, length)
         self.model = model
-        self.slots, self.length, self.buckets, self.ahead = slots, length, tuple(buckets), ahead
+        self.slots: int = slots
+        self.length: int = length
+        self.buckets: tuple[int, ...] = tuple(buckets)
+        self.ahead: int = ahead
         self.prefill_batch = prefill_batch
-        self.sampling, self.eos = sampling, eos_of(eos, forward.eos)
-        self.vocabulary = forward.vocabulary
+        self.sampling: Sampling = sampling
+        self.eos: frozenset[int] = eos_of(eos, forward.eos)
+        self.vocabulary: int = forward.vocabulary
         self.rows_over = axes_of_slots(model)
         pieces = 1
         for axis in self.rows_over:
             pieces *= model.mesh.axis_size(axis)
         own = -(-slots // pieces)  # of a rank; slots that nobody gets fill up
-        self.rows = pieces * (own if own == 1 else -(-own // VECTOR) * VECTOR)
-        self.caches = caches_of(model, forward, self.rows, length, self.rows_over)
+        self.rows: int = pieces * (own if own == 1 else -(-own // VECTOR) * VECTOR)
+        self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over)
         self._prefill = prefill_program(forward, model.mesh, self.rows_over)
         self._apart = None

@@ -43,12 +43,12 @@ class Changes:
     """`alone`: neither another host's end nor an answer is waited for."""
 
     def __init__(self, num_hosts: int, every: int = 1, *, alone: bool = False) -> None:
-        self.number = 0
+        self.number: int = 0
         self.alone = alone
         self.every = every
         self.log: deque[Logged] = deque()
-        self.ended = [0] * num_hosts  # by host, the last one that is known to have
-        self.base = [0] * num_hosts  # by host, the cut that is known
+        self.ended: list[int] = [0] * num_hosts  # by host, the last one that is known to have
+        self.base: list[int] = [0] * num_hosts  # by host, the cut that is known
         self._runs = 0  # on all hosts
         self._awaited: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
 

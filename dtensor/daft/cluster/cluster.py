@@ -294,7 +294,7 @@ class HostedCluster(Cluster):
     ) -> None:
         self.size = size
         self.device = device
-        self.hosts = hosts
+        self.hosts: Hosts = hosts
         self.calls = 0
         self.runs = 0
         self.failure: DaftError | None = None

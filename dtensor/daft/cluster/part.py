@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class Part(Cluster):
     def __init__(self, whole: Cluster, ranks: Sequence[int], prefix: str, title: str) -> None:
         self.whole = whole
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
         self.prefix = prefix
         self.size = len(self.ranks)
         self.device = whole.device

@@ -105,7 +105,7 @@ class RayCluster(HostedCluster):
                 self.number_changes(snapshot_every)
             self.channel = self._home.connect()
             self._under_way = [deque() for _ in self.hosts]
-            self.watch = HostWatch(
+            self.watch: HostWatch = HostWatch(
                 self,
                 self._home,
                 self.channel,
@@ -118,7 +118,7 @@ class RayCluster(HostedCluster):
             options = {"num_gpus": 1} if device.type == "cuda" else {}
             machines = self._machines_of(together)
             self._spans = bool(machines)
-            self.crew = Crew(
+            self.crew: Crew = Crew(
                 self._home,
                 self.channel,
                 self.hosts,

@@ -56,14 +56,14 @@ class Crew:
         controllers: str = "",
     ) -> None:
         self.spares: list[HostProcess] = []
-        self.hosts = hosts
+        self.hosts: Hosts = hosts
         self._home = home
         self._channel = channel
         self._device = device
         self._memory = memory
         self._options = options
         self.controllers = controllers
-        self.several = memory is not None and any(machines)  # copies are on others, too
+        self.several: bool = memory is not None and any(machines)  # copies are on others, too
         self._wanted = spares
         self._warm: dict[int, Reply] = {}  # of the spares, what tells that they have started
         self._place: dict[int, int] = {}  # by number of a process, which host it is

@@ -51,8 +51,8 @@ class Neighbours:
 
     def __init__(self, own: Segment, index: int, host_of: Sequence[int]) -> None:
         self.index = index
-        self.host_of = tuple(host_of)
-        self.segments = {index: own}
+        self.host_of: tuple[int, ...] = tuple(host_of)
+        self.segments: dict[int, Segment] = {index: own}
         self.heads = {index: own.map(0, self.head_bytes(index))}
         self.told: Callable[[int], None] | None = None
         self._here = {index}

@@ -62,7 +62,7 @@ class OwnFolder:
 
     def __init__(self, parent: Path, prefix: str) -> None:
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700
+            self.path: Path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # 0700
             try:
                 self._lock = os.open(self.path, _FOLDER)
             except FileNotFoundError:

@@ -74,7 +74,7 @@ class HostProcess:
         self.index = index
         self.counter = counter
         self.actor = actor
-        self.started = time.monotonic()
+        self.started: float = time.monotonic()
         self.counts = True  # others rest on it: no spare, and none that was replaced
         self._serving: Any = None  # Ray's reference to the call that it ends with
         self.machine = ""  # Ray's name of where it is, where that matters
@@ -247,18 +247,18 @@ class Home:
     def __init__(self, address: str | None, deadline_s: float) -> None:
         self.processes: list[HostProcess] = []
         self._closed = False
-        self.secret = secrets.token_bytes(32)  # by which its processes know each other
+        self.secret: bytes = secrets.token_bytes(32)  # by which its processes know each other
         self._store: SignedStore | None = None
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None
         self._machines: dict[str, Machine] | None = None
         with ExitStack() as ending:
-            self.folder = LaunchFolder.make()
+            self.folder: LaunchFolder = LaunchFolder.make()
             ending.callback(self.folder.close)
             self._folder = self.folder.path
             if start_ray(address, deadline_s):
                 ending.callback(end_ray)
-            self.address = own_address()  # as long as this lasts, whichever machines end
+            self.address: str = own_address()  # as long as this lasts, whichever machines end
             self._ending = ending.pop_all()
 
     def spawn(

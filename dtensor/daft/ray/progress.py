@@ -62,7 +62,7 @@ class ProgramCounter:
         if path.exists():
             with open(path, "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _BYTES)
-        self.view = memoryview(self._memory).cast("q")
+        self.view: memoryview = memoryview(self._memory).cast("q")
         self._beats = False
         self._took: dict[int, deque[int]] = {}  # by program, ns
 

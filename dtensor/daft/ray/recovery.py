@@ -148,10 +148,10 @@ class Recovering(Protocol):
 
 class Recovery:
     def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
-        self.epoch = 0
+        self.epoch: int = 0
         self.recovered: list[Recovered] = []
         self.gone: dict[tuple[int, str], ActorLost] = {}  # values of ranks, until they are put anew
-        self.log = Log()
+        self.log: Log = Log()
         self._launch = launch
         self._changes = changes
         self._max_restarts = max_restarts

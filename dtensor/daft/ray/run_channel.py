@@ -79,9 +79,9 @@ class Reply:
     __slots__ = ("lost", "message", "number")
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number: int = number
         self.message: Message | None = None
-        self.lost = False
+        self.lost: bool = False
 
     @property
     def came(self) -> bool:
@@ -121,7 +121,7 @@ class RunChannel:
     machine, None if all are on it."""
 
     def __init__(self, folder: Path, num_hosts: int, address: str | None) -> None:
-        self.interrupted = False  # within a read or a write
+        self.interrupted: bool = False  # within a read or a write
         self._key = secrets.token_bytes(32)
         self._lines = [_Connection() for _ in range(num_hosts)]
         self._guests: dict[int, _Guest] = {}  # by descriptor, as what follows

@@ -57,7 +57,7 @@ class RaySession(Session):
         super().__init__()
         self.failure: DaftError | None = None  # none is of all actors
         self._home = Home(address, deadline_s)
-        self.watch = HostWatch(
+        self.watch: HostWatch = HostWatch(
             self,
             self._home,
             RayCalls(),

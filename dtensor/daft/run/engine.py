@@ -92,7 +92,7 @@ class Engine:
         undoes: bool = False,
     ) -> None:
         self.program = program
-        self.sites = tuple(sites)
+        self.sites: tuple[Site, ...] = tuple(sites)
         self.values: Table = {}  # of the run: all but state
         self._table = table
         # first: others find this host's part, whatever else fails here
@@ -115,7 +115,7 @@ class Engine:
         self._undoes = undoes and self.alone
         leaks = _communicates(program) and not _commits(program)
         self._leaks = leaks and not self._undoes
-        self.late = False
+        self.late: bool = False
         self._stamps: Stamps | None = None  # of timed runs
         self._stamped: list[Step] = []
         # of the run under way

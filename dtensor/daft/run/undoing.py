@@ -51,7 +51,7 @@ class Undoing:
     def __init__(
         self, table: dict[tuple[int, str], object], store: Store, ranks: Sequence[int]
     ) -> None:
-        self.snapshots = Snapshots(table, store)
+        self.snapshots: Snapshots = Snapshots(table, store)
         self._table = table
         self._outlives = store.outlives
         self.ranks = ranks

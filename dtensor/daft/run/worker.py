@@ -85,7 +85,7 @@ class Worker:
         lent: bool = False,
         snapshots: Store | None = None,
     ) -> None:
-        self.ranks = ranks
+        self.ranks: tuple[int, ...] = ranks
         self.device = device
         self.transport = transport
         self.engines: dict[int, Engine] = {}

@@ -72,8 +72,9 @@ class Session(FutureOwner):
         self.bytes_sent: int = 0
         self.bytes_received: int = 0
         self.actors: list[ActorInfo] = []
-        self.lock = threading.RLock()  # tasks have one order, the same in every process
-        self.closed = False
+        # tasks have one order, the same in every process
+        self.lock: threading.RLock = threading.RLock()
+        self.closed: bool = False
         self._raised: set[tuple[str, ...]] = set()
 
     # -- what a backend does --------------------------------------------------------------------

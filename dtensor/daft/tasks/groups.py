@@ -36,7 +36,7 @@ class Scatter:
     __slots__ = ("items",)
 
     def __init__(self, items: Iterable[Any]) -> None:
-        self.items = tuple(items)
+        self.items: tuple[Any, ...] = tuple(items)
 
     def __repr__(self) -> str:
         return f"Scatter of {len(self.items)}"
@@ -54,8 +54,8 @@ class GroupFuture:
     __slots__ = ("futures", "group")
 
     def __init__(self, group: Sequence[ActorInfo], futures: Sequence[TaskFuture]) -> None:
-        self.group = tuple(group)
-        self.futures = tuple(futures)
+        self.group: tuple[ActorInfo, ...] = tuple(group)
+        self.futures: tuple[TaskFuture, ...] = tuple(futures)
 
     def get(self, timeout: float | None = None) -> list[Any]:
         """The members' values; `timeout` is for each. Raises the first failure in their order."""

@@ -103,7 +103,7 @@ class Compiled(Generic[P]):
 
     def __init__(self, fn: Callable[P, Any]) -> None:
         self.fn = fn
-        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.name: str = getattr(fn, "__name__", type(fn).__name__)
         self._loaded: list[tuple[object, _Loaded]] = []
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:

@@ -178,8 +178,8 @@ class CallAsModule(nn.Module):
         self.grads = grads
         self.autocast = autocast  # the region around the call
         self.before = before
-        self.seen = _Seen()
-        self.recorder = CodeRecorder()
+        self.seen: _Seen = _Seen()
+        self.recorder: CodeRecorder = CodeRecorder()
         self.pow = math.pow  # which the export replaces, as if the program had changed it
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

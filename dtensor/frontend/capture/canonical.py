@@ -30,8 +30,8 @@ from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
 from dtensor.frontend.capture.refusals import is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer, bound
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 _ANCHORS = (
     aten.scaled_dot_product_attention.default, aten.layer_norm.default, aten.rms_norm.default,
     aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,

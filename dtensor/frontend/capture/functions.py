@@ -54,8 +54,9 @@ class Applied:
         self, apply: Callable[..., Any], cls: type, args: tuple[Any, ...], source: Source | None
     ) -> None:
         leaves, self._spec = pytree.tree_flatten(args)
-        self.cls, self.source = cls, source
-        self.tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+        self.cls: type = cls
+        self.source: Source | None = source
+        self.tensors: tuple[Tensor, ...] = tuple(x for x in leaves if isinstance(x, Tensor))
         self._apply = apply
         self._places = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
         self._leaves = tuple(None if isinstance(x, Tensor) else x for x in leaves)

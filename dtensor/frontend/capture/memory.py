@@ -19,7 +19,7 @@ from torch import fx
 from dtensor.frontend.graph import USERS_META, Writer, bound
 from dtensor.numerics import is_narrow
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def fill_masked(graph: fx.Graph, node: fx.Node) -> None:

@@ -28,8 +28,8 @@ from torch import fx
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
 from dtensor.frontend.graph import Writer, bound
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _ANY_DTYPE = {aten.randint, aten.randint_like, aten.bernoulli, aten.bernoulli_}

@@ -42,8 +42,8 @@ from torch import fx
 
 from dtensor.frontend.graph import bound
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 _IDENTITY = {
     aten.detach.default,

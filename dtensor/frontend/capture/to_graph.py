@@ -49,8 +49,8 @@ from dtensor.frontend.graph import (
 )
 from dtensor.frontend.source import Source, source_of_callable, source_of_trace
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 
 def to_graph(

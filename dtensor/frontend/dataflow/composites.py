@@ -39,7 +39,7 @@ from dtensor.frontend.graph import op_call
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.plan.dataflow import Expansion
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class _NoForm(Exception):

@@ -71,7 +71,7 @@ class Reads:
     """What one program read. ``caught``: the constants of the program that the user holds."""
 
     def __init__(self, roots: Roots, ran: RanCode | None, constants: Sequence[Any] = ()) -> None:
-        self.roots = roots
+        self.roots: Roots = roots
         self.ran = ran
         self.caught: list[Caught] = []
         self._searched = False  # through all that there is, which takes a while

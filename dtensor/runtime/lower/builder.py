@@ -73,7 +73,9 @@ class Shared:
         priced: bool = False,
         numbered: bool = False,
     ) -> None:
-        self.plan, self.actions, self.device = plan, actions, device
+        self.plan: Plan = plan
+        self.actions: Actions = actions
+        self.device: torch.device = device
         self.priced = priced  # segments are told how long they take
         self.numbered = numbered  # the program is told its step, whatever it draws
         self._splitting: dict[tuple[int, ...], tuple[str, ...]] = {}

@@ -8,10 +8,12 @@ The rows of group i are those from stop i - 1 to stop i. Not on the way of other
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 _OF_KERNEL = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,11 +13,12 @@ Not here: targets of `dt::ce_loss`, which has its own words for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def check_range(index: Tensor, size: int, low: int = 0, ignored: int | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 Pieces = Sequence[tuple[int, int]]
 

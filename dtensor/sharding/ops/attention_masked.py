@@ -39,7 +39,7 @@ from dtensor.sharding.ops.attention import (
 )
 from dtensor.sharding.ops.library import LIBRARY, define, laid_as
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 # -- written out -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.ops.library import LIBRARY, define, laid_as, sum_rows
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 KINDS = ("silu", "gelu", "gelu_tanh", "gelu_new")
 SLOPE, CUBIC = math.sqrt(2.0 / math.pi), 0.044715

@@ -30,7 +30,7 @@ from torch import Tensor
 from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.ops.library import LIBRARY, define, laid_as, sum_rows
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 _OPTIONS = "float eps, float offset, ScalarType inner, ScalarType out"
 

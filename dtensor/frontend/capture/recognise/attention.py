@@ -30,8 +30,8 @@ from dtensor.frontend.capture.recognise.constants import Constants, NotConstant,
 from dtensor.frontend.capture.recognise.matching import NoMatch
 from dtensor.frontend.graph import Writer, bound
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 _MASKED = dt.attention_masked.default
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)

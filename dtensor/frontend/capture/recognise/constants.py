@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 MOST_ELEMENTS = 2**28
 """Of a tensor that is computed here."""
@@ -41,7 +41,7 @@ class Constants:
     """The constants of one graph, each computed when it is asked for."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.writes = Writes(graph)
+        self.writes: Writes = Writes(graph)
         self._known: set[fx.Node] = set()
         self._places = {node: i for i, node in enumerate(graph.nodes)}
 

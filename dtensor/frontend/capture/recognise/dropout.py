@@ -10,6 +10,7 @@ read by the sum alone. Not here: what is dropped in place; sums whose other term
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,8 +31,8 @@ from dtensor.frontend.capture.recognise.matching import (
 from dtensor.frontend.capture.refusals import is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 
 def dropped_sum(graph: fx.Graph, dropout: fx.Node, writes: Writes) -> tuple[str, fx.Node]:

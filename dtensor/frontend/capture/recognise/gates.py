@@ -33,8 +33,8 @@ from dtensor.frontend.capture.recognise.matching import (
 from dtensor.frontend.graph import Writer
 from dtensor.sharding.ops.gates import CUBIC, SLOPE
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 

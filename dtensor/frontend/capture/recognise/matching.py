@@ -17,7 +17,7 @@ from torch import fx
 
 from dtensor.frontend.capture.patches import CHECKPOINT
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 _CHECK = aten._assert_tensor_metadata.default

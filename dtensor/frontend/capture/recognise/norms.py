@@ -45,8 +45,8 @@ from dtensor.frontend.capture.recognise.matching import (
 from dtensor.frontend.graph import Writer, bound
 from dtensor.numerics import accumulation_dtype
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 _ADDS = (aten.add.Tensor, aten.add.Scalar)
 _ELSEWHERE = "what it computes on the way is used elsewhere"

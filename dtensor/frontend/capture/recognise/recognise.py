@@ -29,7 +29,7 @@ from dtensor.frontend.capture.recognise.met import Met
 from dtensor.frontend.capture.recognise.norms import layer_norm, rms_norm
 from dtensor.frontend.capture.recognise.rope import rope
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 

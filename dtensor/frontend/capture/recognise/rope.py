@@ -32,8 +32,8 @@ from dtensor.frontend.capture.recognise.matching import (
 )
 from dtensor.frontend.graph import Writer, bound
 
-aten = torch.ops.aten
-dt = torch.ops.dt
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
 
 
 def rope(graph: fx.Graph, cat: fx.Node, writes: Writes) -> tuple[str, fx.Node]:

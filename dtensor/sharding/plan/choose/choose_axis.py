@@ -280,7 +280,8 @@ class Canonical:
     """One representative for all placements that hold the same indices of a value."""
 
     def __init__(self, flow: Dataflow, num: int) -> None:
-        self.flow, self.num = flow, num
+        self.flow: Dataflow = flow
+        self.num: int = num
         self.found: dict[object, Placement] = {}
 
     def __call__(self, value: str, placement: Placement) -> Placement:
@@ -295,7 +296,9 @@ class Prices:
     """Seconds of conversions and ops on one axis, given the placements on the axes done."""
 
     def __init__(self, question: Question, axis: str, done: Sequence[AxisChoice]) -> None:
-        self.question, self.axis, self.done = question, axis, tuple(done)
+        self.question: Question = question
+        self.axis: str = axis
+        self.done: tuple[AxisChoice, ...] = tuple(done)
         self.cache: dict[tuple[int, Placement, Placement], float] = {}
         self.natives: dict[str, tuple[int, dict[str, Placement]]] = {}
         self.numbers: dict[object, int] = {}  # of metas and placements on the axes done

@@ -28,7 +28,7 @@ from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import length
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _sized(localize: Localizer) -> Builder:

@@ -47,10 +47,10 @@ def jointly(*arguments: tuple[int, str]) -> Linearity:
 
 
 first = jointly((0, "self"))  # copies, quotients, backwards (of which it is the gradient)
-first_two = jointly((0, "self"), (1, "other"))
-branches = jointly((1, "self"), (2, "other"))
-filled = jointly((0, "self"), (2, "value"))
-source = jointly((1, "src"))
+first_two: Linearity = jointly((0, "self"), (1, "other"))
+branches: Linearity = jointly((1, "self"), (2, "other"))
+filled: Linearity = jointly((0, "self"), (2, "value"))
+source: Linearity = jointly((1, "src"))
 addend_and_quotient = jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + value * a / b
 
 

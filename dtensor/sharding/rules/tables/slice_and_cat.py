@@ -23,7 +23,7 @@ from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import Intervals
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _LINEAR: Groups = ((0,),)
 
 

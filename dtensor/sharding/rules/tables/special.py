@@ -39,11 +39,11 @@ from dtensor.sharding.rules.tables.pointwise import (
     pointwise,
 )
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 _LINEAR: Groups = ((0,),)
 
 # fill(x, value): the value of x does not matter
-second = jointly((0, "self"), (1, "value"))
+second: Linearity = jointly((0, "self"), (1, "value"))
 
 _LINEARITY: dict[Linearity, str] = {
     first: """

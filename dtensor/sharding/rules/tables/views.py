@@ -32,7 +32,7 @@ from dtensor.sharding.rules.build import (
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
