@@ -1,21 +1,15 @@
-"""A launch over two machines, of which one is lost: namespaces of this one, which share nothing but
-a cable.
+"""A launch over two machines, of which one is lost: namespaces of this one (tests/machines.py).
 
     python -m tests.daft.two_machines            # as root; what became of it, as JSON
-    python -m tests.daft.two_machines --can      # whether namespaces can be made here
 
-Three processes: `both` has the network; in it `controller`, on the first machine, which launches,
-and a Ray node on the second one. Each machine has its own processes, /tmp and /dev/shm, the second
-its own network. It is lost when its first process is killed: the kernel ends all others.
+`both` has the machines; on the first one `controller` launches. The second is lost when its first
+process is killed: the kernel ends all others.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -23,91 +17,30 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.daft.ray.processes import HostProcess
+from tests.machines import Machines
 
-REPOSITORY = Path(__file__).parents[2]
-FIRST, SECOND, PORT = "10.77.0.1", "10.77.0.2", 6379
-ADDRESS = f"{FIRST}:{PORT}"
-OWN = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-
-
-def can() -> bool:
-    command = [
-        *OWN,
-        "--net",
-        "sh",
-        "-c",
-        "mount -t tmpfs m /dev/shm && ip link add one type veth peer name two",
-    ]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
-def machine(*command: str, network: bool = False) -> subprocess.Popen[str]:
-    """Run it on a machine of its own, whose memory and temporary files nobody else sees."""
-    seen = [str(path) for path in (REPOSITORY, Path(sys.prefix)) if path.is_relative_to("/tmp")]
-    script = "mount -t tmpfs m /dev/shm && mount -t tmpfs m /mnt && "
-    for at, path in enumerate(seen):
-        script += f"mkdir /mnt/{at} && mount --bind {path} /mnt/{at} && "
-    script += "mount -t tmpfs m /tmp && chmod 1777 /tmp && "
-    for at, path in enumerate(seen):
-        script += f"mkdir -p {path} && mount --bind /mnt/{at} {path} && "
-    script += f"cd {REPOSITORY} && "
-    own = [*OWN, "--net"] if network else OWN
-    given = [*own, "sh", "-c", script + 'exec "$0" "$@"', *command]
-    return subprocess.Popen(
-        given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
-
-
-def first_of(other: subprocess.Popen[str]) -> int:
-    """The process that is number 1 of a machine."""
-    children = Path(f"/proc/{other.pid}/task/{other.pid}/children")
-    while not (found := children.read_text().split()):
-        time.sleep(0.02)
-    return int(found[0])
+ADDRESS = "10.77.0.1:6379"
+OPTIONS = "--num-cpus=2 --object-store-memory=100000000"
 
 
 def both() -> None:
-    """The network, the second machine; what the first one says."""
-    ray = str(Path(sys.executable).with_name("ray"))
-    _run("ip link set lo up")
-    starts = f"read go && ip link set lo up && exec {ray} {SECOND_STARTS}"
-    second = machine("sh", "-c", starts, network=True)
-    _run(f"ip link add one type veth peer name two netns {first_of(second)}")
-    _run(f"ip addr add {FIRST}/24 dev one && ip link set one up")
-    cable = os.open(
-        f"/proc/{first_of(second)}/ns/net", os.O_RDONLY
-    )  # it would end with the machine
-    enter = f"nsenter -n -t {first_of(second)}"
-    _run(f"{enter} ip addr add {SECOND}/24 dev two && {enter} ip link set two up")
-    first = machine(sys.executable, "-m", "tests.daft.two_machines", "--controller")
-    assert first.stdin is not None and first.stdout is not None and second.stdin is not None
-    for line in first.stdout:
-        match line.strip():
-            case "start":
-                second.stdin.write("go\n")
-                second.stdin.flush()
-            case "lose":
-                os.kill(first_of(second), signal.SIGKILL)
-                second.wait()
-                first.stdin.write("lost\n")
-                first.stdin.flush()
-            case _:
-                print(line, end="", flush=True)
-    os.close(cable)
-    raise SystemExit(first.wait())
-
-
-SECOND_STARTS = (
-    f"start --address={ADDRESS} --node-ip-address={SECOND} --num-cpus=2 --block "
-    f"--object-store-memory=100000000"
-)
-
-
-def _run(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
+    """What the first one says, while it has done so."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with Machines("one", "two") as machines:
+        one, two = machines
+        head = f"--head --port=6379 --include-dashboard=false --node-ip-address={one.address}"
+        one.run(f"ray start {head} {OPTIONS}", **token)
+        two.run(f"ray start --address={ADDRESS} --node-ip-address={two.address} {OPTIONS}", **token)
+        command = "python -m tests.daft.two_machines --controller 2>/tmp/told || cat /tmp/told"
+        with one.start(command, **token) as first:
+            assert first.stdin is not None and first.stdout is not None
+            for line in first.stdout:
+                if line == "lose\n":
+                    two.end()
+                    first.stdin.write("lost\n")
+                    first.stdin.flush()
+                else:
+                    print(line, end="", flush=True)
 
 
 # -- on the first machine --------------------------------------------------------------------------
@@ -118,19 +51,9 @@ def say(word: str) -> None:
 
 
 def controller() -> None:
-    import ray
-
     import dtensor as dt
     from dtensor.daft import ActorLost
 
-    head = f"start --head --port={PORT} --node-ip-address={FIRST} --num-cpus=2 "
-    head += "--include-dashboard=false --object-store-memory=100000000"
-    command = [str(Path(sys.executable).with_name("ray")), *head.split()]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    say("start")
-    ray.init(address=ADDRESS, log_to_driver=False)
-    while sum(node["Alive"] for node in ray.nodes()) < 2:
-        time.sleep(0.1)
     found: dict[str, Any] = {}
     with trained() as (run, step, model, opt):
         found["undisturbed"] = [loss(step, i) for i in range(8)], state(model, opt)
@@ -226,14 +149,7 @@ def left() -> list[str]:
 
 
 if __name__ == "__main__":
-    if "--can" in sys.argv:
-        print(can())
-    elif "--controller" in sys.argv:
+    if "--controller" in sys.argv:
         controller()
-    elif "--both" in sys.argv:
-        both()
     else:
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        os.environ["OMP_NUM_THREADS"] = "1"
-        command = [*OWN, "--net", sys.executable, "-m", "tests.daft.two_machines", "--both"]
-        raise SystemExit(subprocess.run(command, cwd=REPOSITORY).returncode)
+        both()

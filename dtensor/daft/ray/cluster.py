@@ -560,7 +560,9 @@ class RayCluster(HostedCluster):
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
         host = place
         if (known := self._at(host, at)) is None:
-            rank, reason = self.crew.hosts[host][0], f"{reason} It was between runs."
+            rank = self.crew.hosts[host][0]
+            if not self.crew.host(host).elsewhere:  # of those its counter is not seen
+                reason += " It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = known
         return replace(describe(handle.program, site, reason), step=at.run)
