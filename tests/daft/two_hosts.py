@@ -6,8 +6,9 @@
     python -m tests.daft.two_hosts here -                         # its losses in this process
     python -m tests.daft.two_hosts nodes -                        # as `trains`, on two nodes here
 
-`trains` says its losses in this process and on Ray, who was where, and what a step sent over the
-network and over loopback. `loses` says "lose" when a machine shall end, and what came of it.
+`trains` says its losses in this process and on Ray, who was where, what a step sent over the
+network and over loopback, and what is said of refusals. Both say "lose" when a machine shall be
+lost, and at last what came of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import sys
 import time
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +51,21 @@ def build() -> Any:
     return mesh, step
 
 
-def trains(address: str, refusals: bool = True) -> None:
+def trains(address: str, alone: bool = False) -> None:
+    """`alone`: there is one network, without tokens and cables."""
     found: dict[str, Any] = here()
-    if refusals:
+    if not alone:
         given = os.environ.pop("RAY_AUTH_MODE")
         found["refused"] = [refused(address)]
         os.environ |= {"RAY_AUTH_MODE": given, "RAY_AUTH_TOKEN_PATH": "/tmp/no such file"}
         found["refused"] += [refused(address)]
         del os.environ["RAY_AUTH_TOKEN_PATH"]
     mesh, step = build()
+    planned = step.plan(*batch(0)).collectives
     found["planned"] = {
-        axis: sum(
-            c.bytes_sent * c.times for c in step.plan(*batch(0)).collectives if c.axis == axis
-        )
-        for axis in mesh.axes
+        axis: sum(c.bytes_sent * c.times for c in planned if c.axis == axis) for axis in mesh.axes
     }
-    found["kinds"] = sorted({(c.axis, c.kind) for c in step.plan(*batch(0)).collectives})
+    found["kinds"] = sorted({(c.axis, c.kind) for c in planned})
     with dt.launch(mesh, backend="ray", address=address) as run:
         losses = [float(step(*batch(i))) for i in range(STEPS)]
         before, loop = counted()
@@ -76,7 +75,9 @@ def trains(address: str, refusals: bool = True) -> None:
         found["sent"] = (after - before) / LAST
         found["over loopback"] = (loop_after - loop) / LAST
         found["launch"], found["status"] = repr(run), str(dt.status())
-    if refusals:
+        if not alone:
+            found |= after_a_loss(step)
+    if not alone:
         found["refused"] += [refused(address.replace(".1:", ".2:"))]
     print(json.dumps(found), flush=True)
 
@@ -96,14 +97,16 @@ def refused(address: str) -> str:
 
 
 def nodes() -> None:
+    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
         cluster.add_node(num_cpus=2)
         cluster.wait_for_nodes()
-        trains(cluster.address, refusals=False)
+        trains(cluster.address, alone=True)
     finally:
+        ray.shutdown()
         cluster.shutdown()
 
 
@@ -114,31 +117,33 @@ def counted() -> tuple[int, int]:
 
 
 def loses(address: str, spares: int) -> None:
-    found: dict[str, Any] = {}
     warnings.simplefilter("ignore", RuntimeWarning)
     mesh, step = build()
-    losses: list[float] = []
-    with ExitStack() as ending:
-        run = ending.enter_context(dt.launch(mesh, "ray", address=address, spares=spares))
-        losses += [float(step(*batch(i))) for i in range(STEPS)]
-        print("lose", flush=True)
-        sys.stdin.readline()
-        began = time.monotonic()
-        try:
-            losses += [float(step(*batch(i))) for i in range(STEPS, STEPS + LAST)]
-        except dt.daft.DaftError as error:
-            found["error"] = [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
-        found["seconds"] = time.monotonic() - began
+    with dt.launch(mesh, backend="ray", address=address, spares=spares) as run:
+        losses = [float(step(*batch(i))) for i in range(STEPS)]
+        found = after_a_loss(step)
+        found["there"] = losses + found["then"]
         found["recovered"] = [[str(each), each.seconds] for each in run.recoveries]
         found["launch"] = repr(run)
         began = time.monotonic()
-        try:
-            ending.close()
-        except Exception as error:
-            found["leaving"] = repr(error)
     found["left in"] = time.monotonic() - began
-    found["there"] = losses
     print(json.dumps(found), flush=True)
+
+
+def after_a_loss(step: Any) -> dict[str, Any]:
+    """The next step's loss or error, how long that took, and the losses of those that follow."""
+    print("lose", flush=True)
+    sys.stdin.readline()
+    began = time.monotonic()
+    try:
+        first = float(step(*batch(STEPS)))
+    except dt.daft.DaftError as error:
+        notes = getattr(error, "__notes__", [])
+        seconds = time.monotonic() - began
+        return {"error": [type(error).__name__, str(error), *notes], "seconds": seconds, "then": []}
+    seconds = time.monotonic() - began
+    then = [first, *(float(step(*batch(i))) for i in range(STEPS + 1, STEPS + LAST))]
+    return {"seconds": seconds, "then": then}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from dtensor.daft.ray.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
 from dtensor.daft.ray.recovery import STOPPED_S, TOGETHER_S, Recovery
-from dtensor.daft.ray.run_channel import Reply
 from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
@@ -572,7 +571,7 @@ class RayCluster(HostedCluster):
         machine = self._home.processes[process].machine
         name, broken = self._home.named(machine), self.channel.broken()
         if process in broken and machine != self._home.own_machine:
-            self.channel.came([Reply(0)], TOGETHER_S)  # a machine's connections break together
+            self.channel.listen(TOGETHER_S)  # a machine's connections break together
             broken = self.channel.broken()
         there = [p for p in (*self.crew.all, *self.crew.spares) if p.machine == machine]
         if any(p.index not in broken for p in there) or machine == self._home.own_machine:

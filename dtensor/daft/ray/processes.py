@@ -236,6 +236,9 @@ class RayCalls:
         refs = list(refs)
         return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
+    def listen(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def broken(self) -> Sequence[int]:
         return ()
 
@@ -313,7 +316,11 @@ class Home:
     def named(self, machine: str) -> str:
         """What people call one, by Ray's name of it; "" if there are no others."""
         known = self._machines or {}
-        return str(known.get(machine, machine)) if len(known) > 1 else ""
+        if len(known) < 2 or machine not in known:
+            return ""
+        name = str(known[machine])
+        same = [each for each in known.values() if str(each) == name]  # nodes of one machine
+        return name if len(same) == 1 else f"{name}, node {machine[:8]}"
 
     @property
     def own_machine(self) -> str:

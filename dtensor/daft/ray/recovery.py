@@ -290,7 +290,7 @@ class Recovery:
         `ActorLost` if another one is lost meanwhile."""
         launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
         if crew.several:  # a machine's connections break together
-            channel.came([Reply(0)], TOGETHER_S)
+            channel.listen(TOGETHER_S)
         gone = self._gone()
         self._restarts += len(gone)
         if not gone:  # connections broke between hosts that are all there
@@ -308,7 +308,7 @@ class Recovery:
             lost.by.append(by)
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
-                channel.came([Reply(0)], 0.01)  # what it has said to the last is read
+                channel.listen(0.01)  # what it has said to the last is read
             if by.startswith(NEW):
                 launch.teach(process)
         # new processes too: nobody begins to connect to one that has not started

@@ -237,6 +237,12 @@ class RunChannel:
         """Whether they have, or will never, after so long at most."""
         return self._wait(lambda: all(reply.came for reply in replies), seconds)
 
+    def listen(self, seconds: float) -> None:
+        """Read what comes for so long."""
+        end = time.monotonic() + seconds
+        self._wait(lambda: False, seconds)
+        time.sleep(max(0.0, end - time.monotonic()))  # it was closed
+
     def is_broken(self, host: int) -> bool:
         return self._lines[host].broken
 

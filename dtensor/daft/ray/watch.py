@@ -110,6 +110,10 @@ class Calls(Protocol):
 
     def came(self, refs: Sequence[Any], /) -> bool: ...
 
+    def listen(self, seconds: float, /) -> None:
+        """For so long to what is said, of calls and of connections that break."""
+        ...
+
     def broken(self) -> Sequence[int]:
         """The hosts that can be called no longer."""
         ...
@@ -337,7 +341,7 @@ class HostWatch:
             settle_s = CUT_OFF_S if cut_off or self.stopped_s is not None else SETTLE_S
             if roots or time.monotonic() > begin + settle_s:
                 break
-            time.sleep(0.05)
+            self._calls.listen(0.05)
         if not roots:
             alive = "its connection to the controller broke, though the process is alive."
             roots = [self.lose(host, alive) for host in cut_off]
