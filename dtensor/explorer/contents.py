@@ -425,10 +425,9 @@ def _messages(step: Step) -> Iterator[tuple[str, str]]:
         case Bucket():
             yield step.kind, step.name
         case TieSum():
-            for name in step.operands:
-                yield "all_reduce", name
+            yield "all_reduce", f"the gradients of {step.of}"
         case Norm():
-            yield "all_reduce", step.result
+            yield "all_reduce", "the norm and the votes"
         case _:
             return
 

@@ -119,7 +119,8 @@ def _row(span: Span, rows: Mapping[tuple[str, str], int]) -> int:
     if span.track == "compute":
         return -1
     kind, _, rest = span.name.partition(": ")[2].partition(" ")
-    return rows.get(("transfer" if kind in ("send", "receive") else kind, rest.split(" ")[0]), -1)
+    what = re.split(r" (?:over|from) ", rest)[0]
+    return rows.get(("transfer" if kind in ("send", "receive") else kind, what), -1)
 
 
 def _kind(span: Span) -> str:
