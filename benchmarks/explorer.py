@@ -236,9 +236,10 @@ def pictures(folder: Path, scratch: Path, with_llama: bool) -> None:
             llama_on_64().save(pages["llama"])
     to_module = "document.querySelectorAll('.node')[3].click();"
     memory = "document.getElementById('tab-memory').click();"
+    low = "document.documentElement.style.setProperty('--under', '150px');"
     shots: list[tuple[str, str, tuple[int, int], bool, str]] = [
         ("explorer", "demo", (1280, 860), False, ""),
-        ("explorer_why", "turned", (1280, 1060), False, ""),
+        ("explorer_why", "turned", (1280, 1060), False, low),
         ("explorer_memory", "demo", (900, 760), False, to_module + memory),
         ("explorer_side_by_side", "plans", (1280, 900), True, ""),
         ("explorer_llama", "llama", (1440, 900), True, ""),

@@ -164,14 +164,20 @@ function rankText(plan, spec, rank) {
     + (parts > 1 ? ` in each of ${parts} microbatches` : "")].join("\n");
 }
 
-// The mesh: the last axis across, the one before it down, the others as panels.
+// The mesh: the last axis across, the one before it down, the others as panels, stages first. Of a
+// large one, only the stages that hold the value.
 function meshPicture(plan, spec, stages) {
-  const axes = plan.mesh.filter(([, size]) => size > 1);
+  const wide = plan.mesh.filter(([, size]) => size > 1), isStage = ([axis]) => axis === plan.stage_axis;
+  const axes = [...wide.filter(isStage), ...wide.filter((one) => !isStage(one))];
   const across = axes[axes.length - 1] || ["", 1], down = axes[axes.length - 2] || ["", 1];
   const outer = axes.slice(0, -2);
   let panels = [{}];
   for (const [axis, size] of outer)
     panels = panels.flatMap((p) => [...Array(size).keys()].map((i) => ({ ...p, [axis]: i })));
+  const on = new Set(stages.map((s) => plan.stage_ranks[s])), large = numRanks(plan) > 16;
+  const elsewhere = large && outer.some(isStage)
+    ? [...Array(plan.mesh.find(isStage)[1]).keys()].filter((i) => !on.has(i)) : [];
+  panels = panels.filter((panel) => !elsewhere.includes(panel[plan.stage_axis]));
   const most = Math.max(1, Math.floor(384 / (across[1] * down[1])));
   const left = panels.length - most;
   panels = panels.slice(0, most);
@@ -179,7 +185,6 @@ function meshPicture(plan, spec, stages) {
   const cell = clamp(Math.floor(300 / across[1]), 26, 76), gap = 7;
   const high = Math.max(14, cell * 0.72 * tall);
   const stageAxis = plan.stage_axis;
-  const on = new Set(stages.map((s) => plan.stage_ranks[s]));
   const box = h("div", { class: "mesh" });
   for (const panel of panels) {
     const width = 34 + across[1] * (cell + gap), top = outer.length ? 34 : 20;
@@ -218,6 +223,8 @@ function meshPicture(plan, spec, stages) {
     box.append(svg);
   }
   if (left > 0) box.append(h("p", { class: "note" }, `and ${left} more of ${most + left} panels`));
+  if (elsewhere.length) box.append(h("p", { class: "note" },
+    `ranks of ${stageAxis} ${elsewhere.join(", ")} do not hold it`));
   return box;
 }
 
@@ -417,7 +424,7 @@ function open(view) {
   const dear = [...plan.comm].sort((a, b) => b.total - a.total)[0];
   const first = state.row === null ? (dear ? dear.i : null) : state.row;
   if (first === null) showModule(plan, 0);
-  else select(first, false);
+  else select(first);
   showTab(state.tab);
 }
 // Drag, or focus and use the arrows.
@@ -650,8 +657,8 @@ function stepRow(plan, row) {
       costOf(row)),
     h("span", { class: "line" }, row.o === undefined ? "" : plan.sources[row.o][0]));
   if (comm) hoverable(node, () => brief(plan, row));
-  node.addEventListener("click", () => select(row.i, false));
-  node.addEventListener("pick", () => select(row.i, true));
+  node.addEventListener("click", () => select(row.i));
+  node.addEventListener("pick", () => select(row.i));
   return node;
 }
 // What stands under the pointer at a collective.
@@ -682,7 +689,7 @@ function markOnly(row) {
   row.scrollIntoView({ block: "nearest" });
 }
 // Show a step's details; where it is not among those listed, its module first.
-function select(i, _keyboard, reveal) {
+function select(i, reveal) {
   const { plan } = state, row = plan.steps[i];
   state.row = i;
   if (reveal && !byId(`step-${i}`)) {
@@ -792,7 +799,7 @@ function showModule(plan, i) {
       own.b && [bytes(own.b), "sent"], own.w && [bytes(own.w), "of parameters"]].filter(Boolean)
       .map(([big, small]) => h("div", {}, h("strong", {}, big), h("small", {}, small)))),
     dear.length && part("What takes longest", h("div", { class: "dear" }, dear.map((row) => h("button", {
-      onclick: () => select(row.i, false, true) }, h("span", {}, row.c),
+      onclick: () => select(row.i, true) }, h("span", {}, row.c),
       h("i", { class: row.k === "comm" ? "comm" : "compute",
         style: `width:${(70 * row.total) / dear[0].total}px` }), h("b", {}, seconds(row.total)))))));
 }
@@ -821,7 +828,7 @@ function shards(plan, tensors, stages) {
   const buttons = tensors.map(([name, spec], i) => h("button", { class: i === tensors.length - 1
     ? "on" : "", onclick: (event) => { buttons.forEach((b) => b.classList.remove("on"));
       event.target.classList.add("on"); draw(spec, stages); } }, name));
-  const other = h("input", { type: "search", list: "values", placeholder: "another tensor",
+  const other = h("input", { type: "search", list: "values", placeholder: "any tensor",
     "aria-label": "another tensor", class: "picker", oninput: () => {
       const found = plan.values.get(other.value);
       if (found) { buttons.forEach((b) => b.classList.remove("on")); draw(found.spec, found.stages); }
@@ -927,7 +934,7 @@ function timeRows(plan) {
     },
     click: (own, y, when) => {
       const span = at(own, y, when);
-      if (span && span[5] >= 0) select(span[5], false, true);
+      if (span && span[5] >= 0) select(span[5], true);
     } };
 }
 function memoryRows(plan) {
@@ -1135,9 +1142,9 @@ function collectives(plan) {
       key === "times" ? `×${shown}` : `${shown}`);
   };
   const body = rows.map((row) => {
-    const line = h("tr", { tabindex: 0, "data-step": row.i, onclick: () => select(row.i, false, true),
+    const line = h("tr", { tabindex: 0, "data-step": row.i, onclick: () => select(row.i, true),
       onkeydown: (event) => {
-        if (event.key === "Enter" || event.key === " ") select(row.i, false, true);
+        if (event.key === "Enter" || event.key === " ") select(row.i, true);
         else if (event.key === "ArrowDown" && line.nextSibling) line.nextSibling.focus();
         else if (event.key === "ArrowUp" && line.previousSibling) line.previousSibling.focus();
         else return;
