@@ -134,6 +134,26 @@ def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
     assert len(texts(driver, ".card")) == 2
 
 
+def test_a_narrow_window_and_a_dark_one(driver: Chrome, tmp_path: Path):
+    driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    light = driver.execute_script(ground)
+    metrics = dict(width=900, height=700, deviceScaleFactor=1, mobile=False)
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    try:
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+        assert driver.execute_script(ground) != light
+        wide = "const e = document.documentElement; return [e.scrollWidth, e.scrollHeight]"
+        assert driver.execute_script(wide) == [900, 700]
+        panes = {name: one(driver, f"#{name}").size for name in ("tree", "center", "side", "tab")}
+        assert all(size["width"] > 150 and size["height"] > 100 for size in panes.values()), panes
+    finally:
+        metrics = dict(width=1280, height=860, deviceScaleFactor=1, mobile=False)
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 NAME = "</script><script>broken = 1</script><img src=x onerror='broken = 2'>"
 
 
