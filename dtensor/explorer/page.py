@@ -28,7 +28,7 @@ _SUFFIXES = (".html", ".htm")
 
 
 def save_pages(path: str | os.PathLike[str], plans: Mapping[str, Plan]) -> Path:
-    """Write a page of the plans, by name; of several, how they differ is shown first.
+    """Write a page of the plans to ``path``, by name; of several, how they differ is shown first.
 
     Returns where it was written. PlanningError for a path that ends in neither .html nor .htm, one
     in a folder that is not there, and what is no plan; OSError where it cannot be written.

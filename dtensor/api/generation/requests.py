@@ -96,6 +96,7 @@ class TextRequest:
 
     @property
     def done(self) -> bool:
+        """Whether it has ended."""
         return self.reason is not None
 
     def took(self, token: int, logprob: float) -> None:

@@ -43,8 +43,9 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """Of one rank; see the module. Dearest first; ``waiting``: by the ranks that were waited for,
-    in order."""
+    """Of one rank, seconds with what was predicted, dearest first: ``kernels`` by op; ``waiting``
+    by the ranks that were waited for, in order; ``overhead`` by kind; ``other_ranks``: their turns
+    on the same thread; ``idle``: before its first instruction and after its last."""
 
     rank: int
     kernels: Mapping[str, Spent]
@@ -66,9 +67,10 @@ class RankProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
-    """``seconds``: of a step without stamps, by the controller's clock, each read before the next;
-    ``predicted``: the same on ``hardware``; ``instrumentation``: how much longer those with stamps
-    took, which is no part of any figure; ``num_steps``: of each."""
+    """What ``step.profile`` gives; printed, a table for each rank. ``seconds``: of a step without
+    stamps, by the controller's clock, each read before the next; ``predicted``: the same on
+    ``hardware``; ``instrumentation``: how much longer those with stamps took, which is no part of
+    any figure; ``num_steps``: of each."""
 
     name: str
     seconds: float

@@ -43,8 +43,9 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Timeline:
-    """``spans``: by program and rank, what each instruction of each run took; ``num_runs``: of each
-    program; ``ranks``: of the launch."""
+    """What a recording gives; printed, a line for each program. ``spans``: by program and rank,
+    what each instruction of each run took; ``num_runs``: of each program; ``ranks``: of the
+    launch."""
 
     seconds: float
     ranks: tuple[int, ...]
