@@ -83,8 +83,8 @@ def _page(lines: list[str], runs: int, cores: int | None, load: float) -> str:
         [
             "# Commands of the command line",
             "",
-            f"`python -m benchmarks.commands --runs {runs} --write`: the least of {runs} runs, each "
-            "in a process of its own;",
+            f"`python -m benchmarks.commands --runs {runs} --write`: the least of {runs} runs, "
+            "each in a process of its own;",
             f"torch {torch.__version__}, {cores} cores that others share (load {load:.1f} before "
             "the first run), no GPU. CPU is",
             "user and system seconds: what the wall time comes to on a machine that has nothing "
