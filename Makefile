@@ -32,10 +32,10 @@ demo: setup
 	$(BIN)/python examples/train_gpt.py $(DEMO)
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not ray and not gpu and not sweep" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not ray and not gpu and not sweep" $(ARGS)
 
 sweep: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist load -m sweep $(ARGS)

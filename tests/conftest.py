@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +20,35 @@ from tests.hosts import handed_on
 torch.set_num_threads(1)
 
 
+LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 12.0}
+"""Of slow tests that take much longer than others do: seconds, by the clock."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The cases that a `sample` does not name are those of `make sweep` alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The cases that a `sample` does not name are those of `make sweep` alone. Where workers share
+    the files, they take the longest first, so that none is left with one at the end."""
     for item in items:
         sample = item.get_closest_marker("sample")
         if sample is not None and isinstance(item, pytest.Function):
             case = item.callspec.id
             if case not in sample.args:
                 item.add_marker("sweep")
+    if hasattr(config, "workerinput"):
+        seconds: dict[Path, float] = defaultdict(float)
+        for item in items:
+            seconds[item.path] += _seconds(item)
+        items.sort(key=lambda item: (-seconds[item.path], item.path))  # its own order within
+
+
+def _seconds(item: pytest.Item) -> float:
+    """About what it takes, by its marks."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if marks & {"sweep", "gpu"}:
+        return 0.0
+    if "slow" not in marks:
+        return 0.03
+    return LONG_S.get(item.path.name, 3.0 if "ray" in marks else 1.0)
 
 
 def pytest_collection_finish() -> None:

@@ -119,6 +119,9 @@ def counted() -> tuple[int, int]:
 def loses(address: str, spares: int) -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     mesh, step = build()
+    if spares:
+        with dt.launch(dt.Mesh(), "ray"):
+            pass  # on loopback, which the next one does not inherit
     with dt.launch(mesh, backend="ray", address=address, spares=spares) as run:
         losses = [float(step(*batch(i))) for i in range(STEPS)]
         found = after_a_loss(step)
