@@ -118,8 +118,8 @@ def test_a_cluster_lets_in_who_has_its_token() -> None:
             return ran.stdout
 
         said = joins(known | {"RAY_AUTH_TOKEN": "0" * 64})
-        assert f"What listens at '{address}' is not a Ray that lets this process in" in said
-        assert "Fix: " in said and "RAY_AUTH_TOKEN_PATH" in said
+        assert f"The Ray at '{address}' asks for its token, and the one that this process" in said
+        assert "has, in RAY_AUTH_TOKEN, is another" in said and "Fix: set RAY_AUTH_TOKEN" in said
         found = Counter(
             process
             for process, where, _ in json.loads(joins(known).splitlines()[-1])

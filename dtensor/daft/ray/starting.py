@@ -238,6 +238,9 @@ def _no_token(address: str) -> str:
     else:
         own = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else path
         fact = f"the one that this process has, in {own}, is another"
+        if own != path:
+            fix = "set RAY_AUTH_TOKEN to that Ray's token, or unset it and put the token's file at"
+            return f"The Ray at {address!r} asks for its token, and {fact}.\n  Fix: {fix} {path}."
     return (
         f"The Ray at {address!r} asks for its token, and {fact}.\n"
         f"  Fix: copy ~/.ray/auth_token from the machine on which that Ray was started to "
