@@ -62,7 +62,11 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_to(parsers)
-    options, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    options, unknown = parser.parse_known_args(words)
     if unknown:
         options.parser.error(options.parser.unknown_arguments(unknown))
     return options

@@ -20,6 +20,14 @@ from typing import Any, NoReturn
 from dtensor.api.stating.patterns import nearest
 
 
+_MISSING = {
+    "MODEL": "gpt2, a config.json, or module.py:function",
+    "--mesh": "--mesh tp=2,pp=2",
+    "--ranks": "--ranks 8",
+}
+"""What is said where an argument that a command needs is not there."""
+
+
 class CommandParser(argparse.ArgumentParser):
     """Of the whole command line, and of each command."""
 
@@ -31,10 +39,18 @@ class CommandParser(argparse.ArgumentParser):
             return self.unknown("command", found[1], self._commands())
         if found := re.match(r"unrecognized arguments: (.*)", message):
             return self.unknown_arguments(found[1].split())
+        if found := re.match(
+            r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message
+        ):
+            known = re.findall(r"'(.*?)'", found[3])
+            near = nearest(found[2], known)
+            return f"{found[1]} {found[2]} is none.\nfix: {near[0] if near else ', '.join(known)}"
         if found := re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message, re.DOTALL):
             return f"{found[1]}: {found[2]}"
         if found := re.match(r"the following arguments are required: (.*)", message):
-            return f"{found[1]} is missing.\nfix: {self.prog} --help says what it is"
+            names = found[1].split(", ")
+            fixes = [_MISSING.get(name, f"{self.prog} --help says what it is") for name in names]
+            return f"{', '.join(names)} is missing.\nfix: {', '.join(dict.fromkeys(fixes))}"
         return message
 
     def unknown_arguments(self, given: Sequence[str]) -> str:

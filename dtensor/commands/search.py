@@ -10,9 +10,8 @@ Exit status 2 where no strategy fits: a sentence says which came nearest. Not he
 from __future__ import annotations
 
 import argparse
-from typing import Any, get_args
+from typing import Any
 
-from dtensor.api.search.result import Objective
 from dtensor.commands.options import (
     MODEL_EPILOG,
     add_hardware,
@@ -49,9 +48,9 @@ def add_to(parsers: Any) -> None:
     )
     group.add_argument(
         "--objective",
-        choices=get_args(Objective),
+        choices=("time", "memory"),
         default="time",
-        help="seconds of a step (default), memory of a rank, or tokens generated a second",
+        help="seconds of a step (default), or memory of the fullest rank",
     )
     add_hardware(parser)
     group = parser.add_argument_group("what is shown")
@@ -104,7 +103,6 @@ def run(options: argparse.Namespace) -> int:
         rows = [
             {
                 **row_data(Compared(name=row.name, mesh=row.mesh, found=row.plan)),
-                "tokens_per_second": row.tokens_per_second,
                 "tie": row in found.ties,
                 "code": row.text,
             }

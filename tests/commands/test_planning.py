@@ -94,7 +94,9 @@ def test_simulate_draws_and_writes(command: Command):
     [
         ("plna", "dtensor: plna is no command.\nfix: plan"),
         ("plan tiny --mehs tp=2 --mesh tp=2", "dtensor plan: --mehs is no option.\nfix: --mesh"),
-        ("plan tiny", "dtensor plan: --mesh is missing."),
+        ("", "usage: dtensor [-h] COMMAND"),
+        ("plan tiny", "dtensor plan: --mesh is missing.\nfix: --mesh tp=2,pp=2"),
+        ("run tiny --mesh tp=2 --backend rai", "--backend rai is none.\nfix: ray"),
         ("plan tiny --mesh tp2", "--mesh: 'tp2' is no axis with its size.\nfix: tp=2"),
         ("plan tiny --mesh pt=2", "nothing says what the axis 'pt' splits"),
         ("plan tiny --mesh tp=2 --zero pd=3", "--zero pd=3: no mesh has an axis 'pd'"),
