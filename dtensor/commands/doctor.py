@@ -104,7 +104,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def versions() -> Iterator[Check]:
-    about: Any = metadata.metadata("dtensor")
+    try:
+        about: Any = metadata.metadata("dtensor")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        fix = "pip install -e . in the checkout"
+        yield Check("warning", "dtensor", "not installed: no versions to compare with", fix)
+        return
     wanted = about["Requires-Python"] or ""
     own = ".".join(map(str, sys.version_info[:3]))
     state: State = "ok" if within(own, wanted) else "wrong"

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from dtensor.api.stating.patterns import nearest
 
-
 _MISSING = {
     "MODEL": "gpt2, a config.json, or module.py:function",
     "--mesh": "--mesh tp=2,pp=2",
