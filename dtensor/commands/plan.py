@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     from dtensor.commands.as_data import plan_data, print_json
     from dtensor.commands.placed import Placed, check_stated
     from dtensor.commands.workload import Workload
+    from dtensor.sharding.plan.text.render import hint_lines
     from dtensor.sharding.plan.text.words import size_text
 
     mesh, zero = options.mesh, options.zero or {}
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             shown = plan.summary() if options.summary else plan.text(full=options.full)
             text = "\n".join([*filter(None, head), "", shown])
             if options.summary and plan.hints:
-                text += f"\n\n{plan.hints}"
+                text = "\n".join([text, "", *hint_lines(plan)])
     if options.json:
         print_json({"model": work.title, **plan_data(plan)})
     else:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtensor.api.plan_call import BoundCall
@@ -100,11 +100,7 @@ def _of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
         length=options.length,
         meta=meta,
     )
-    names = tuple(inputs)
-
-    def loss_fn(model: nn.Module, *tensors: torch.Tensor) -> torch.Tensor:
-        return model(**dict(zip(names, tensors, strict=True))).loss
-
+    loss_fn = (_of_pictures if "pixel_values" in inputs else _of_text)()
     name = config.model_type
     loss_fn.__name__ = name
     return Workload(
@@ -114,6 +110,21 @@ def _of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
         batches=(tuple(inputs.values()),),
         batch_words=words,
     )
+
+
+# Their arguments' names are what plans and pages show.
+def _of_text() -> Callable[..., Any]:
+    def loss_fn(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=input_ids, labels=labels).loss
+
+    return loss_fn
+
+
+def _of_pictures() -> Callable[..., Any]:
+    def loss_fn(model: nn.Module, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        return model(pixel_values=pixel_values, labels=labels).loss
+
+    return loss_fn
 
 
 def _of_function(options: argparse.Namespace, *, meta: bool) -> Workload:

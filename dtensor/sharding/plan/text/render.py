@@ -120,10 +120,13 @@ def render(
             text += ["", _title(plan, "state that is written"), *written]
     if plan.schedule:
         text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
-    text += [*_regions(plan), "", *_totals(plan)]
-    for hint in plan.hints:
-        text += wrapped(_hint(hint), "", WIDTH)
+    text += [*_regions(plan), "", *_totals(plan), *hint_lines(plan)]
     return "\n".join(line.rstrip() for line in text)
+
+
+def hint_lines(plan: PlanRecord) -> list[str]:
+    """The pins whose opposite would be cheaper; none unless they were asked for."""
+    return [line for hint in plan.hints for line in wrapped(_hint(hint), "", WIDTH)]
 
 
 # -- steps ---------------------------------------------------------------------------------------
