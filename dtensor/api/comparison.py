@@ -41,6 +41,7 @@ from dtensor.api.training import train_step
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.shard_optimizer import check_optimizer
+from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.cost.seconds import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
@@ -247,6 +248,7 @@ class CapturedStep:
     kwargs: Mapping[str, Any]
 
     @staticmethod
+    @collector_paused()
     def of(
         model: nn.Module,
         loss_fn: Callable[..., Any],

@@ -116,7 +116,7 @@ def test_repeated_modules() -> None:
     ("options", "said"),
     [
         (dict(num_ranks=0), "num_ranks=0 is not a whole number of at least 1"),
-        (dict(objective="speed"), 'it is "time", "memory" or "tokens"'),
+        (dict(objective="speed"), 'it is "time" or "memory"'),
         (dict(memory=-1), "memory=-1 is not a number above 0"),
         (dict(loss_fn=3), "loss_fn is 3"),
         (dict(progress="bar"), "progress is"),

@@ -84,6 +84,10 @@ class Family:
     def estimate(self, point: SearchPoint) -> Estimate:
         return self.parts[point.recompute].estimate(point)
 
+    def floor(self, point: SearchPoint) -> float:
+        """Seconds below which no estimate of the point is, of this ZeRO level or a higher one."""
+        return self.parts[point.recompute].floor(point)
+
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
@@ -193,6 +197,14 @@ class Costing:
             barred=units.reused,
             depth=depth_of(units),
         )
+
+    def floor(self, point: SearchPoint) -> float:
+        """All work, shared evenly by the stages; of the update, what ZeRO would leave of it."""
+        scale = Scale(point.dp, point.microbatches)
+        seconds = sum(self.prices.seconds(scale)) * self.prices.times(scale)
+        updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if isinstance(s, Update))
+        spared = updates * (1 - 1 / point.dp) if point.zero else 0.0
+        return float(seconds.sum() - spared) / point.pp
 
     # -- estimates -----------------------------------------------------------------------------
 

@@ -23,16 +23,16 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from dtensor.showing import html_text, screen
 
-Objective = Literal["time", "memory", "tokens"]
+Objective = Literal["time", "memory"]
 TIE = 0.1
 """Of the best figure: what prices err by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FoundStrategy:
-    """One strategy of those found. ``options``: keywords of `parallelize` and `train_step` (or of
-    `generator`); ``text``: the same as a program; ``memory``: of the fullest rank;
-    ``tokens_per_second``: of generation, else None; ``bytes_sent``: of a rank in a step."""
+    """One strategy of those found. ``options``: keywords of `parallelize` and `train_step`;
+    ``text``: the same as a program; ``memory``: of the fullest rank; ``bytes_sent``: of a rank in a
+    step."""
 
     name: str
     mesh: Mesh
@@ -44,7 +44,6 @@ class FoundStrategy:
     bubble: float
     bytes_sent: int
     text: str
-    tokens_per_second: float | None = None
 
     def __repr__(self) -> str:
         return f"<strategy {self.name}: {seconds_text(self.seconds)}>"
@@ -56,19 +55,16 @@ class FoundStrategy:
                 return self.seconds
             case "memory":
                 return float(self.memory.total)
-            case "tokens":
-                assert self.tokens_per_second is not None
-                return 1.0 / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult:
     """What `search` returns; its str is the table, iteration gives the rows, the best first.
 
-    space: in words, with its version; num_points: of it; num_planned: points of which a plan was
-    made; num_bases: plans from which the others were estimated; over_memory: points that do not
-    fit, most by their estimate; refused: reason to points that have no plan for it;
-    memory_bytes: the limit of a rank.
+    space: in words, with its version; num_points: of it; num_estimated: those that could not be
+    left out for what they cost at least; num_bases: the plans that they were estimated from;
+    num_planned: points of which a plan was made; over_memory: those of them, and of the estimated,
+    that do not fit; refused: reason to points that have no plan for it; memory_bytes: the limit.
     """
 
     name: str
@@ -81,6 +77,7 @@ class SearchResult:
     rows: tuple[FoundStrategy, ...]
     num_points: int
     num_planned: int
+    num_estimated: int
     num_bases: int
     over_memory: int
     refused: Mapping[str, int]
@@ -116,26 +113,18 @@ class SearchResult:
         return "\n".join(_lines(self))
 
 
-_WHAT = {"time": "seconds of a step", "memory": "memory of a rank", "tokens": "tokens a second"}
+_WHAT = {"time": "seconds of a step", "memory": "memory of a rank"}
 
 
 def _lines(found: SearchResult) -> Iterator[str]:
     by = f"by {_WHAT[found.objective]}"
-    trained = f"    {found.optimizer}" if found.optimizer else ""
-    yield f"search {found.name}{trained}    {found.num_ranks} ranks    {by}"
+    yield f"search {found.name}    {found.optimizer}    {found.num_ranks} ranks    {by}"
     yield ""
-    generates = found.objective == "tokens"
-    titles = ["tokens/s", "token", "sent", "memory"] if generates else None
-    head = ["", "strategy", *(titles or ["step", "bubble", "sent", "memory"]), ""]
+    head = ["", "strategy", "step", "bubble", "sent", "memory", ""]
     rows = [head]
     for number, row in enumerate(found.rows, 1):
         memory = size_text(row.memory.total)
-        speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second is not None else ""
-        figures = (
-            [speed, seconds_text(row.seconds)]
-            if generates
-            else [seconds_text(row.seconds), f"{row.bubble:.0%}"]
-        )
+        figures = [seconds_text(row.seconds), f"{row.bubble:.0%}"]
         mark = "best" if number == 1 else "tie" if row in found.ties else ""
         rows.append([str(number), row.name, *figures, size_text(row.bytes_sent), memory, mark])
     yield from _table(rows)
@@ -143,10 +132,10 @@ def _lines(found: SearchResult) -> Iterator[str]:
     if found.ties:
         yield f"tie: within {TIE:.0%} of the best, which is what prices err by"
     yield found.space
-    estimated = f", estimated from {found.num_bases} plans" if found.num_bases else ""
     yield (
-        f"{found.num_points:,} points{estimated}; {found.num_planned:,} planned; "
-        f"{found.over_memory:,} above the {size_text(int(found.memory_bytes))} of a rank"
+        f"{found.num_points:,} points: {found.num_estimated:,} estimated from {found.num_bases} "
+        f"plans, {found.num_planned:,} planned; {found.over_memory:,} are above the "
+        f"{size_text(int(found.memory_bytes))} of a rank"
     )
     for reason, count in found.refused.items():
         yield f"refused {count:,}: {reason}"

@@ -4,16 +4,18 @@
     print(found)               # the five best, as a table
     print(found.best.text)     # the best one as a program
 
-The step is captured once. Every point of the space (space.py) is estimated from the plans of a few
-(family.py); then points are planned in the order of their estimates, until what is left is
-estimated to be dearer than the fifth best plan by more than estimates were seen to err. What is
-printed is of plans alone. Nothing is launched or computed, the model may be on the meta device.
+The step is captured once. Points of the space (space.py) are looked at in the order of what they
+cost at least; of those that may be good enough that is estimated, from the plans of a few
+(family.py), and the nearest are planned, until all that is left is dearer than the fifth best plan
+by more than estimates were seen to err. What is printed is of plans alone. Nothing is launched or
+computed, the model may be on the meta device.
 
-Not here: generation (generating.py), what is printed (result.py).
+Not here: what is printed (result.py).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -50,7 +52,7 @@ _SLACK_MEMORY = 0.05
 
 def search(
     model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
+    loss_fn: Callable[..., Any],
     num_ranks: int,
     *batch: Any,
     topology: Topology | None = None,
@@ -66,7 +68,7 @@ def search(
         batch: as `compare` takes it: tensors (meta too), `spec`s, or a torch.Size.
         topology: what is priced with.
         memory: bytes that a rank may hold; default ``topology.memory_bytes``.
-        objective: "time" of a step, "memory" of the fullest rank, or "tokens" a second.
+        objective: "time" of a step, or "memory" of the fullest rank.
         optimizer: a class, or a function of the parameters, or an optimizer over them.
         progress: is called with how much is done, of about how much, and a word on what.
 
@@ -83,7 +85,6 @@ def search(
         check_callable("progress", progress, "lambda done, total, words: ...")
     priced = _with_memory(topology or Topology(), memory)
     check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
-    assert loss_fn is not None
     told = progress or _silent
     told(0, 1, "captures the step")
     step = CapturedStep.of(model, loss_fn, batch, kwargs, optimizer)
@@ -121,6 +122,7 @@ class _Training:
     families: dict[tuple[int, int], Family | PlanningError] = field(
         default_factory=dict[tuple[int, int], Family | PlanningError]
     )
+    estimates: dict[SearchPoint, Estimate] = field(default_factory=dict[SearchPoint, Estimate])
     refused: Counter[str] = field(default_factory=Counter[str])
     over: int = 0
     planned: int = 0
@@ -130,20 +132,24 @@ class _Training:
         points = points_of(self.program.facts)
         if not points:
             raise _empty(self.program)
-        estimates = self._estimates(points)
         limit = self.program.topology.memory_bytes
-        order = sorted(estimates, key=lambda p: (self._figure(estimates[p]), p))
+        queue = [(self._floor(point), False, point) for point in points]
+        heapq.heapify(queue)
         best: list[tuple[float, SearchPoint, Compared]] = []
-        for at, point in enumerate(order):
-            estimate = estimates[point]
-            if estimate.memory_bytes * (1 - _SLACK_MEMORY) > limit:
-                self.over += 1
-                continue
+        while queue:
+            figure, is_estimate, point = heapq.heappop(queue)
             worst = best[-1][0] if len(best) == KEPT else math.inf
-            if self._figure(estimate) * (1 - self.slack) >= worst:
-                rest = [estimates[p] for p in order[at:]]
-                self.over += sum(e.memory_bytes * (1 - _SLACK_MEMORY) > limit for e in rest)
+            if figure * (1 - self.slack) >= worst:
                 break
+            if not is_estimate:
+                estimate = self._estimate(point)
+                if estimate is None:
+                    continue
+                if estimate.memory_bytes * (1 - _SLACK_MEMORY) > limit:
+                    self.over += 1
+                else:
+                    heapq.heappush(queue, (self._figure(estimate), True, point))
+                continue
             self.told(self.planned, self.planned + 1, f"plans {point.name}")
             row = self._plan(point)
             if row is None:
@@ -152,10 +158,10 @@ class _Training:
                 self.over += 1
                 continue
             exact = row.seconds if self.objective == "time" else float(row.memory.total)
-            self.slack = max(self.slack, 1.5 * (self._figure(estimate) / exact - 1))
+            self.slack = max(self.slack, 1.5 * (figure / exact - 1))
             best = sorted([*best, (exact, point, row)], key=lambda item: item[:2])[:KEPT]
         if not best:
-            raise self._nothing(estimates)
+            raise self._nothing()
         facts, step = self.program.facts, self.program.step
         return SearchResult(
             name=step.name,
@@ -168,6 +174,7 @@ class _Training:
             rows=tuple(self._found(point, row) for _, point, row in best),
             num_points=len(points),
             num_planned=self.planned,
+            num_estimated=len(self.estimates),
             num_bases=len(self.families),
             over_memory=self.over,
             refused=dict(self.refused),
@@ -175,26 +182,34 @@ class _Training:
 
     # -- estimates, plans ----------------------------------------------------------------------
 
-    def _estimates(self, points: tuple[SearchPoint, ...]) -> dict[SearchPoint, Estimate]:
-        keys = list(dict.fromkeys((p.tp, p.zero) for p in points))
-        for done, (tp, zero) in enumerate(keys):
-            self.told(done, len(keys), f"prices tp={tp}, zero {zero}")
+    def _family(self, tp: int, zero: int) -> Family | PlanningError:
+        if (tp, zero) not in self.families:
+            self.told(len(self.families), len(self.families) + 1, f"prices tp={tp}, zero {zero}")
             try:
                 self.families[tp, zero] = Family.of(self.program, tp, zero)
             except PlanningError as error:
                 self.families[tp, zero] = error
-        found: dict[SearchPoint, Estimate] = {}
-        for point in points:
-            family = self.families[point.tp, point.zero]
-            if isinstance(family, PlanningError):
-                self._refuse(family)
-                continue
-            estimate = family.estimate(point)
-            if estimate.cut:
-                found[point] = estimate
-            else:
-                self.refused["the program cannot be cut into so many stages."] += 1
-        return found
+        return self.families[tp, zero]
+
+    def _floor(self, point: SearchPoint) -> float:
+        """What the point's figure is not below; that of its memory is not known."""
+        family = self._family(point.tp, 0)
+        if isinstance(family, PlanningError) or self.objective == "memory":
+            return 0.0
+        return family.floor(point)
+
+    def _estimate(self, point: SearchPoint) -> Estimate | None:
+        """None where it is refused."""
+        family = self._family(point.tp, point.zero)
+        if isinstance(family, PlanningError):
+            self._refuse(family)
+            return None
+        estimate = family.estimate(point)
+        if not estimate.cut:
+            self.refused["the program cannot be cut into so many stages."] += 1
+            return None
+        self.estimates[point] = estimate
+        return estimate
 
     def _figure(self, estimate: Estimate) -> float:
         return estimate.seconds if self.objective == "time" else estimate.memory_bytes
@@ -247,9 +262,9 @@ class _Training:
             lines.append(f"    topology={python_text(self.program.topology)},")
         return "\n".join([*lines, ")"])
 
-    def _nothing(self, estimates: Mapping[SearchPoint, Estimate]) -> PlanningError:
+    def _nothing(self) -> PlanningError:
         """Where no point has a plan that fits: the nearest, by its plan."""
-        limit = self.program.topology.memory_bytes
+        limit, estimates = self.program.topology.memory_bytes, self.estimates
         nearest = sorted(estimates, key=lambda p: (estimates[p].memory_bytes, p))
         rows = [(row.memory.total, p.name) for p in nearest[:KEPT] if (row := self._plan(p))]
         reasons = [f"  refused {count}: {why}" for why, count in self.refused.items()]

@@ -38,29 +38,45 @@ _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default)
 
 
-def settle_mask(node: fx.Node, constants: Constants) -> None:
-    """In place: a mask that hides nothing, or only what comes later, is said by `is_causal`."""
+Mask = tuple[fx.Node, int, int]
+"""A mask, and how many queries and keys there are."""
+
+
+def settle_mask(node: fx.Node, constants: Constants, known: dict[Mask, bool | None]) -> None:
+    """In place: a mask that hides nothing, or only what comes later, is said by `is_causal`.
+
+    ``known``: what other attentions of the graph found of theirs: layers share a mask, and to
+    compute one of thousands of tokens takes a second.
+    """
     a = bound(node)
     mask = a["attn_mask"]
     if mask is None or a["is_causal"]:
         return
-    try:
-        seen = _seen(constants.value(mask))
-    except NotConstant:
-        return
-    scores = (*a["query"].meta["val"].shape[-2:-1], *a["key"].meta["val"].shape[-2:-1])
-    if seen is None or 0 in seen.shape or len(seen.shape) < 2:
-        return
-    if bool(seen.all()):
-        is_causal = False
-    elif tuple(seen.shape[-2:]) == scores and bool((seen == _causal(*scores)).all()):
-        is_causal = True
-    else:
+    key = (mask, a["query"].meta["val"].shape[-2], a["key"].meta["val"].shape[-2])
+    if key not in known:
+        known[key] = _causality(*key, constants)
+    is_causal = known[key]
+    if is_causal is None:
         return
     a.update(attn_mask=None, is_causal=is_causal)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     node.args = tuple(a.pop(name) for name in names)
     node.kwargs = a
+
+
+def _causality(mask: fx.Node, queries: int, keys: int, constants: Constants) -> bool | None:
+    """Whether a mask hides what comes later, False where it hides nothing; None for any other."""
+    try:
+        seen = _seen(constants.value(mask))
+    except NotConstant:
+        return None
+    if seen is None or 0 in seen.shape or len(seen.shape) < 2:
+        return None
+    if bool(seen.all()):
+        return False
+    if tuple(seen.shape[-2:]) == (queries, keys) and bool((seen == _causal(queries, keys)).all()):
+        return True
+    return None
 
 
 def _causal(queries: int, keys: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from dtensor.frontend.capture.memory import keep_layout
-from dtensor.frontend.capture.recognise.attention import attention, settle_mask
+from dtensor.frontend.capture.recognise.attention import Mask, attention, settle_mask
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
 from dtensor.frontend.capture.recognise.dropout import dropped_sum
 from dtensor.frontend.capture.recognise.gates import gate
@@ -73,8 +73,9 @@ def _attentions(
     graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
 ) -> Iterator[tuple[int, Met]]:
     found = graph.find_nodes(op="call_function", target=_ATTENTION)
+    known: dict[Mask, bool | None] = {}
     for node in found:
-        settle_mask(node, constants)
+        settle_mask(node, constants, known)
     views = bool(graph.find_nodes(op="call_function", target=aten.view.default))
     for node in found:
         if views:
