@@ -87,9 +87,8 @@ def _page(lines: list[str], runs: int, cores: int | None, load: float) -> str:
             "each in a process of its own;",
             f"torch {torch.__version__}, {cores} cores that others share (load {load:.1f} before "
             "the first run), no GPU. CPU is",
-            "user and system seconds of the command's processes, but not of Ray's daemons; it grows "
-            "too where others",
-            "use the cores' caches.",
+            "user and system seconds of the command's processes, not of Ray's daemons; it grows",
+            "too where others use the cores' caches.",
             "",
             *lines,
             "",
