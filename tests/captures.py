@@ -1,15 +1,16 @@
 """Captured graphs shared between tests: most of a small test's time is torch's export.
 
 A graph depends on the function, on the structure of the modules, on shapes and on the autocast
-around the call alone, so tests that train the same small model may share it. What a function
-closes over is not looked into: such functions, and methods, are captured anew each time.
+around the call alone, so tests that train the same small model may share it. Of what a function
+closes over the same holds where it is numbers, texts and frozen dataclasses of them, as a forward of
+`dt.generator` is; other functions, and methods, are captured anew each time.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -36,12 +37,14 @@ def shared_capture(
     each_call: bool = False,
     main: nn.Module | None = None,
 ) -> Graph:
-    if not isinstance(fn, FunctionType) or fn.__closure__ or fn.__defaults__ or each_call:
+    if not isinstance(fn, FunctionType) or fn.__defaults__ or each_call:
         return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
+    closed_over = _closed_over(fn)
     leaves, tree = pytree.tree_flatten((args, kwargs))
     around = surrounding()
     of_main = [leaf is main for leaf in leaves]
-    key = (fn.__code__, fn.__module__, grads, around, str(tree), *of_main, *map(_key, leaves))
+    called = (fn.__code__, fn.__module__, closed_over)
+    key = (*called, grads, around, str(tree), *of_main, *map(_key, leaves))
     if key not in _found:
         _found[key] = capture(fn, args, kwargs, grads=grads, main=main)
         return _found[key]
@@ -65,6 +68,29 @@ def _key(leaf: Any) -> object:
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case int() | float() | str() | bool() | None:
             return (type(leaf), leaf)
+        case _:
+            return object()  # never equal: not shared
+
+
+def _closed_over(fn: FunctionType) -> object:
+    return tuple(_value(cell.cell_contents) for cell in fn.__closure__ or ())
+
+
+def _value(held: object) -> object:
+    """What is equal if and only if what is held is the same to a program, and stays as it is."""
+    match held:
+        case float():
+            return repr(held)  # 0.0 is not -0.0
+        case int() | str() | torch.dtype() | type() | None:
+            return (type(held), held)
+        case FunctionType() if not held.__defaults__:
+            return (held.__code__, held.__module__, _closed_over(held))
+        case tuple():
+            return (type(held), *map(_value, held))
+        case Mapping():  # of a frozen dataclass
+            return (type(held), *((_value(k), _value(v)) for k, v in held.items()))
+        case _ if is_dataclass(held) and type(held).__dataclass_params__.frozen:  # type: ignore
+            return (type(held), *(_value(getattr(held, f.name)) for f in fields(held)))
         case _:
             return object()  # never equal: not shared
 

@@ -15,6 +15,7 @@ import torch
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
 from tests.hosts import handed_on
+from tests.warm import warm
 
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
@@ -75,8 +76,17 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(f"{user}.capture", shared_capture)
 
 
+@pytest.fixture(scope="session")
+def warm_workers() -> Iterator[None]:
+    """Ray's workers are forks of a process that has imported torch (warm.py)."""
+    ray = pytest.importorskip("ray")
+    with warm():
+        yield
+        ray.shutdown()
+
+
 @pytest.fixture(scope="module")
-def ray_session(request: pytest.FixtureRequest) -> Iterator[None]:
+def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[None]:
     """A Ray that launches join and must not end; the tests of a run share it, and its hosts, but
     for those that count what a launch leaves behind."""
     ray = pytest.importorskip("ray")

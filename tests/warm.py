@@ -1,0 +1,222 @@
+"""Ray's workers for tests, forked from one process that has imported torch, Ray and dtensor.
+
+    with warm():                     # a process that imports, once, and waits
+        ray.init()                   # each worker of this Ray is a fork of it: 0.1 s of a core
+    ...                              # and not 2 s, which it takes to import all that again
+
+Ray's raylet starts a worker by a command: here it is this file, which asks the warm process for a
+fork that does what the command says, and ends as that ends. The fork has the environment, folder,
+streams and arguments that Ray gave, and no thread, file or number of another one; it is killed with
+the command, and with the tests. A worker with a runtime environment starts as Ray would start it,
+and so does all that tests run as a command of their own.
+
+Invariants: the warm process has one thread, so that a fork of it is whole; what it has imported is
+what every worker of ours imports before its first call. It does not start Ray's other processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+ADDRESS = "DTENSOR_TESTS_WARM"
+MESSAGE = 1 << 20  # bytes, at most
+NO_CONTEXT = {
+    "command_prefix": [],
+    "env_vars": {},
+    "override_worker_entrypoint": None,
+    "java_jars": [],
+}
+"""What Ray writes for a worker without a runtime environment, but for its Python."""
+IMPORTED = ("torch", "torch.distributed", "dtensor", "dtensor.daft.run.worker")
+"""Not Ray, which reads its environment when it is imported, and has threads soon after."""
+
+
+# -- in a test's process --------------------------------------------------------------------------
+@contextmanager
+def warm() -> Iterator[None]:
+    """Within, workers of a Ray that this process starts are forks, where that is possible."""
+    if not hasattr(os, "pidfd_open"):  # elsewhere than on Linux
+        yield
+        return
+    import subprocess
+    import tempfile
+
+    import pytest
+    from ray._private.node import Node
+
+    from dtensor.daft.ray.starting import worker_environment
+
+    start = Node.start_raylet
+
+    def start_with_this(node: Node, *args: object, **kwargs: object) -> object:
+        node._ray_params.setup_worker_path = __file__
+        return start(node, *args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        address = os.path.join(folder, "warm")
+        # It ends when nobody holds the other end of its input.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tests.warm", address],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **worker_environment()},
+        )
+        patch.setenv(ADDRESS, address)
+        patch.setattr(Node, "start_raylet", start_with_this)
+        try:
+            yield
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
+# -- the command that Ray starts ------------------------------------------------------------------
+def ask(address: str, argv: list[str]) -> None:
+    """Be, for who waits for this process, the fork that does what `argv` says."""
+    request = json.dumps({"argv": argv, "environment": dict(os.environ), "folder": os.getcwd()})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
+        connection.connect(address)
+        socket.send_fds(connection, [request.encode()], [0, 1, 2])
+        answer = connection.recv(MESSAGE)
+    status = int(answer) if answer else -signal.SIGKILL
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def start_cold(argv: list[str]) -> None:
+    """As Ray starts a worker."""
+    import ray
+
+    setup = os.path.join(os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, setup, *argv])
+
+
+def worker_of(argv: list[str]) -> list[str] | None:
+    """Script and arguments of a worker, of the command that would set it up; None if that is more
+    than to start it."""
+    kept: list[str] = []
+    for word in argv:
+        name, _, value = word.partition("=")
+        if name == "--serialized-runtime-env-context":
+            context = json.loads(value or "{}")
+            if context.pop("py_executable", sys.executable) != sys.executable:
+                return None
+            if not context.items() <= NO_CONTEXT.items():
+                return None
+        elif name == "--language":
+            if value != "PYTHON":
+                return None
+        else:
+            kept.append(word)
+    return kept if kept and kept[0].endswith(".py") else None
+
+
+# -- the warm process -----------------------------------------------------------------------------
+def serve(address: str) -> list[str]:
+    """Fork for who asks, until the input ends. In a fork, it returns script and arguments."""
+    import gc
+    import selectors
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(128)
+    _import()
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork would have but one of its threads"
+    gc.collect()
+    gc.freeze()
+    mine = os.getpid()
+    asking: dict[int, socket.socket] = {}  # by process
+    ends: dict[int, int] = {}  # what tells of the end of a process, by process
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj == 0:
+                    for process in asking:
+                        os.kill(process, signal.SIGKILL)
+                    os._exit(0)
+                elif key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    text, streams, _, _ = socket.recv_fds(connection, MESSAGE, 3)
+                    if not text:  # who asked has gone
+                        connection.close()
+                        continue
+                    process = os.fork()
+                    if process == 0:
+                        return _become(json.loads(text), streams, mine)
+                    for stream in streams:
+                        os.close(stream)
+                    asking[process], ends[process] = connection, os.pidfd_open(process)
+                    selector.register(connection, selectors.EVENT_READ, process)
+                    selector.register(ends[process], selectors.EVENT_READ, process)
+                elif key.data not in asking:
+                    continue  # both came at once
+                elif key.fileobj is asking[key.data]:  # who asked has been killed
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+                else:
+                    selector.unregister(key.fileobj)
+                    os.close(ends.pop(key.data))
+                    status = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
+                    connection = asking.pop(key.data)
+                    if connection in selector.get_map():
+                        selector.unregister(connection)
+                        connection.send(str(status).encode())
+                    connection.close()
+
+
+def _import() -> None:
+    import importlib
+
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
+def _become(request: dict[str, object], streams: list[int], parent: int) -> list[str]:
+    """What a process that Ray starts has, and nothing else."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(3, max(int(name) for name in os.listdir("/proc/self/fd")) + 1)
+    own_path = os.environ["PYTHONPATH"].split(os.pathsep)
+    environment, argv = request["environment"], request["argv"]
+    assert isinstance(environment, dict) and isinstance(argv, list)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(str(request["folder"]))
+    path = [os.path.dirname(argv[0]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.path[: len(own_path)] = path
+    sys.argv[:] = argv
+    return argv
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) == 1:
+        import runpy
+
+        script = serve(argv[0])[0]
+        runpy.run_path(script, run_name="__main__")
+        return
+    wanted = worker_of(argv)
+    if wanted is None:
+        start_cold(argv)
+    else:
+        ask(os.environ[ADDRESS], wanted)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
