@@ -17,6 +17,8 @@ JOBS ?= 2
 DEMO ?= --placements tp2pp2 --backend ray --compare
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
+# Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test quick sweep lint docs check certify opinfo hf chaos kernels format
 .DEFAULT_GOAL := check

@@ -1,9 +1,9 @@
 """Captured graphs shared between tests: most of a small test's time is torch's export.
 
 A graph depends on the function, on the structure of the modules, on shapes and on the autocast
-around the call alone, so tests that train the same small model may share it. Of what a function
-closes over the same holds where it is numbers, texts and frozen dataclasses of them, as a forward of
-`dt.generator` is; other functions, and methods, are captured anew each time.
+around the call alone, so tests that train the same small model may share it. A function may close
+over numbers, texts, functions and frozen dataclasses of them, such as a forward of `dt.generator`.
+Other functions, and methods, are captured anew each time.
 """
 
 from __future__ import annotations

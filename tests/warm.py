@@ -1,8 +1,8 @@
-"""Ray's workers for tests, forked from one process that has imported torch, Ray and dtensor.
+"""Ray's workers for tests, forked from one process that has imported torch and dtensor.
 
     with warm():                     # a process that imports, once, and waits
-        ray.init()                   # each worker of this Ray is a fork of it: 0.1 s of a core
-    ...                              # and not 2 s, which it takes to import all that again
+        ray.init()                   # each worker of this Ray is a fork of it: 0.4 s of a core
+    ...                              # and not 2.5 s, which it takes to import all that again
 
 Ray's raylet starts a worker by a command: here it is this file, which asks the warm process for a
 fork that does what the command says, and ends as that ends. The fork has the environment, folder,
