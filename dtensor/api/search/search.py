@@ -204,7 +204,11 @@ class _Training:
         if isinstance(family, PlanningError):
             self._refuse(family)
             return None
-        estimate = family.estimate(point)
+        try:
+            estimate = family.estimate(point)
+        except PlanningError as error:  # such a schedule does not run so many microbatches
+            self._refuse(error)
+            return None
         if not estimate.cut:
             self.refused["the program cannot be cut into so many stages."] += 1
             return None
