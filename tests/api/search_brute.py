@@ -49,6 +49,7 @@ class Judged:
     brute: tuple[float, ...]
     num_points: int
     num_planned: int
+    num_over: int  # points whose plan is above the limit
     seconds: tuple[float, float]
 
     @property
@@ -67,8 +68,10 @@ def main() -> int:
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--objective", default="time", choices=("time", "memory"))
     options = parser.parse_args()
-    print("| model | ranks | network | limit | points | planned | | best | five | search | brute |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| model | ranks | network | limit | above | points | planned | | best | five | search | brute |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     wrong = 0
     for name in options.models.split(","):
         case = CASES[name]()
@@ -78,7 +81,7 @@ def main() -> int:
                 wrong += not judged.right
                 best = judged.found[0] / judged.brute[0]
                 print(
-                    f"| {name} | {case.num_ranks} | {network} | {limit or ''} "
+                    f"| {name} | {case.num_ranks} | {network} | {limit or ''} | {judged.num_over} "
                     f"| {judged.num_points} | {judged.num_planned} "
                     f"| {judged.num_planned / judged.num_points:.1%} | {best:.4f} "
                     f"| {judged.alike}/{len(judged.brute)} "
@@ -112,6 +115,7 @@ def judge(case: Case, network: dict[str, Any], limit: float | None, objective: s
         brute=tuple(figures[:5]),
         num_points=len(points),
         num_planned=found.num_planned,
+        num_over=sum(row.error is None and not row.fits for row in rows),
         seconds=(searched - begin, time.process_time() - searched),
     )
 

@@ -15,7 +15,7 @@ Not here: which points are then planned (search.py).
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -39,13 +39,18 @@ KINDS = ("F", "I", "W", "end")
 """Of what a step is a part: an action of the pipeline, or what is done once a step."""
 
 
+_SURE = np.array([0.95, 0.55])
+"""Of what stays and of what comes and goes, the part that plans were seen to need at least."""
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds of a step and bytes of the fullest rank, not of a plan; ``cut``: whether the program
-    can have so many stages."""
+    can have so many stages. ``least_bytes``: no plan was seen to need less."""
 
     seconds: float
     memory_bytes: float
+    least_bytes: float
     cut: bool = True
 
 
@@ -212,11 +217,12 @@ class Costing:
         scale = Scale(point.dp, point.microbatches)
         if point.pp == 1:
             seconds = sum(self.prices.seconds(scale)) @ self.prices.times(scale)
-            return Estimate(float(seconds), self._memory(scale, ((0, self.num_units),), (0,), (1,)))
+            memory = self._memory(scale, ((0, self.num_units),), (0,), (1,))
+            return Estimate(float(seconds), *memory)
         grid = _grid(point)
         cut = self._cut(point, scale)
         if cut is None:
-            return Estimate(float("inf"), float("inf"), cut=False)
+            return Estimate(math.inf, math.inf, math.inf, cut=False)
         bounds = tuple(itertools.pairwise(cut))
         homes = grid.home()
         table = self._stages(scale, bounds)
@@ -228,7 +234,7 @@ class Costing:
         for stage, rank in enumerate(homes):
             ends[rank] += float(table[stage, 3])
         memory = self._memory(scale, bounds, homes, in_flight(grid))
-        return Estimate(span + max(ends), memory)
+        return Estimate(span + max(ends), *memory)
 
     def _by_group(self, scale: Scale, *, for_cut: bool = False) -> Floats:
         """Seconds by group of units and kind; of actions, for one microbatch. ``for_cut``: a
@@ -297,20 +303,20 @@ class Costing:
         bounds: Sequence[tuple[int, int]],
         homes: Sequence[int],
         flying: Sequence[int],
-    ) -> float:
-        """Bytes of the fullest rank."""
+    ) -> tuple[float, float]:
+        """Bytes of the fullest rank, and the least that they are."""
         factors = self.prices.factors(scale)
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
-        ranks: defaultdict[int, float] = defaultdict(float)
+        ranks = np.zeros((2, max(homes) + 1))  # what stays, and what comes and goes
         for item in self.held:
             for k in {stage[u] for u in item.units}:
-                ranks[homes[k]] += item.nbytes * float(factors[item.split])
+                ranks[0, homes[k]] += item.nbytes * float(factors[item.split])
         for item in self.kept:
             for k in {stage[u] for u in item.units}:
-                ranks[homes[k]] += item.nbytes * float(factors[item.split]) * flying[k]
+                ranks[1, homes[k]] += item.nbytes * float(factors[item.split]) * flying[k]
         if len(bounds) == 1:
-            ranks[0] += self.transient * float(factors[3])
-        return max(ranks.values(), default=0.0)
+            ranks[1, 0] += self.transient * float(factors[3])
+        return float(ranks.sum(0).max()), float((_SURE @ ranks).max())
 
 
 def _held(plan: PlanRecord, uses: dict[str, Units]) -> list[UnitBytes]:

@@ -45,9 +45,8 @@ Progress = Callable[[int, int, str], object]
 
 KEPT = 5
 """How many strategies a result has."""
-_SLACK = 0.01
+_SLACK: dict[str, float] = {"time": 0.01, "memory": 0.15}
 """What an estimate is taken to err by, at least."""
-_SLACK_MEMORY = 0.05
 
 
 def search(
@@ -126,13 +125,14 @@ class _Training:
     refused: Counter[str] = field(default_factory=Counter[str])
     over: int = 0
     planned: int = 0
-    slack: float = _SLACK
+    slack: float = 0.0
 
     def run(self) -> SearchResult:
         points = points_of(self.program.facts)
         if not points:
             raise _empty(self.program)
         limit = self.program.topology.memory_bytes
+        self.slack = _SLACK[self.objective]
         queue = [(self._floor(point), False, point) for point in points]
         heapq.heapify(queue)
         best: list[tuple[float, SearchPoint, Compared]] = []
@@ -145,7 +145,7 @@ class _Training:
                 estimate = self._estimate(point)
                 if estimate is None:
                     continue
-                if estimate.memory_bytes * (1 - _SLACK_MEMORY) > limit:
+                if estimate.least_bytes > limit:
                     self.over += 1
                 else:
                     heapq.heappush(queue, (self._figure(estimate), True, point))
