@@ -78,6 +78,7 @@ class CompiledFunction:
         self.out = out
         self.plans: PlanCache = PlanCache()
         self.calls: Counter = Counter(f"compile {self._name}")
+        self.graph: Graph | None = None  # for one who has it, in place of a capture
         self._roles = Roles(detect_nan=detect_nan)
         self._options = options
         self._since = num_switches()
@@ -155,7 +156,7 @@ class CompiledFunction:
         def make(graph: Graph | None) -> Planned:
             options = replace(
                 self._options,
-                graph=graph,
+                graph=graph or self.graph,
                 results=lambda graph, flow: pinned_results(self.out, graph, flow, mesh),
             )
             return plan_call(call, mesh, "none", options, self._name)

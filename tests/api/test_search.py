@@ -14,8 +14,12 @@ import dtensor as dt
 from dtensor.api import plan_call
 from dtensor.api.comparison import CapturedStep
 from dtensor.api.search.family import Family
+from dtensor.api.search.generating import stages_of
 from dtensor.api.search.program import SearchedProgram, repeated_modules
 from dtensor.api.search.space import SpaceFacts, points_of
+from dtensor.sharding.plan.cost.seconds import stage_seconds
+from dtensor.sharding.plan.plan import Plan
+from tests.api.generation import Writer
 from tests.models import GPT
 
 TOKENS = torch.empty(16, 16, dtype=torch.int64, device="meta")
@@ -93,6 +97,55 @@ def test_estimates_are_near_what_plans_say() -> None:
         assert estimate.seconds == pytest.approx(row.seconds, rel=0.05), point.name
 
 
+@pytest.mark.slow
+def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[object] = []
+    capture = plan_call.capture
+    monkeypatch.setattr(
+        plan_call, "capture", lambda *a, **k: captured.append(a) or capture(*a, **k)
+    )
+    with torch.device("meta"):
+        model = Writer()
+    traffic = dict(slots=8, length=48, prompt=20)
+    topology = dt.topologies.laptop()
+    found = dt.search(model, None, 4, objective="tokens", topology=topology, **traffic)
+    assert {row.name for row in found} <= {"tp4", "dp2 tp2", "dp4", "pp2 tp2", "pp2 dp2"}
+    assert len(found) == found.num_points == found.num_planned == 5
+    assert len(captured) == 2 and model.training
+    for row in found:
+        names: dict[str, Any] = dict(model=model, dt=dt)
+        exec(row.text, names)
+        gen = names["gen"]
+        decode, prefill = gen.plan("decode"), gen.plan("prefill", 32)
+        assert str(decode) == str(row.plan) and str(prefill) == str(row.prefill)
+        assert row.memory.total == max(m.total for p in (decode, prefill) for m in p.memory)
+        seconds = [_stages_in_turn(plan) for plan in (decode, prefill)]
+        assert [row.seconds, row.prefill_seconds] == seconds
+        tokens = 8 * 28 / (28 * seconds[0] + 8 * seconds[1])
+        assert row.tokens_per_second == pytest.approx(tokens)
+    figures = [row.tokens_per_second or 0 for row in found]
+    assert figures == sorted(figures, reverse=True)
+    assert "by tokens a second" in str(found) and "8 slots of 48, prompts of 20" in str(found)
+    fullest = max(row.memory.total for row in found)
+    with pytest.raises(dt.PlanningError, match="nothing fits") as error:
+        dt.search(model, None, 1, objective="tokens", memory=1000, **traffic)
+    least = int(str(error.value).partition("memory=")[2])
+    assert least >= fullest
+
+
+def _stages_in_turn(plan: Plan) -> float:
+    return sum(sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages))
+
+
+def test_layers_are_dealt_evenly() -> None:
+    with torch.device("meta"):
+        model = Writer(layers=3)
+    assert stages_of(model, repeated_modules(model), 2) == [
+        ["embed.weight", "places.weight", "blocks.{0..1}.*"],
+        ["blocks.2.*", "head.weight"],
+    ]
+
+
 def test_the_space() -> None:
     facts = SpaceFacts(num_ranks=4, rows=8, layers=2, tp_sizes=(1, 2))
     points = points_of(facts)
@@ -116,10 +169,22 @@ def test_repeated_modules() -> None:
     ("options", "said"),
     [
         (dict(num_ranks=0), "num_ranks=0 is not a whole number of at least 1"),
-        (dict(objective="speed"), 'it is "time" or "memory"'),
+        (dict(objective="speed"), 'it is "time", "memory" or "tokens"'),
         (dict(memory=-1), "memory=-1 is not a number above 0"),
         (dict(loss_fn=3), "loss_fn is 3"),
         (dict(progress="bar"), "progress is"),
+        (dict(slots=8), 'slots=8 is of objective="tokens", and this is "time"'),
+        (dict(objective="tokens", slots=8, length=64, prompt=4), "is given loss_fn"),
+        (dict(objective="tokens", loss_fn=None, x=3), "is given x"),
+        (dict(objective="tokens", loss_fn=None, slots=8, length=64), "needs prompt="),
+        (
+            dict(objective="tokens", loss_fn=None, slots=8, length=64, prompt=64),
+            "leave no room for new ones in a slot of 64",
+        ),
+        (
+            dict(objective="tokens", loss_fn=None, slots=8, length=64, prompt=8),
+            "takes no cache and pos",
+        ),
     ],
 )
 def test_what_is_no_search(options: dict[str, Any], said: str) -> None:

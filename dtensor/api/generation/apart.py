@@ -60,6 +60,7 @@ from dtensor.runtime.between_meshes import bucket_bytes
 from dtensor.runtime.cache_rows import FROM, TO, RowTables, row_program
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Shard
 from dtensor.sharding.spec.spec import TensorSpec
@@ -94,6 +95,7 @@ class Apart:
         forward: Forward,
         length: int,
         other: ParallelModule,
+        topology: Topology | None = None,
     ) -> None:
         _check_other(model, other)
         theirs = forward_of(other.module, length)
@@ -109,8 +111,9 @@ class Apart:
         here = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
         self._together = self.rows // pieces, slots // here  # rows that lie on the same ranks
         self.own: ParallelModule = caches_of(other, theirs, self.rows, length, over)
-        self._decode = decode_program(theirs, other.mesh, over)  # planned, and never run
-        self._prefill = prefill_program(theirs, other.mesh, over)
+        self._decode = decode_program(theirs, other.mesh, over, topology)  # planned, and never run
+        self._prefill = prefill_program(theirs, other.mesh, over, topology)
+        self._topology: Topology | None = topology
         self._settled = False
         self._nowhere = torch.zeros(self.rows, 2, dtype=torch.int64)  # what decodes next there
         self._here: MeshSession | None = None
@@ -333,7 +336,7 @@ class Apart:
                 values[label] = sides[0], sides[1]
         num = f"{length} position{'s' * (length != 1)}"
         name = f"{num} of {type(self.model.module).__name__}'s caches"
-        plan = plan_sync(name, values, bucket_bytes=bucket_bytes(device))
+        plan = plan_sync(name, values, topology=self._topology, bucket_bytes=bucket_bytes(device))
         return replace(plan, what="transfer")
 
     def _kept(self, here: MeshSession, there: MeshSession) -> tuple[Keeping, Keeping]:

@@ -61,9 +61,11 @@ from dtensor.api.randomness import Counter, initial_seed, key_of
 from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_number, check_word
+from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 
 SMALLEST_BUCKET = 16
@@ -101,6 +103,7 @@ class Generator:
         ahead: int,
         prefill: ParallelModule | None = None,
         prefill_batch: int = 1,
+        topology: Topology | None = None,
     ) -> None:
         forward = forward_of(model.module, length)
         self.model = model
@@ -119,11 +122,11 @@ class Generator:
         own = -(-slots // pieces)  # of a rank; slots that nobody gets fill up
         self.rows: int = pieces * (own if own == 1 else -(-own // VECTOR) * VECTOR)
         self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
-        self._decode = decode_program(forward, model.mesh, self.rows_over)
-        self._prefill = prefill_program(forward, model.mesh, self.rows_over)
+        self._decode = decode_program(forward, model.mesh, self.rows_over, topology)
+        self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology)
         self._apart = None
         if prefill is not None:
-            self._apart = Apart(model, self.caches, forward, length, prefill)
+            self._apart = Apart(model, self.caches, forward, length, prefill, topology)
         self._switches = self._now_switches()
         self._settled = False
         self._asked = Counter("generate")  # requests, for seeds that nobody states
@@ -162,6 +165,22 @@ class Generator:
             if self._apart is not None:
                 return self._apart.plan(asked[0])
             return self._prefill.plan(self.model, self.caches, live, *self._filled(asked))
+
+    def plans(self, bucket: int, graphs: dict[object, Graph]) -> tuple[Plan, Plan]:
+        """Of decode and of prefill. ``graphs``, empty at first, has what generators of one model
+        and length share: planned for many meshes, a program is captured once."""
+        programs = {
+            ("decode", self.rows): self._decode,
+            ("prefill", self.rows, self._width(bucket), self.prefill_batch): self._prefill,
+        }
+        for key, program in programs.items():
+            program.graph = graphs.get(key)
+        found = self.plan("decode"), self.plan("prefill", bucket)
+        for key, program in programs.items():
+            if program.plans.latest is not None:
+                graphs[key] = program.plans.latest.graph
+            program.graph = None
+        return found
 
     def transfer_plan(
         self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
@@ -524,6 +543,7 @@ def generator(
     ahead: int = 0,
     prefill: ParallelModule | None = None,
     prefill_batch: int = 1,
+    topology: Topology | None = None,
 ) -> Generator:
     """Texts from a parallelized model: of transformers as it is, or with ``forward(tokens, cache,
     pos)`` (docs/generation.md).
@@ -541,10 +561,12 @@ def generator(
             of it or of its policy, or the policy. What is live of its caches is sent to the slot.
         prefill_batch: prompts of one bucket that enter together, in one run. It is always of so
             many, for other shapes have other bits: many prompts get cheaper, one alone dearer.
+        topology: what the planner prices with.
 
     Raises PlanningError for a model whose cache is more than keys and values, by name.
     """
     check_parallel("generator", model)
+    check_topology(topology)
     fix = "dt.generator(model, slots=8, length=256)"
     check_number("slots", slots, least=1, whole=True, fix=fix)
     check_number("length", length, least=2, whole=True, fix=fix)
@@ -562,7 +584,7 @@ def generator(
             f"in by itself.\nfix: leave prefill_batch out"
         )
     sizes = _buckets(buckets, length)
-    return Generator(model, slots, length, sizes, how, eos, ahead, prefill, prefill_batch)
+    return Generator(model, slots, length, sizes, how, eos, ahead, prefill, prefill_batch, topology)
 
 
 def _buckets(buckets: object, length: int) -> tuple[int, ...]:

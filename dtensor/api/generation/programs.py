@@ -29,6 +29,7 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import dealt
+from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Replicate, Row
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
@@ -39,8 +40,10 @@ CACHES = "kv_cache."
 Split = Mapping[str, Placement]  # by axis
 
 
-def decode_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunction:
-    """One token of every slot."""
+def decode_program(
+    forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
+) -> CompiledFunction:
+    """One token of every slot. ``topology``: what is planned with."""
 
     def decode(model: nn.Module, kv_cache: Slots, live: Tensor) -> dict[str, Tensor]:
         cache = Decoding(kv_cache, live[:, 1:])
@@ -51,10 +54,13 @@ def decode_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunctio
         after = torch.stack([token, at.clamp(max=kv_cache.length - 1)], 1)
         return {"live": after, "token": token, "logprob": logprob}
 
-    return compile(decode, mesh, out=dict.fromkeys(("live", "token", "logprob"), over))
+    out: Mapping[str, Split] = dict.fromkeys(("live", "token", "logprob"), over)
+    return compile(decode, mesh, out=out, topology=topology)
 
 
-def prefill_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFunction:
+def prefill_program(
+    forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
+) -> CompiledFunction:
     """Prompts into slots, and their first tokens. ``where``: int64[b, 2], the row and the length
     of each; ``request`` and ``knobs``: [b, 2], as in `Slots`. Who is there twice is there once."""
 
@@ -76,7 +82,7 @@ def prefill_program(forward: Forward, mesh: Mesh, over: Split) -> CompiledFuncti
         after = live.index_copy(0, row, torch.stack([token, at], 1))
         return {"live": after, "token": token, "logprob": logprob}
 
-    return compile(prefill, mesh, out={"live": over})
+    return compile(prefill, mesh, out={"live": over}, topology=topology)
 
 
 def _next(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,9 +52,9 @@ class SearchedProgram:
             tp_sizes=tuple(
                 num
                 for num in range(1, num_ranks + 1)
-                if num_ranks % num == 0 and _divides(placements, step.model, num)
+                if num_ranks % num == 0 and divides(placements, step.model, num)
             ),
-            axes=_priced(topology),
+            axes=priced_axes(topology),
         )
         return SearchedProgram(
             step=step,
@@ -104,7 +104,7 @@ def repeated_modules(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(name for name in shapes if name in kept)
 
 
-def _divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
+def divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
     """Whether each rank of ``num`` gets as many whole heads, and a part of each other split."""
     if num == 1:
         return True
@@ -119,7 +119,8 @@ def _divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
     return bool(placements)
 
 
-def _priced(topology: Topology) -> tuple[str, ...]:
+def priced_axes(topology: Topology) -> tuple[str, ...]:
+    """The axes of meshes that it has a price for."""
     found: list[str] = []
     for axis in ("pp", "dp", "tp"):
         try:

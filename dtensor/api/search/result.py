@@ -23,7 +23,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from dtensor.showing import html_text, screen
 
-Objective = Literal["time", "memory"]
+Objective = Literal["time", "memory", "tokens"]
 TIE = 0.1
 """Of the best figure: what prices err by."""
 
@@ -32,7 +32,8 @@ TIE = 0.1
 class FoundStrategy:
     """One strategy of those found. ``options``: keywords of `parallelize` and `train_step`;
     ``text``: the same as a program; ``memory``: of the fullest rank; ``bytes_sent``: of a rank in a
-    step."""
+    step. Of generation ``plan``, ``seconds`` and the like are of decode, ``prefill`` of a prompt,
+    ``memory`` of the fuller of both, ``options`` of `parallelize` and `generator`."""
 
     name: str
     mesh: Mesh
@@ -44,9 +45,19 @@ class FoundStrategy:
     bubble: float
     bytes_sent: int
     text: str
+    prefill: Plan | None = None
+    prefill_seconds: float | None = None
+    tokens_per_second: float | None = None
 
     def __repr__(self) -> str:
-        return f"<strategy {self.name}: {seconds_text(self.seconds)}>"
+        return f"<strategy {self.name}: {self.figure_words}>"
+
+    @property
+    def figure_words(self) -> str:
+        """Tokens a second, or the seconds of a step."""
+        if self.tokens_per_second is None:
+            return seconds_text(self.seconds)
+        return f"{tokens_text(self.tokens_per_second)} tokens/s"
 
     def figure(self, objective: Objective) -> float:
         """What is made as small as can be."""
@@ -55,6 +66,9 @@ class FoundStrategy:
                 return self.seconds
             case "memory":
                 return float(self.memory.total)
+            case "tokens":
+                assert self.tokens_per_second is not None
+                return 1 / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -65,6 +79,7 @@ class SearchResult:
     left out for what they cost at least; num_bases: the plans that they were estimated from;
     num_planned: points of which a plan was made; over_memory: those of them, and of the estimated,
     that do not fit; refused: reason to points that have no plan for it; memory_bytes: the limit.
+    optimizer: its class; of generation, in words what is generated.
     """
 
     name: str
@@ -103,7 +118,7 @@ class SearchResult:
         return self.rows[at]
 
     def __repr__(self) -> str:
-        best = f"{self.best.name}, {seconds_text(self.best.seconds)}"
+        best = f"{self.best.name}, {self.best.figure_words}"
         return screen(f"<search of {self.name} on {self.num_ranks} ranks, best: {best}>")
 
     def _repr_html_(self) -> str:
@@ -113,18 +128,31 @@ class SearchResult:
         return "\n".join(_lines(self))
 
 
-_WHAT = {"time": "seconds of a step", "memory": "memory of a rank"}
+_WHAT = {
+    "time": "seconds of a step",
+    "memory": "memory of a rank",
+    "tokens": "tokens a second",
+}
+
+
+def tokens_text(per_second: float) -> str:
+    """``12,345``, and ``0.42`` of few."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _lines(found: SearchResult) -> Iterator[str]:
     by = f"by {_WHAT[found.objective]}"
     yield f"search {found.name}    {found.optimizer}    {found.num_ranks} ranks    {by}"
     yield ""
-    head = ["", "strategy", "step", "bubble", "sent", "memory", ""]
-    rows = [head]
+    generates = found.objective == "tokens"
+    head = ["tokens/s", "a token", "a prompt"] if generates else ["step", "bubble"]
+    rows = [["", "strategy", *head, "sent", "memory", ""]]
     for number, row in enumerate(found.rows, 1):
         memory = size_text(row.memory.total)
         figures = [seconds_text(row.seconds), f"{row.bubble:.0%}"]
+        if row.prefill_seconds is not None and row.tokens_per_second is not None:
+            both = (row.seconds, row.prefill_seconds)
+            figures = [tokens_text(row.tokens_per_second), *map(seconds_text, both)]
         mark = "best" if number == 1 else "tie" if row in found.ties else ""
         rows.append([str(number), row.name, *figures, size_text(row.bytes_sent), memory, mark])
     yield from _table(rows)
@@ -132,9 +160,10 @@ def _lines(found: SearchResult) -> Iterator[str]:
     if found.ties:
         yield f"tie: within {TIE:.0%} of the best, which is what prices err by"
     yield found.space
+    how = f"{found.num_estimated:,} estimated from {found.num_bases} plans, "
     yield (
-        f"{found.num_points:,} points: {found.num_estimated:,} estimated from {found.num_bases} "
-        f"plans, {found.num_planned:,} planned; {found.over_memory:,} are above the "
+        f"{found.num_points:,} points: {how if found.num_bases else ''}"
+        f"{found.num_planned:,} planned; {found.over_memory:,} are above the "
         f"{size_text(int(found.memory_bytes))} of a rank"
     )
     for reason, count in found.refused.items():

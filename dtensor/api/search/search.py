@@ -10,7 +10,7 @@ cost at least; of those that may be good enough that is estimated, from the plan
 by more than estimates were seen to err. What is printed is of plans alone. Nothing is launched or
 computed, the model may be on the meta device.
 
-Not here: what is printed (result.py).
+Not here: what is printed (result.py), generation (generating.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import nn
 
 from dtensor.api.comparison import CapturedStep, Compared, MakeOptimizer, check_model
 from dtensor.api.search.family import Estimate, Family
+from dtensor.api.search.generating import Generating, Traffic
 from dtensor.api.search.program import SearchedProgram
 from dtensor.api.search.result import (
     FoundStrategy,
@@ -51,7 +52,7 @@ _SLACK: dict[str, float] = {"time": 0.01, "memory": 0.15}
 
 def search(
     model: nn.Module,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., Any] | None,
     num_ranks: int,
     *batch: Any,
     topology: Topology | None = None,
@@ -59,6 +60,9 @@ def search(
     objective: str = "time",
     optimizer: MakeOptimizer | torch.optim.Optimizer = torch.optim.AdamW,
     progress: Progress | None = None,
+    slots: int | None = None,
+    length: int | None = None,
+    prompt: int | None = None,
     **kwargs: Any,
 ) -> SearchResult:
     """The best strategies for ``loss_fn(model, *batch, **kwargs)`` on ``num_ranks`` ranks.
@@ -67,9 +71,14 @@ def search(
         batch: as `compare` takes it: tensors (meta too), `spec`s, or a torch.Size.
         topology: what is priced with.
         memory: bytes that a rank may hold; default ``topology.memory_bytes``.
-        objective: "time" of a step, or "memory" of the fullest rank.
+        objective: "time" of a step, or "memory" of the fullest rank; or "tokens" a second that
+            `generator` makes of the model, with ``loss_fn=None`` and no batch.
         optimizer: a class, or a function of the parameters, or an optimizer over them.
         progress: is called with how much is done, of about how much, and a word on what.
+        slots, length, prompt: of "tokens" alone: texts at once, positions of each, and how many of
+            these are its prompt's. A slot makes ``n = length - prompt`` tokens of a request, and
+            waits while a prompt is taken in: ``slots * n / (n * decode + slots * prefill)`` tokens
+            a second, with what a run of each program lasts.
 
     Raises PlanningError for a program that cannot be captured, and where no point has a plan that
     fits, with the nearest one.
@@ -83,8 +92,27 @@ def search(
     if progress is not None:
         check_callable("progress", progress, "lambda done, total, words: ...")
     priced = _with_memory(topology or Topology(), memory)
-    check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
     told = progress or _silent
+    stated = topology is not None or memory is not None
+    generation = dict(slots=slots, length=length, prompt=prompt)
+    if objective == "tokens":
+        _check_no_step(loss_fn, batch, kwargs, optimizer)
+        return Generating(
+            model=model,
+            num_ranks=num_ranks,
+            traffic=Traffic.of(**generation),
+            topology=priced,
+            stated=stated,
+            told=told,
+        ).run()
+    for name, value in generation.items():
+        if value is not None:
+            raise PlanningError(
+                f'{name}={value!r} is of objective="tokens", and this is "{objective}".\n'
+                f"fix: leave {name}= out; what is of loss_fn alone, bind to it with a lambda"
+            )
+    check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
+    assert loss_fn is not None
     told(0, 1, "captures the step")
     step = CapturedStep.of(model, loss_fn, batch, kwargs, optimizer)
     program = SearchedProgram.of(step, num_ranks, priced)
@@ -92,9 +120,22 @@ def search(
         program=program,
         objective=cast(Objective, objective),
         optimizer=optimizer,
-        stated=topology is not None or memory is not None,
+        stated=stated,
         told=told,
     ).run()
+
+
+def _check_no_step(
+    loss_fn: object, batch: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: object
+) -> None:
+    """Generation has no training step."""
+    given = ["loss_fn"] * (loss_fn is not None) + ["a batch"] * bool(batch) + [*kwargs]
+    given += ["optimizer"] * (optimizer is not torch.optim.AdamW)
+    if given:
+        raise PlanningError(
+            f'objective="tokens" trains nothing, and is given {", ".join(given)}.\n'
+            f'fix: dt.search(model, None, 8, objective="tokens", slots=8, length=256, prompt=64)'
+        )
 
 
 def _silent(done: int, total: int, words: str) -> None:

@@ -10,7 +10,8 @@ derived ones over tp (api/derive.py), stages="auto" over pp. Axes of size 1 are 
 
 Invariants: the same facts give the same points in the same order; a point is in the space or not
 by what stands here alone, whatever it costs. What the planner refuses of it is counted where it is
-planned. Another space has another SPACE_VERSION.
+planned. Another space has another SPACE_VERSION. Of generation a point is a mesh alone, and another
+space has another GENERATION_VERSION.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dtensor.runtime.schedule import ZBH1, Interleaved1F1B, OneFOneB, Schedule
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 
 SPACE_VERSION = 1
+GENERATION_VERSION = 1
 
 Order = Literal["OneFOneB", "Interleaved1F1B", "ZBH1"]
 _SCHEDULES = {"OneFOneB": OneFOneB, "Interleaved1F1B": Interleaved1F1B, "ZBH1": ZBH1}
@@ -89,7 +91,7 @@ def points_of(facts: SpaceFacts) -> tuple[SearchPoint, ...]:
 
 
 def _points(facts: SpaceFacts) -> Iterator[SearchPoint]:
-    for pp, dp, tp in _meshes(facts):
+    for pp, dp, tp in meshes_of(facts):
         for zero in (0, 1, 2, 3) if dp > 1 else (0,):
             for microbatches in _microbatches(facts.rows // dp):
                 for order in _orders(pp, microbatches, facts.layers):
@@ -105,7 +107,8 @@ def _points(facts: SpaceFacts) -> Iterator[SearchPoint]:
                         )
 
 
-def _meshes(facts: SpaceFacts) -> Iterator[tuple[int, int, int]]:
+def meshes_of(facts: SpaceFacts) -> Iterator[tuple[int, int, int]]:
+    """Sizes of pp, dp and tp."""
     num = facts.num_ranks
     for pp in _divisors(num):
         for dp in _divisors(num // pp):
@@ -147,4 +150,14 @@ def space_text(facts: SpaceFacts) -> str:
         f"OneFOneB, and with pp ZBH1\n"
         f"  and Interleaved1F1B with {STAGES_A_RANK} stages a rank; recompute none or the "
         f"{facts.layers} repeated layers"
+    )
+
+
+def generation_space_text(facts: SpaceFacts) -> str:
+    """That of generation; ``rows`` are slots."""
+    sizes = ", ".join(map(str, facts.tp_sizes))
+    return (
+        f"space of generation {GENERATION_VERSION}: meshes pp x dp x tp of {facts.num_ranks} "
+        f"ranks, pp up to {max(facts.layers, 1)},\n"
+        f"  dp dividing {facts.rows} slots, tp of {sizes}; layers dealt evenly over pp"
     )
