@@ -1,7 +1,8 @@
-"""`dtensor search`: the strategies under which a training step is predicted to be best.
+"""`dtensor search`: the strategies under which training, or generation, is predicted to be best.
 
     $ dtensor search llama --ranks 8 --memory 80GiB --batch 64 --length 2048
     $ dtensor search gpt2 --ranks 4 --code 1        # the best one as a program
+    $ dtensor search llama --ranks 8 --objective tokens --slots 32 --length 1024 --prompt 256
 
 Exit status 2 where no strategy fits: a sentence says which came nearest. Not here: the search
 (api/search).
@@ -10,8 +11,11 @@ Exit status 2 where no strategy fits: a sentence says which came nearest. Not he
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
+from dtensor.api.search.result import FoundStrategy
+from dtensor.commands.huggingface import LENGTH
 from dtensor.commands.options import (
     MODEL_EPILOG,
     add_hardware,
@@ -25,11 +29,14 @@ from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
 from dtensor.commands.progress import AtWork
 from dtensor.commands.simulate import write
+from dtensor.commands.users_function import is_named
+from dtensor.commands.workload import Workload
 from dtensor.errors import PlanningError
 from dtensor.sharding.spec.mesh import Mesh
 
 SEARCHED = Mesh(pp=2, dp=2, tp=2)
 """The axes that a search's meshes have."""
+SLOTS = 8
 
 
 def add_to(parsers: Any) -> None:
@@ -38,7 +45,8 @@ def add_to(parsers: Any) -> None:
         "search",
         "the best meshes, placements, schedules and ZeRO levels for so many ranks",
         "Searches meshes, placements, stages, schedules, ZeRO levels and recomputation for those "
-        "under which a training step is predicted to be fastest, or to need least memory.",
+        "under which a training step is predicted to be fastest, or to need least memory; or the "
+        "meshes on which the model is predicted to generate most tokens a second.",
         MODEL_EPILOG,
     )
     add_workload(parser)
@@ -48,9 +56,22 @@ def add_to(parsers: Any) -> None:
     )
     group.add_argument(
         "--objective",
-        choices=("time", "memory"),
+        choices=("time", "memory", "tokens"),
         default="time",
-        help="seconds of a step (default), or memory of the fullest rank",
+        help="seconds of a step (default), memory of the fullest rank, or tokens a second of texts "
+        "that are generated, in slots of --length",
+    )
+    group.add_argument(
+        "--slots",
+        type=whole_option,
+        metavar="N",
+        help=f"of tokens: texts that are under way at once (default: {SLOTS})",
+    )
+    group.add_argument(
+        "--prompt",
+        type=whole_option,
+        metavar="N",
+        help="of tokens: how many of a text are its prompt (default: half of --length)",
     )
     add_hardware(parser)
     group = parser.add_argument_group("what is shown")
@@ -66,7 +87,6 @@ def add_to(parsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
     from dtensor.commands.as_data import print_json, row_data
-    from dtensor.commands.workload import Workload
     from dtensor.explorer import save_pages
     from dtensor.explorer.page import checked_path
 
@@ -74,23 +94,40 @@ def run(options: argparse.Namespace) -> int:
     optimizer: Any = optimizer_class(options.optimizer or "AdamW")
     if options.output:
         checked_path(options.output)
+    generates = options.objective == "tokens"
+    _check_given(options, generates)
     with AtWork() as progress:
         with progress.doing(f"makes {options.model}"):
-            work = Workload.of(options, meta=True)
+            work = Workload.of(_of_generation(options) if generates else options, meta=True)
         stated = work.stated.get("optimizer")
         if options.optimizer is None and stated is not None:
             optimizer = stated
         with progress.counted("searches") as told:
-            found = dt.search(
-                work.model,
-                work.loss_fn,
-                options.ranks,
-                *work.batch,
-                topology=topology,
-                objective=options.objective,
-                optimizer=optimizer,
-                progress=told,
-            )
+            if generates:
+                length = _length(options, work)
+                found = dt.search(
+                    work.model,
+                    None,
+                    options.ranks,
+                    topology=topology,
+                    objective="tokens",
+                    progress=told,
+                    slots=options.slots or SLOTS,
+                    length=length,
+                    prompt=options.prompt or max(length // 2, 1),
+                )
+            else:
+                found = dt.search(
+                    work.model,
+                    work.loss_fn,
+                    options.ranks,
+                    *work.batch,
+                    topology=topology,
+                    objective=options.objective,
+                    optimizer=optimizer,
+                    progress=told,
+                )
+    title = work.model_title if generates else work.title
     if options.code is not None and options.code > len(found):
         raise PlanningError(
             f"--code {options.code}: {len(found)} strategies were found; fix: --code {len(found)}"
@@ -103,14 +140,55 @@ def run(options: argparse.Namespace) -> int:
         rows = [
             {
                 **row_data(Compared(name=row.name, mesh=row.mesh, found=row.plan)),
+                **_of_tokens(row),
                 "tie": row in found.ties,
                 "code": row.text,
             }
             for row in found
         ]
-        print_json({"model": work.title, "objective": found.objective, "strategies": rows})
+        print_json({"model": title, "objective": found.objective, "strategies": rows})
     elif options.code is not None:
         print(found[options.code - 1].text)
     else:
-        print(f"{work.title}\n\n{found}")
+        print(f"{title}\n\n{found}")
     return 0
+
+
+def _check_given(options: argparse.Namespace, generates: bool) -> None:
+    """PlanningError for what is of the other kind of search."""
+    others = ("batch", "optimizer") if generates else ("slots", "prompt")
+    for name in others:
+        if getattr(options, name) is not None:
+            raise PlanningError(
+                f"--{name} is of a search for "
+                f"{'a training step' if generates else 'tokens a second'}, and this is "
+                f"--objective {options.objective}.\n"
+                f"fix: leave it out{'' if generates else ', or --objective tokens'}"
+            )
+
+
+def _of_generation(options: argparse.Namespace) -> argparse.Namespace:
+    """A model that continues texts; a function's own says what its texts are."""
+    if is_named(options.model):
+        return argparse.Namespace(**{**vars(options), "length": None})
+    return argparse.Namespace(**{**vars(options), "head": options.head or "causal-lm"})
+
+
+def _length(options: argparse.Namespace, work: Workload) -> int:
+    """Of a slot: as stated, or of a row of text by the configuration's default."""
+    if options.length is not None or is_named(options.model):
+        return options.length or LENGTH
+    return work.batch[0].shape[1]
+
+
+def _of_tokens(row: FoundStrategy) -> dict[str, Any]:
+    """Figures of generation; ``seconds`` is of a token."""
+    if row.tokens_per_second is None:
+        return {}
+    return {
+        "tokens_per_second": row.tokens_per_second,
+        "seconds": row.seconds,
+        "prefill_seconds": row.prefill_seconds,
+        "memory": {**asdict(row.memory), "total": row.memory.total},
+        "bubble": row.bubble,
+    }

@@ -67,16 +67,17 @@ class Workload:
 
     @property
     def title(self) -> str:
+        return f"{self.model_title}; a batch of {self.batch_words}"
+
+    @property
+    def model_title(self) -> str:
         num = self.num_parameters
         count = next(
             (f"{num / scale:.1f} {unit}" for scale, unit in _COUNTS if num >= scale), str(num)
         )
         dtypes = {dtype_name(p.dtype) for p in self.model.parameters()}
         kind = type(self.model).__name__
-        return (
-            f"{self.name}: {kind}, {count} parameters in {', '.join(sorted(dtypes)) or 'none'}; "
-            f"a batch of {self.batch_words}"
-        )
+        return f"{self.name}: {kind}, {count} parameters in {', '.join(sorted(dtypes)) or 'none'}"
 
     @cached_property
     def graph(self) -> Graph:

@@ -111,6 +111,9 @@ def test_simulate_draws_and_writes(command: Command):
         ("plan tiny --mesh tp=2 --set n_layer=x", "n_layer"),
         ("plan tiny --mesh tp=2 --length 128", "is more than the 64 positions of gpt2"),
         ("plan tiny --mesh tp=2 --length 8 --head causal", "fix: causal-lm"),
+        ("search tiny --ranks 2 --slots 4", "--slots is of a search for tokens a second"),
+        ("search tiny --ranks 2 --objective tokens --batch 4", "--batch is of a search for a t"),
+        ("search tiny --ranks 2 --objective tokens --length 99", "more than the 64 positions"),
         ("plan mlp.py --mesh tp=2", "mlp.py names no value in it"),
         ("plan mpl.py:make --mesh tp=2", "there is no file mpl.py.\nfix: mlp.py"),
         ("plan mlp.py:mkae --mesh tp=2", "mlp.py has no 'mkae'; it has MLP, loss_fn, make"),
@@ -148,3 +151,19 @@ def test_search_finds_and_writes_a_program(command: Command):
     compile(code, "code", "exec")
     said = command(f"{line} --memory 1KiB")
     assert said.status == 2 and "fix" in said.err
+
+
+@pytest.mark.slow
+def test_search_for_tokens(command: Command):
+    line = "search tiny --ranks 2 --objective tokens --slots 4 --length 48 --prompt 10"
+    ran = command(f"{line} --json")
+    assert (ran.status, ran.err) == (0, "")
+    said = json.loads(ran.out)
+    assert said["model"] == "gpt2: GPT2LMHeadModel, 30.6 k parameters in f32"
+    found = said["strategies"]
+    assert {row["name"] for row in found} == {"tp2", "dp2", "pp2"}
+    for row in found:
+        compile(row["code"], "code", "exec")
+        assert "gen = dt.generator(\n    parallel,\n    slots=4,\n    length=48," in row["code"]
+        tokens = 4 * 38 / (38 * row["seconds"] + 4 * row["prefill_seconds"])
+        assert row["tokens_per_second"] == pytest.approx(tokens)
