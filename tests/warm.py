@@ -198,8 +198,12 @@ def _become(request: dict[str, object], streams: list[int], parent: int) -> list
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(str(request["folder"]))
+    former = list(sys.path)
     path = [os.path.dirname(argv[0]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[: len(own_path)] = path
+    # What PYTHONPATH repeats of Python's own folders stands in it alone, and has gone with it.
+    standard = (sys.prefix, sys.base_prefix)
+    sys.path += [p for p in former if p.startswith(standard) and p not in sys.path]
     sys.argv[:] = argv
     return argv
 

@@ -266,7 +266,7 @@ def _t5() -> Case:
         layers=tuple(f"{side}.block.{i}" for side in ("encoder", "decoder") for i in (1, 2)),
         tp=(1, 2, 4),
         placements=_derived(model, tokens, labels=tokens),
-        memory=15e6,
+        memory=27e6,
     )
 
 
