@@ -65,6 +65,12 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a run takes is the machine's affair; tests of the warning of it turn it on."""
+    monkeypatch.setenv("DTENSOR_LATE_WARNINGS", "0")
+
+
+@pytest.fixture(autouse=True)
 def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that plan the same model share its graph; tests/frontend tests the capture itself."""
     if "frontend" not in request.path.parts and request.path.name != "test_python_state.py":

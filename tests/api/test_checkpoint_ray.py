@@ -102,7 +102,7 @@ def test_the_controller_does_not_hold_what_ranks_save_and_load(tmp_path: Path) -
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0, run.stderr
     grown = float(run.stdout.split()[-1])

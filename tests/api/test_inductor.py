@@ -163,7 +163,7 @@ def test_without_a_compiler_the_launch_says_so() -> None:
         env={**os.environ, "CXX": "/nowhere/g++"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
     )
     last = done.stderr.strip().splitlines()
     assert done.returncode == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import dtensor as dt
 from dtensor import daft
 from dtensor.api.session import launched
 from dtensor.daft.tasks import actors
+from tests.chaos.actors import wait_for_file
 
 TRAIN, PLAY = dt.Mesh(dp=2), dt.Mesh(tp=2, name="play")
 BACKENDS = ["inprocess", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
@@ -42,9 +43,8 @@ class Reward:
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def slow(self, seconds: float) -> float:
-        time.sleep(seconds)
-        return seconds
+    def slow(self, path: str) -> None:
+        wait_for_file(path)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -242,19 +242,21 @@ def test_futures_are_no_values() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_slow_actor_stops_no_rank(ray_session: None) -> None:
+def test_a_slow_actor_stops_no_rank(ray_session: None, tmp_path: Path) -> None:
     """It waits for nobody and nobody for it, but whoever reads its result."""
     with dt.launch(TRAIN, PLAY, backend="ray", deadline_s=2.0):
         reward = daft.spawn(Reward)
         double = dt.compile(lambda t: t * 2, PLAY)
         y = double(torch.ones(2, 3))
         reward.score(y).get()  # it has started
-        waiting = reward.slow(5.0)  # longer than deadline_s: a method may
+        waiting = reward.slow(str(tmp_path / "go"))
         scored = reward.score(y)  # behind it
         for _ in range(20):
             y = double(y)
         assert y.full_tensor()[0, 0] == 2.0**21
-        assert not waiting.done()
+        with pytest.raises(TimeoutError):
+            waiting.get(timeout=4.0)  # longer than deadline_s: a method may
+        (tmp_path / "go").touch()
         assert scored.get().tolist() == [6.0, 6.0]
 
 

@@ -8,6 +8,7 @@ makes the file. So that no test has to guess how long something takes.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -57,4 +58,4 @@ def go_on(begun: str) -> None:
 
 
 def interrupt(begun: str) -> None:
-    raise Pressed
+    signal.raise_signal(signal.SIGINT)

@@ -32,7 +32,7 @@ from dtensor.daft.cluster.cluster import Backend
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.errors import PlanningError
 from tests.chaos.actors import Layer, Pressed, go_on, interrupt, stay, wait_for_file
-from tests.daft.programs import function, program
+from tests.daft.programs import ctrl_c_interrupts, function, program
 
 MESH = dt.Mesh(tp=2)
 
@@ -160,7 +160,7 @@ def interrupted(place: Place) -> object:
     if place.backend == "inprocess":
         with dt.launch(MESH) as session:
             handle = session.cluster.load(_program(interrupt))
-            with pytest.raises(Pressed):
+            with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
                 session.cluster.run(handle, _feed(Path()))
             with pytest.raises(daft.CommunicationError, match="a run was interrupted"):
                 session.cluster.run(handle, _feed(Path()))
@@ -288,11 +288,10 @@ def _begun(file: Path) -> int:
 @contextmanager
 def _pressed(after_s: float) -> Iterator[None]:
     """Ctrl-C, some seconds from now."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
-        signal.signal(signal.SIGINT, before)
+    with ctrl_c_interrupts():
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()

@@ -120,7 +120,7 @@ def test_a_reader_that_goes_is_no_error():
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

@@ -234,7 +234,7 @@ def test_a_machine_is_lost() -> None:
         pytest.skip("namespaces, for machines of their own, cannot be made here")
     command = [sys.executable, "-m", "tests.daft.two_machines"]
     there = Path(__file__).parents[2]
-    ran = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=400)
+    ran = subprocess.run(command, cwd=there, capture_output=True, text=True, timeout=900)
     lines = [line for line in ran.stdout.splitlines() if line.startswith('{"undisturbed"')]
     assert ran.returncode == 0 and lines, f"{ran.stdout}\n{ran.stderr}"[-4000:]
     found = json.loads(lines[0])

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ import torch
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.daft.ray import launch_folder, own_folder
+from dtensor.daft.ray import launch_folder, own_folder, progress
 from dtensor.daft.ray.late import Late
 from dtensor.daft.ray.launch_folder import LaunchFolder, launches
 from dtensor.daft.ray.own_folder import OwnFolder, own_directory, sweep
@@ -233,25 +234,36 @@ def test_the_command(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
 # -- counters --------------------------------------------------------------------------------------
 
 
-def test_a_counter_says_since_when_and_how_long_usually(tmp_path: Path) -> None:
+def test_a_counter_says_since_when_and_how_long_usually(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, beats = 1_000_000_000, threading.Semaphore(0)
+
+    def beat(seconds: float) -> None:
+        beats.release()
+        time.sleep(0.001)
+
+    clock = SimpleNamespace(monotonic_ns=lambda: now, sleep=beat)
+    monkeypatch.setattr(progress, "time", clock)
     counter = ProgramCounter.make(tmp_path / "host0")
     assert counter.read().moving == (-1, -1, -1) and counter.read().beat_s is None
     counter.start()
     for run, seconds in enumerate((0.0, 0.02, 0.04)):
         counter.begin(3, run)
-        assert counter.read().usual_s == (None if run == 0 else pytest.approx(0.0, abs=0.2))
-        time.sleep(seconds)
+        assert counter.read().usual_s == (None, None, 0.02)[run]
+        now += int(seconds * 1e9)
         counter.end(measured=True)
     counter.begin(3, 3)
-    usual = counter.read().usual_s
-    assert usual is not None and 0.02 <= usual < 0.04
+    assert counter.read().usual_s == 0.02
     counter.end()
     counter.begin(5, 4)
     assert counter.read().usual_s is None and counter.read().run == 4
     counter.view[0] = 9
-    time.sleep(0.6)
+    for _ in range(int(beats._value) + 2):
+        beats.acquire()  # one that was on its way, and one that has seen where it stands
+    now += 600_000_000
     at = counter.read()
-    assert at.standing_s is not None and 0.0 < at.standing_s < 0.7 and at.peer is None
+    assert at.standing_s == pytest.approx(0.6) and at.peer is None
     assert (at.pid, at.thread) == (os.getpid(), threading.get_native_id())
     counter.awaits(2)
     assert counter.read().peer == 2
@@ -274,10 +286,15 @@ def told(late: Late, waited_s: float, times: int = 2) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_a_run_that_takes_too_long_is_told_of(scratch: Path) -> None:
+def test_a_run_that_takes_too_long_is_told_of(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with launched() as (folder, counters):
         late = Late(folder.path)
         assert told(late, 1.0) == []
+        running_for(counters, 6.0, usual=0.1)
+        assert told(late, 1.0) == []  # as it is turned off
+        monkeypatch.delenv("DTENSOR_LATE_WARNINGS")
         running_for(counters, 6.0, usual=0.1)
         (text,) = told(late, 1.0)
         assert text.startswith("Rank 2 sleeps in a call; ranks 0 and 1 wait for it. This takes too")

@@ -138,11 +138,9 @@ def test_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-    began = time.monotonic()
     message = rf"(?s)No Ray answers at '{address}': .*refused.*Fix: .*leave out address="
     with (
         pytest.raises(ConnectionError, match=message),
         dt.launch(dt.Mesh(tp=2), backend="ray", address=address, deadline_s=0.5),
     ):
         pass
-    assert time.monotonic() - began < 10.0

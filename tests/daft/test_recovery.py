@@ -197,10 +197,8 @@ def test_a_controller_that_only_sends(ray_session: None) -> None:
         handle = cluster.load(counting())
         cluster.run(handle, fed(1.0)).get()
         lose(cluster, 0)
-        end = time.monotonic() + 30.0
-        while not cluster.recoveries and time.monotonic() < end:
+        while not cluster.recoveries:
             cluster.put([{"m": torch.ones(1)}, {}])
-        assert cluster.recoveries
         cluster.put([{"n": torch.full((4,), 5.0)}, {}])
         assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 7.0
         assert cluster.get([("m",), ()]).get()[0] == (torch.ones(1),)

@@ -18,6 +18,7 @@ import torch
 
 pytest.importorskip("ray")
 
+from dtensor.daft.errors import HostError
 from dtensor.daft.ray.host import Host
 from dtensor.daft.ray.messages import ASKED, GAVE, TOLD, Pickled, encoded, incoming, join, send
 from dtensor.daft.ray.progress import ProgramCounter
@@ -61,7 +62,7 @@ class Echo:
 
 
 class Odd(Exception):
-    """Does not unpickle."""
+    """Does not unpickle by itself."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -227,10 +228,12 @@ def test_what_a_call_raises(tmp_path: Path) -> None:
         with pytest.raises(LookupError, match="no such") as caught:
             channel.get([ask(channel, Echo.fail, "no such")], 30.0)
         assert "in fail" in str(caught.value.__cause__)
-        with pytest.raises(RuntimeError, match="Odd: 1 and 2"):
+        with pytest.raises(HostError, match="Odd: 1 and 2") as odd:
             channel.get([ask(channel, Echo.fail_oddly)], 30.0)
-        with pytest.raises(TypeError, match="cannot pickle"):
+        assert isinstance(odd.value.__cause__, Odd)
+        with pytest.raises(HostError, match="TypeError: cannot pickle") as unpicklable:
             channel.get([ask(channel, Echo.give_what_does_not_pickle)], 30.0)
+        assert isinstance(unpicklable.value.__cause__, TypeError)
         channel.send(0, TOLD, (Echo.fail,), ("told",))
         with pytest.raises(LookupError, match="told"):
             channel.get([ask(channel, Echo.give, 1)], 30.0)

@@ -326,24 +326,22 @@ def _waits(here: Here, pipe: Connection) -> None:
         found: object = hosted.run(handle, fed)[here.index]["y0"].tolist()
     except CommunicationError as error:
         found = str(error)
-    pipe.send((time.monotonic(), found))
+    pipe.send(found)
     pipe.recv()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "close"])
-def test_a_partner_that_is_gone_is_noticed_within_half_a_second(how: str) -> None:
+def test_a_partner_that_is_gone_is_noticed(how: str) -> None:
     with actors(2, _waits) as (first, second):
         first.recv()
         other = second.recv()
         time.sleep(2 * SLICE_S)  # rank 0 sleeps in the kernel by now
-        at = time.monotonic()
         if how == "kill":
             os.kill(other, signal.SIGKILL)
         else:
             second.send("close")
-        noticed, found = first.recv()
-        assert noticed - at < 0.5, f"{noticed - at:.2f} s"
+        found = first.recv()
         assert "'wait y0'" in found and "rank 1" in found
         words = "process of rank 1 has ended" if how == "kill" else "rank 1's actor are closed"
         assert words in found
@@ -359,7 +357,6 @@ def _folds(here: Here, pipe: Connection) -> None:
 
     def fails(*given: Any) -> torch.Tensor:
         if here.index == 1:
-            pipe.send(time.monotonic())
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)
         return fold(*given)
@@ -368,18 +365,16 @@ def _folds(here: Here, pipe: Connection) -> None:
     try:
         hosted.run(handle, fed)
     except CommunicationError as error:
-        pipe.send((time.monotonic(), str(error)))
+        pipe.send(str(error))
     pipe.recv()
 
 
 @pytest.mark.slow
 def test_a_partner_that_dies_with_a_piece_it_has_claimed() -> None:
-    with actors(3, _folds) as (first, second, third):
-        at = second.recv()
+    with actors(3, _folds) as (first, _, third):
         for pipe in (first, third):
-            noticed, found = pipe.recv()
+            found = pipe.recv()
             assert "process of rank 1 has ended" in found or "actor are closed" in found
-            assert noticed - at < 0.5 + 6 * 0.1, f"{noticed - at:.2f} s"  # after its own pieces
 
 
 @pytest.mark.slow
@@ -391,7 +386,7 @@ def test_a_partner_that_has_stopped_is_waited_for() -> None:
         second.send("go on")
         assert not first.poll(4 * SLICE_S)
         os.kill(other, signal.SIGCONT)
-        assert first.recv()[1] == second.recv()[1] == [2.0, 2.0]
+        assert first.recv() == second.recv() == [2.0, 2.0]
 
 
 # -- what is held ----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from tests.who_hangs.actors import obey
 How: TypeAlias = Literal["stop", "spin", "sleep", "hold"]
 HOW: tuple[How, ...] = ("stop", "spin", "sleep", "hold")
 SETTLE_S = 0.7
-"""After a rank has begun to hang, until it is asked: the others come to wait for it."""
+"""After a rank has begun to hang nobody moves for so long: the others have come to wait for it."""
 SAYS = {
     "stop": ("is stopped",),
     "spin": ("computes",),
@@ -82,6 +82,7 @@ class Trial:
 
 class Trials:
     def __init__(self, cluster: Any, folder: Path, step: dt.TrainStep) -> None:
+        self.cluster = cluster
         self.pids = [process.counter.pid for process in cluster._home.processes]
         self.folder = folder
         self.step = step
@@ -93,6 +94,17 @@ class Trials:
             status = dt.status()
             seconds = time.monotonic() - began
         return Trial(how=how, rank=rank, named=status.waited_for, seconds=seconds, status=status)
+
+    def _settle(self) -> None:
+        """Until all ranks stand where they stood `SETTLE_S` ago, and are in a run."""
+        before: list[tuple[int, ...]] = []
+        while True:
+            now = [process.counter.read() for process in self.cluster.crew.all]
+            where = [at.moving for at in now]
+            if where == before and any(at.position >= 0 for at in now):
+                return
+            before = where
+            time.sleep(SETTLE_S)
 
     @contextmanager
     def hanging(self, how: How, rank: int, after: int) -> Iterator[None]:
@@ -109,7 +121,7 @@ class Trials:
             losses.append(self.step(self.x))
             if how != "stop":
                 wait_for_file(str(begun))
-            time.sleep(SETTLE_S)
+            self._settle()
             yield
         finally:
             order.unlink(missing_ok=True)

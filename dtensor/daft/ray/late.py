@@ -7,13 +7,14 @@ Late is a run that takes 5 times what earlier runs of its program took, and more
 one after 15 s, or 60 s where the one that is waited for computes (`status/diagnosis.py`). One that
 is stopped or lost is told of when 5 s were waited.
 
-Invariants: nothing is looked at before somebody has waited for a quarter of a second, and then the
-counters alone, 20 us a host, until something is late. Two looks tell who moves and who computes,
-and nobody waits between them.
+Invariants: with DTENSOR_LATE_WARNINGS=0 in the environment nothing is looked at. Nor is anything
+before somebody has waited for a quarter of a second, and then the counters alone, 20 us a host,
+until something is late. Two looks tell who moves and who computes, and nobody waits between them.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class Late:
 
     def look(self, waited_s: float) -> None:
         """`waited_s`: by whoever looks, so far."""
+        if os.environ.get("DTENSOR_LATE_WARNINGS") == "0":
+            return
         try:
             launch = LaunchSeen(self._folder)
         except FileNotFoundError:  # another thread has closed it, as whoever waits will hear

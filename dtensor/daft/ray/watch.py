@@ -11,11 +11,14 @@ host that was lost; a transfer that failed for another reason. Within one sort, 
 Invariants: a host is lost once, described by what it was doing then, and every failure that comes
 of it is that one `ActorLost`. So that whatever waits for it fails, a host is ended that has stopped
 for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one of
-those that hold up the calls that are waited for, when all of them stand still for `deadline_s` and
-none is at work, that is, in a call and using the CPU. Who holds a call up is the controller's to
-say (`Due`): what other hosts do neither hides a hang nor looks like one.
+those that hold up the calls that are waited for, when all of them have stood still for `deadline_s`
+and none was at work in that time, that is, in what ends by itself and using the CPU. Who holds a
+call up is the controller's to say (`Due`): what other hosts do neither hides a hang nor looks like
+one. Who waits for another is not ended for it: waits are followed from host to host, and one is
+ended at which they end (`status/diagnosis.py`).
 
-It does not know what hosts run: the controller says what one was doing (`Controller`).
+It does not know what hosts run: the controller says what one was doing, and for whom it waits
+(`Controller`).
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
-from dtensor.daft.ray.joining import HostFailed, lost_key
+from dtensor.daft.ray.joining import lost_key
 from dtensor.daft.ray.late import Late
+from dtensor.daft.ray.messages import HostFailed
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.run_channel import CallLost, NotYet
 from dtensor.daft.ray.starting import START_S
+from dtensor.daft.status.diagnosis import FOR_NOBODY, Waits, ends_of
 
 SLICE_S = 0.25  # how often a waiting controller looks at the hosts
 SETTLE_S = 5.0  # how long after a first failure it looks for its root
@@ -46,18 +51,40 @@ has stopped, though no signal did that: a debugger, a frozen container, a machin
 COMPUTES = 0.05
 """Of a core: a process that used so much of it over `deadline_s` computes, if slowly on a loaded
 machine. What Ray's threads use in an idle one is an eighth of that."""
+RUNNABLE = 0.9
+"""Of the time: whose thread was on a core or waited for one for so much of it computes, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Of the CPU, by a host so far; `runnable_s`: that its thread had, or waited for."""
+
+    cpu_s: float
+    runnable_s: float
+
+    @staticmethod
+    def of(host: HostProcess) -> _Used:
+        return _Used(host.cpu_s, host.runnable_s)
+
+    def computes(self, before: _Used, seconds: float) -> bool:
+        """Whether the host did so in the seconds since then."""
+        return (
+            self.cpu_s - before.cpu_s >= COMPUTES * seconds
+            or self.runnable_s - before.runnable_s >= RUNNABLE * seconds
+        )
 
 
 @dataclass(slots=True)
 class Asked:
     """A call under way: who was called, what stands for the result (of Ray's or of the run
     channel's), and the number of the first run that came behind it. `since`: somebody waits for it
-    and nobody has moved who holds it up."""
+    and nobody has moved who holds it up; `used`: the CPU time of each of those by then."""
 
     host: HostProcess
     ref: Any
     before: int = 0
     since: float | None = None
+    used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])
     call: Any = None  # to be made again, where that may be
     gone: ActorLost | None = None  # a value that it was to read was lost with a process
 
@@ -68,14 +95,14 @@ Due: TypeAlias = Callable[[Sequence[Asked]], Mapping[int, int]]
 
 @dataclass(slots=True)
 class _Sighting:
-    """Where a host was seen, since when, and `earlier`, where it was before that; the CPU time that
-    it had `measured` at, and whether it used the CPU in the `deadline_s` before that."""
+    """Where a host was seen, since when, and `earlier`, where it was before that; what it had
+    `used` of the CPU when that was `measured`, and whether it computed for `deadline_s` before."""
 
     at: Progress
     earlier: Progress
     since: float
     measured: float
-    cpu_s: float
+    used: _Used
     computes: bool = False
     at_work: bool = False  # and not in a wait for another
 
@@ -94,6 +121,10 @@ class Controller(Protocol):
 
     def at_work(self, host: int, at: Progress) -> bool:
         """Whether a host is in what ends by itself, a `Call` say, and in no wait for another."""
+        ...
+
+    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
+        """For whom those hosts wait that do, by where all are."""
         ...
 
 
@@ -166,9 +197,11 @@ class HostWatch:
             except NotYet:
                 pass
             except HostFailed as failed:
-                raise self.root(asked, failed.hosts) from None
+                root = self.root(asked, failed.hosts)
+                raise root from root.__cause__
             except CallLost as lost:
-                raise self.root(asked, (), str(lost)) from None
+                root = self.root(asked, (), str(lost))
+                raise root from root.__cause__
             else:
                 for each in asked:
                     each.host.answered = True
@@ -217,11 +250,11 @@ class HostWatch:
         seen = self._seen.get(host.index)
         if seen is None or seen.at.moving != at.moving:
             earlier = at if seen is None else seen.at
-            seen = self._seen[host.index] = _Sighting(at, earlier, now, now, host.cpu_s)
+            seen = self._seen[host.index] = _Sighting(at, earlier, now, now, _Used.of(host))
         elif now - seen.measured > self.deadline_s:
-            used_s = host.cpu_s - seen.cpu_s
-            seen.computes = used_s >= COMPUTES * (now - seen.measured)
-            seen.measured, seen.cpu_s = now, seen.cpu_s + used_s
+            used = _Used.of(host)
+            seen.computes = used.computes(seen.used, now - seen.measured)
+            seen.measured, seen.used = now, used
         at_work = self._controller.at_work(host.index, at)
         seen.at_work = at_work and seen.computes
         if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
@@ -297,20 +330,62 @@ class HostWatch:
                 moved = max(moved, seen.since)
             if index in called or not seen.at.has_ended(last[index]):
                 holding.append(host)
-                moved = now if seen.at_work else moved
-        for each in waiting:
-            each.since = moved
+        if any(each.since != moved for each in waiting):
+            self._stand(waiting, holding, moved)
         if now - moved <= deadline_s:
             return
-        # One that is stopped, or in a Call, is more likely to be at fault than who waits for it.
-        at = {host: host.counter.read() for host in holding}
-        stopped = {host: host.stopped for host in holding}
-        at_work = {host: self._controller.at_work(host.index, at[host]) for host in holding}
-        holding.sort(key=lambda host: (not stopped[host], not at_work[host], at[host].run))
-        for host in holding[:1]:  # none: the last call has just come back
+        there = {host.index: host.counter.read() for host in self._home.processes}
+        waits = self._controller.waits(there)
+        before = {index: used for each in waiting for index, used in each.used.items()}
+        if any(
+            self._controller.at_work(host.index, there[host.index])
+            and not waits.get(host.index, FOR_NOBODY).blockers
+            and host.index in before
+            and _Used.of(host).computes(before[host.index], now - moved)
+            for host in holding
+        ):
+            self._stand(waiting, holding, now)
+            return
+        if holding:  # else the last call has just come back
+            host, fact = self._at_fault(holding, there, waits)
             why = f"no progress for more than {deadline_s:g} s"
-            fact = f"has stopped: {why}." if stopped[host] else f"made {why}, though it is alive."
-            self.end(host, f"the process {fact}")
+            self.end(host, f"the process {fact.format(why)}")
+
+    def _stand(
+        self, waiting: Sequence[Asked], holding: Sequence[HostProcess], moved: float
+    ) -> None:
+        """Nobody who holds these up has moved since then."""
+        used = {host.index: _Used.of(host) for host in holding}
+        for each in waiting:
+            each.since, each.used = moved, used
+
+    def _at_fault(
+        self,
+        holding: Sequence[HostProcess],
+        there: Mapping[int, Progress],
+        waits: Mapping[int, Waits],
+    ) -> tuple[HostProcess, str]:
+        """Whom to end of those that stand still; and what it did. One that is stopped, or else one
+        at which the waits of others end, and rather one in a `Call`."""
+        stopped = [host for host in holding if host.stopped]
+        if stopped:
+            return stopped[0], "has stopped: {}."
+        ends = {end for host in holding for end in ends_of(host.index, waits)}
+        # a sender that holds its message back may have ended its run
+        senders = {h for own in waits.values() if own.held_back for h in own.blockers}
+        held = {host.index for host in holding}
+        found = [h for h in self._home.processes if h.index in ends & (held | senders)]
+        fact = "made {}, though it is alive."
+        if not found:  # whom they wait for has been replaced, and nothing has broken here
+            found = list(holding)
+            fact = "made {}: it waits for one that is gone, and has not heard of it."
+
+        def worth(host: HostProcess) -> tuple[bool, bool, int]:
+            at = there[host.index]
+            unseen = host.index not in self._seen  # of another machine
+            return unseen, not self._controller.at_work(host.index, at), at.run
+
+        return min(found, key=worth), fact
 
     def root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
         """What a failure follows from, among these hosts, or those that Ray's `text` names; a death

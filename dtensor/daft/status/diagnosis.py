@@ -8,7 +8,8 @@ A rank that stands at a wait waits for those that have not yet come to their par
 followed to one that waits for nobody: it is stopped or lost, computes or sleeps in a call, or has
 nothing to do. Where all have come and it stands there still, a message is held back: by the one who
 sent it, which is named. The argument is the verifier's (`verification/pairing.py`): starts never
-block, and no program that is loaded waits in a circle.
+block, and no program that is loaded waits in a circle. `waits_at` and `ends_of` are that graph, for
+whoever ends one that hangs too (`ray/watch.py`).
 
 Invariants: pure. Who moves between the two looks does not stand; a chain through one that moves
 ends at it. `hangs` is said of a run that takes longer than `limit_s`, and of who is stopped or
@@ -17,7 +18,7 @@ lost; not of who computes on and on in time. Positions are of one moment as far 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtensor.daft.status.lines import Lines, ListLine
@@ -59,15 +60,74 @@ def limit_s(progress: Progress, *, computes: bool = False) -> float:
     return max(TIMES * progress.usual_s, LEAST_S)
 
 
+# -- the wait-for graph ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Of one host, for the `blockers`, other hosts; `held_back`: they have started all that it
+    waits for, so it is a message that does not come."""
+
+    blockers: tuple[int, ...] = ()
+    held_back: bool = False
+
+
+FOR_NOBODY = Waits()
+
+
+def waits_at(line: ListLine | None, at: Progress, there: Mapping[int, Progress]) -> Waits:
+    """`line`: what stands where it stands; `there`: where the hosts are, those that are looked
+    at."""
+    if line is None or line.kind != "wait":
+        return FOR_NOBODY
+    partners = [(rank, h, position) for rank, h, position in line.partners if h in there]
+    missing = [h for _, h, position in partners if not there[h].has_passed(at.run, position)]
+    if missing:
+        return Waits(tuple(dict.fromkeys(missing)))
+    known = [h for rank, h, _ in partners if rank == at.peer]
+    return Waits(tuple(dict.fromkeys(known or [h for _, h, _ in partners])), bool(partners))
+
+
+def ends_of(
+    start: int, waits: Mapping[int, Waits], down: Collection[int] = ()
+) -> dict[int, tuple[int, ...]]:
+    """Those at which the waits of one end, each with a way there: hosts, from it to that one.
+    `down`: hosts that are stopped or lost."""
+    found: dict[int, tuple[int, ...]] = {}
+    ways: list[tuple[int, ...]] = [(start,)]
+    passed = {start}
+    while ways:
+        way = ways.pop(0)
+        own = waits.get(way[-1], FOR_NOBODY)
+        if own.held_back:
+            # one that is stopped holds back what it has half sent
+            for sender in [h for h in own.blockers if h in down] or own.blockers:
+                found.setdefault(sender, (*way, sender))
+        elif own.blockers:
+            for blocker in own.blockers:
+                if blocker not in passed:
+                    passed.add(blocker)
+                    ways.append((*way, blocker))
+        else:
+            found.setdefault(way[-1], way)
+    return found
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """`blockers`: the hosts that it waits for."""
-
     seen: Seen
     does: Doing
     cpu: float
     line: ListLine | None
-    blockers: tuple[int, ...] = ()
+    waits: Waits = FOR_NOBODY
+
+    @property
+    def blockers(self) -> tuple[int, ...]:
+        """The hosts that it waits for."""
+        return self.waits.blockers
 
     @property
     def progress(self) -> Progress:
@@ -133,8 +193,8 @@ def _host(launch: Launched, before: Seen, after: Seen, all_seen: Sequence[Seen])
     lines = launch.lines(now.program) if now.position >= 0 else None
     line = None if lines is None else lines.at(after.host, now.position)
 
-    def is_now(does: Doing, blockers: Sequence[int] = ()) -> _Host:
-        return _Host(after, does, share, line, tuple(dict.fromkeys(blockers)))
+    def is_now(does: Doing, waits: Waits = FOR_NOBODY) -> _Host:
+        return _Host(after, does, share, line, waits)
 
     if not now.pid:
         return is_now("is elsewhere" if now.answered or now.asked >= 0 else "is starting")
@@ -149,15 +209,12 @@ def _host(launch: Launched, before: Seen, after: Seen, all_seen: Sequence[Seen])
         return is_now("moves on")
     if line is None or line.kind != "wait":
         return is_now("computes" if busy else "sleeps")
-    there = {seen.host: seen.progress for seen in all_seen}
-    partners = [(rank, h, at) for rank, h, at in line.partners if h in there]
-    missing = [h for _, h, at in partners if not there[h].has_passed(now.run, at)]
-    if missing:
-        return is_now("waits", missing)
-    if busy or not partners:  # it copies what has come
+    waits = waits_at(line, now, {seen.host: seen.progress for seen in all_seen})
+    if waits.blockers and not waits.held_back:
+        return is_now("waits", waits)
+    if busy or not waits.blockers:  # it copies what has come
         return is_now("computes" if busy else "sleeps")
-    known = [h for rank, h, _ in partners if rank == now.peer]
-    return is_now("waits for a message", known or [h for _, h, _ in partners])
+    return is_now("waits for a message", waits)
 
 
 def _concerned(host: _Host) -> bool:
@@ -170,25 +227,8 @@ def _concerned(host: _Host) -> bool:
 
 def _roots(start: int, hosts: Mapping[int, _Host]) -> dict[int, tuple[int, ...]]:
     """Those at which its waits end, each with a way there: hosts, from it to the root."""
-    found: dict[int, tuple[int, ...]] = {}
-    ways: list[tuple[int, ...]] = [(start,)]
-    passed = {start}
-    while ways:
-        way = ways.pop(0)
-        host = hosts[way[-1]]
-        if host.does == "waits for a message":
-            # one that is stopped holds back what it has half sent
-            down = [h for h in host.blockers if hosts[h].down]
-            for sender in down or host.blockers:
-                found.setdefault(sender, (*way, sender))
-        elif host.does == "waits":
-            for blocker in host.blockers:
-                if blocker not in passed:
-                    passed.add(blocker)
-                    ways.append((*way, blocker))
-        else:
-            found.setdefault(way[-1], way)
-    return found
+    down = [h for h, host in hosts.items() if host.down]
+    return ends_of(start, {h: host.waits for h, host in hosts.items()}, down)
 
 
 def _root(
