@@ -25,6 +25,7 @@ from dtensor.daft.errors import (
     CommunicationError,
     DaftError,
     Failure,
+    HostError,
     ProgramError,
     TaskError,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Future",
     "GroupFuture",
     "Handle",
+    "HostError",
     "Instruction",
     "Interference",
     "Mode",

@@ -12,8 +12,10 @@ It does not decide which of several failures is the root cause: `ray/watch.py` d
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from dtensor.daft.raised import Raised, reason_of
 
 MOST_FRAMES = 4
 """Of a cause's traceback that leave a process with the error."""
@@ -26,6 +28,8 @@ class Failure:
 
     Of an actor that was spawned: its name, what it was to do (`text`), and `issued`, where the
     controller asked for that: lines of "file:line in function", innermost first.
+
+    `raised`: the exception, where code that ran there has raised one.
     """
 
     rank: int | None
@@ -41,6 +45,7 @@ class Failure:
     reason: str
     traceback: str = ""
     issued: tuple[str, ...] = ()
+    raised: Raised | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         where = "a rank" if self.rank is None else f"rank {self.rank}"
@@ -74,15 +79,30 @@ class ProgramError(ValueError):
 
 
 class DaftError(RuntimeError):
-    """Something failed while a program ran; `failure` has the facts."""
+    """Something failed while a program ran; `failure` has the facts.
+
+    Where code on a host has raised, `__cause__` is its exception, whatever it is, `SystemExit` say:
+    in another process, one of the same class with the same arguments and attributes. Where it does
+    not pickle, or takes more than 256 KiB, it is an exception whose text is the traceback.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
+        if failure.raised is not None:
+            self.__cause__ = failure.raised.error
+
+    def locate(self, line: str) -> None:
+        """The user's line, where the instruction has none of its own, as an optimizer's update."""
+        if self.failure.line is None:
+            self.failure: Failure = replace(self.failure, line=line)
+            self.args = (str(self.failure),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The cause becomes text."""
+        """The cause becomes text, too."""
         failure, cause = self.failure, self.__cause__
+        if cause is not None and failure.raised is None:
+            failure = replace(failure, raised=Raised(cause))
         if cause is not None and not failure.traceback:
             frames = traceback.format_tb(cause.__traceback__)[-MOST_FRAMES:]
             name = type(cause).__name__
@@ -91,7 +111,7 @@ class DaftError(RuntimeError):
 
 
 class TaskError(DaftError):
-    """A `Call` raised: a fault of the user's code. In-process, `__cause__` is its exception.
+    """A `Call` raised: a fault of the user's code, whose exception is `__cause__`.
 
     Its run is undone, and the ranks go on, unless they had begun to write state and nobody keeps
     snapshots of it: then `failure` of the cluster is this error.
@@ -107,5 +127,20 @@ class CommunicationError(DaftError):
     shape."""
 
 
+class HostError(DaftError):
+    """A host raised at something else than an instruction, as it unpickled a value say; all goes
+    on."""
+
+
 class ClusterClosed(RuntimeError):
     """The cluster was used after `close()`."""
+
+
+def as_sent(error: BaseException, rank: int | None = None) -> Exception:
+    """What a host lets out of what it has caught: daft's own errors, and the LookupError of a name
+    that is not there, as they are; anything else as the cause of a `HostError`."""
+    if isinstance(error, DaftError | ProgramError | ClusterClosed):
+        return error
+    if type(error) is LookupError and all(isinstance(arg, str) for arg in error.args):
+        return error
+    return HostError(Failure(rank=rank, reason=reason_of(error), raised=Raised(error)))

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor import daft
 from dtensor.daft import ActorLost, Call, Function, Program, RankProgram, TaskError
+from dtensor.runtime.checkpoint import CheckpointError
+from tests.api import raising
 from tests.api.training import Placed, Run, assert_losses_close, batches, make_model, train_torch
 from tests.chaos.watch import running
+from tests.daft import raisers
+from tests.daft.raisers import AS_TEXT, NAMES, check, numbered
 from tests.models import batch
 
 NEVER_S = 3600.0
@@ -107,6 +114,76 @@ def test_an_exception_in_a_compiled_function() -> None:
     look_up = dt.compile(lambda table, ids: F.embedding(ids, table), mesh)
     with dt.launch(mesh), pytest.raises(TaskError, match=r"test_failures\.py:\d+"):
         look_up(torch.randn(4, 2), torch.tensor([5]))
+
+
+# -- wherever a host raises ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_a_host_raises_anything_anywhere(backend: str, tmp_path: Path) -> None:
+    """In a forward, a backward, a function, an eager op, a reward, initial values, a save, a load:
+    named, with the exception as the cause; and the launch goes on."""
+    mesh = dt.Mesh(tp=2)
+    model = dt.parallelize(raising.Net(), mesh, {"up.weight": dict(tp=dt.Row())})
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, raising.loss, opt)
+    x, none = torch.randn(4, 4), raising.NONE
+    act = dt.compile(lambda x, kind: torch.ops.raising.forward(x, kind) + 1, mesh)
+    with torch.device("meta"):
+        net = raising.Net()
+    unmade = dt.parallelize(net, mesh, {"up.weight": dict(tp=dt.Row())}, init="reset")
+    with dt.launch(mesh, backend=backend) as run:  # type: ignore[arg-type]
+        first = float(step(x, none, none))
+
+        def op(kind: Tensor) -> object:
+            d = dt.distribute(x, mesh)
+            return (torch.ops.raising.forward(d, dt.distribute(kind, mesh)) + 1).full_tensor()
+
+        places: dict[str, Callable[[Tensor], object]] = {
+            r"F0 stage 0(.|\n)*at raising\.py:\d+: h = torch": lambda k: float(step(x, k, none)),
+            r"B0 stage 0(.|\n)*at raising\.py:\d+: return torch": lambda k: float(step(x, none, k)),
+            r"at test_failures\.py:\d+: act = dt\.compile": lambda k: act(x, k).full_tensor(),
+            r"at test_failures\.py:\d+: return \(torch\.ops": op,
+        }
+        for kind in NAMES if backend == "inprocess" else ["SystemExit", *AS_TEXT, "HostsOwn"]:
+            for place, ask in places.items():
+                with pytest.raises(TaskError, match=f"rank 0 (.|\n)*{place}") as caught:
+                    ask(numbered(kind))
+                check(caught.value, kind, carried=backend == "ray")
+        with pytest.raises(TaskError, match=r"actor 'Actor-0', score: SystemExit: 3") as caught:
+            daft.spawn(raisers.Actor).score([1, 2, 3], []).get()
+        assert caught.value.failure.issued[0].startswith("tests/api/test_failures.py:")
+
+        recipe = "dtensor.frontend.initial.recipe:_Maker.carry_out"
+        with raising.replaced(run.cluster, recipe), exits(r"initialise up\.\w+(.|\n)*: SystemExit"):
+            dt.compile(lambda m: m.up.weight * 1, mesh)(unmade).full_tensor()
+        path = str(tmp_path / "saved")
+        writes = raising.replaced(run.cluster, "dtensor.runtime.saving:write_part")
+        with writes, pytest.raises(CheckpointError, match="SystemExit: 3"):
+            dt.save(path, model, opt).get()
+        dt.save(path, model, opt).get()
+        with (
+            raising.replaced(run.cluster, "dtensor.runtime.saving:read_shard"),
+            exits("SystemExit: 3"),
+        ):
+            dt.load(path, model, opt)
+        dt.load(path, model, opt)
+        assert float(step(x, none, none)) < first
+        update = "dtensor.runtime.shard_optimizer:_update"
+        with (
+            raising.replaced(run.cluster, update),
+            exits(r"rank [01] .*: SystemExit: 3\n  at test_failures\.py:\d+: step = "),
+        ):
+            float(step(x, none, none))  # after the commit point: the state is lost
+        assert isinstance(run.cluster.failure, TaskError)
+
+
+@contextmanager
+def exits(match: str) -> Iterator[None]:
+    with pytest.raises(TaskError, match=match) as caught:
+        yield
+    check(caught.value, "SystemExit")
 
 
 # -- a lost actor ----------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +24,16 @@ from dtensor.daft import (
 )
 
 F32 = torch.float32
+
+
+@contextmanager
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As Python has it by default, also where the shell has this process ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def function(name: str, source: str, **bindings: object) -> Function:

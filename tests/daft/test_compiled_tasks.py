@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dtensor import daft
 from dtensor.daft.ir.text import parse_instructions
 from dtensor.numerics import fold
 from tests.daft.actor_classes import Model, same
+from tests.daft.programs import ctrl_c_interrupts
 
 X = torch.arange(8.0).reshape(2, 4) / 10
 
@@ -186,15 +188,15 @@ def test_recorded_once_for_each_structure():
 
 
 def test_an_interrupted_step_leaves_no_transfers_behind(monkeypatch: pytest.MonkeyPatch):
-    original, interrupts = Model.execute, [KeyboardInterrupt()]
+    original, numbers = Model.execute, [signal.SIGINT]
 
     def execute(self: Model, x: torch.Tensor) -> torch.Tensor:
-        if self.kept is not None and interrupts:
-            raise interrupts.pop()
+        if self.kept is not None and numbers:
+            signal.raise_signal(numbers.pop())
         return original(self, x)
 
     monkeypatch.setattr(Model, "execute", execute)
-    with daft.launch():
+    with ctrl_c_interrupts(), daft.launch():
         a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
         b.keep(X)
 

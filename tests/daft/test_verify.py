@@ -256,12 +256,13 @@ HALF = Buffer((2,), torch.bfloat16)
     [
         ("sum", HALF, B, True),  # in which it is accumulated
         ("max", HALF, B, False),
-        ("sum", B, HALF, False),
+        ("sum", B, HALF, True),  # rounded once
+        ("max", B, HALF, False),
         ("sum", B, Buffer((2,), torch.float64), False),
         ("sum", HALF, Buffer((2,), torch.float16), False),
     ],
 )
-def test_only_a_narrow_sum_may_come_out_wider(
+def test_only_a_sum_may_come_out_in_what_it_is_accumulated_in_or_rounded(
     op: str, given: Buffer, made: Buffer, fits: bool
 ) -> None:
     reduced = Collective("all_reduce", (0, 1), ("x",), ("s",), (given,), (made,), op, "g")  # type: ignore[arg-type]

@@ -43,6 +43,7 @@ from dtensor.daft.errors import (
     CommunicationError,
     DaftError,
     Failure,
+    TaskError,
 )
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
@@ -621,6 +622,9 @@ class HostedCluster(Cluster):
         """
         faults = [fault for each in undone for fault in each.faults]
         inherited = [f for f in faults if f.site is None]
+        run = next((u.run for u in undone if u.run is not None), None)
+        unsaid = "a run was undone, and no host says why."
+        unknown = Fault(None, TaskError(Failure(rank=None, step=run, reason=unsaid)))
         if inherited:
             root = next((f for f in inherited if f.error.failure.rank is not None), None)
             heard = inherited[0].error.failure
@@ -634,9 +638,11 @@ class HostedCluster(Cluster):
                     heard = earlier
                 else:
                     root = found
-        else:
+        else:  # those that were asked may have only heard of it
             root = self._first(undone)
-        error = (root or inherited[0]).error
+            if root is None and run is not None:
+                root = self._first(self._undone_of(run))
+        error = (root or next(iter(inherited), unknown)).error
         self._raised.update(u.run for u in undone if u.run is not None)
         if error.failure.step is not None:
             self._raised.add(error.failure.step)

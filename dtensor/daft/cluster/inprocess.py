@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
-from dtensor.daft.errors import DaftError
+from dtensor.daft.errors import DaftError, ProgramError, as_sent
 from dtensor.daft.ir.program import Program
+from dtensor.daft.raised import interrupts
 from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
@@ -61,13 +62,18 @@ class InProcessCluster(HostedCluster):
         self._last = run, part, threading.get_native_id(), time.monotonic()
         try:
             return method(self._worker, *part), None
-        except DaftError as error:
+        except BaseException as error:
+            return None, self._caught(error, read)
+
+    def _caught(self, error: BaseException, read: bool) -> Exception:
+        if interrupts(error):
+            raise error
+        sent = as_sent(error)
+        if sent is error and isinstance(error, DaftError):
             self.failure = error
-            return None, error
-        except LookupError as error:
-            if not read:
-                raise
-            return None, error
+        elif not read or isinstance(sent, ProgramError):
+            raise sent from sent.__cause__
+        return sent
 
     def _count(self, ranks: Sequence[int]) -> int:
         return len({rank // self._ranks_per_actor for rank in ranks})

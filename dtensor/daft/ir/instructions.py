@@ -133,7 +133,8 @@ class Collective:
     - all_to_all: one input for each member, one output from each.
     - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
 
-    A sum of floats narrower than 32 bits may come out in float32, in which it is accumulated.
+    A sum of floats narrower than 32 bits may come out in float32, in which it is accumulated; one
+    of float32 may come out rounded to such.
     """
 
     kind: Kind

@@ -26,7 +26,14 @@ import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.cluster.log import Recovered, SentCall
-from dtensor.daft.errors import ActorLost, ClusterClosed, DaftError, Failure, ProgramError
+from dtensor.daft.errors import (
+    ActorLost,
+    ClusterClosed,
+    DaftError,
+    Failure,
+    HostError,
+    ProgramError,
+)
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.crew import Crew
@@ -43,7 +50,7 @@ from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Stored, Worker
-from dtensor.daft.status.diagnosis import ranks_text
+from dtensor.daft.status.diagnosis import Waits, ranks_text, waits_at
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
@@ -93,6 +100,7 @@ class RayCluster(HostedCluster):
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
         self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
+        self._lines: dict[int, Lines] = {}  # of each of them
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
         self._under_way: list[deque[tuple[int, int]]] = []
@@ -128,6 +136,7 @@ class RayCluster(HostedCluster):
                 machines=machines,
                 controllers=self._home.own_machine if machines else "",
             )
+            self.channel.rank_of = self._rank_of
             if self.crew.several:
                 self.copies *= 2  # another machine's hosts keep as much here
             join = self.meeting(0)
@@ -163,6 +172,10 @@ class RayCluster(HostedCluster):
         kind = "GPU" if gpus else "CPU"
         found = place(self.hosts, together, rooms, kind=kind, fewest=gpus)
         return [machines[each].node for each in found]
+
+    def _rank_of(self, process: int) -> int | None:
+        place = self.crew.place(process)
+        return None if place is None else self.crew.hosts[place][0]
 
     def _say_hosts(self) -> None:
         """Whoever looks at the launch hears which process has which ranks, and on which machine."""
@@ -206,7 +219,8 @@ class RayCluster(HostedCluster):
             try:
                 self._recovery.meet()
             except DaftError as error:
-                raise self.fail(error) from None
+                failed = self.fail(error)
+                raise failed from failed.__cause__
             return self.crew.hosts
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
@@ -316,7 +330,7 @@ class RayCluster(HostedCluster):
             if (unread := self.channel.unread(each.host.index)) is not None:
                 if note:
                     unread.add_note(note)
-                raise unread from None
+                raise unread from unread.__cause__
 
     def _wait_for(
         self, asked: Sequence[Asked], timeout: float | None, deadline_s: float | None
@@ -329,12 +343,15 @@ class RayCluster(HostedCluster):
                 try:
                     needed = self.crew.all
                     return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
+                except HostError:  # no run's, and nothing is lost
+                    raise
                 except DaftError as error:
                     failed = error
                     if self._recovery is not None:
                         failed = self._recovery.recover(error, epoch)
                     if failed is not None:
-                        raise self.fail(failed) from None
+                        root = self.fail(failed)
+                        raise root from root.__cause__
         finally:
             if self.channel.interrupted and self.failure is None:
                 self._interrupted()
@@ -355,6 +372,7 @@ class RayCluster(HostedCluster):
 
     def _unload(self, handle: Handle) -> None:
         self._programs.pop(handle.id, None)
+        self._lines.pop(handle.id, None)
         for host, _ in handle.places:
             self.calls += 1
             self._tell(self.crew.host(host), Ranks.unload, handle.id)
@@ -418,7 +436,8 @@ class RayCluster(HostedCluster):
             for spare in self.crew.spares:
                 self._tell(spare, Ranks.provide, needed)
                 self._tell(spare, Ranks.learn, handle.id, program)
-        self._home.folder.write_lines(handle.id, Lines.of(handle.program, handle.report.lists))
+        lines = self._lines[handle.id] = Lines.of(handle.program, handle.report.lists)
+        self._home.folder.write_lines(handle.id, lines)
         return asked
 
     def ended(self, asked: Asked) -> bool:
@@ -585,6 +604,20 @@ class RayCluster(HostedCluster):
         # between runs it may unpack what it is given, or load it
         known = None if place is None else self._at(place, at)
         return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
+
+    def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
+        """By processes, which hosts are; those that meet say themselves for whom they wait."""
+        by_host = {h: there[p.index] for h, p in enumerate(self.crew.all) if p.index in there}
+        found: dict[int, Waits] = {}
+        for host, at in by_host.items():
+            lines = self._lines.get(at.program)
+            line = None if lines is None else lines.at(host, at.position)
+            waits = waits_at(line, at, by_host)
+            if at.position < 0 and at.peer is not None and at.peer >= 0:
+                waits = Waits((self._host_of[at.peer],))
+            to = tuple(self.crew.host(other).index for other in waits.blockers)
+            found[self.crew.host(host).index] = Waits(to, waits.held_back)
+        return found
 
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
         """The instruction that a host was last seen at; none between runs."""

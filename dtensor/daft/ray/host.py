@@ -10,27 +10,29 @@ Calls come from Ray, or, while it serves, over the connection alone (`run_channe
 that carries out Ray's calls reads them there, and blocks where there are none.
 
 Invariants: calls are carried out one at a time, in the order of their submission. What a `tell`
-raises, which nobody reads, the next `call` raises, whatever that comes to. It knows nothing of what
-it hosts (`ranks.py`, `objects.py`).
+raises, which nobody reads, the next `call` raises, whatever that comes to. Nothing that is raised
+ends the process, but for what a signal's handler raises; what goes to the controller is an error of
+daft's own. It knows nothing of what it hosts (`ranks.py`, `objects.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import pickle
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dtensor.daft.errors import as_sent
+from dtensor.daft.raised import interrupts, reason_of, trace_of
 from dtensor.daft.ray.messages import (
     ASKED,
     GAVE,
     RAISED,
     UNREAD,
     Data,
+    HostFailed,
     Invitation,
     Message,
     encoded,
@@ -73,10 +75,12 @@ class Host:
         unread, self._unread = self._unread, None
         try:
             made = method(self._hosted, *given, *values)  # in any case: others may wait for it
-        except Exception as error:
-            if unread is None:
+        except BaseException as error:
+            if interrupts(error):
                 raise
-            unread.add_note(f"then failed: {type(error).__name__}: {error}")
+            if unread is None:
+                raise _as_sent(error) from error.__cause__
+            unread.add_note(f"then failed: {reason_of(error)}")
             raise unread from None
         if unread is not None:
             raise unread
@@ -86,8 +90,10 @@ class Host:
         method, *given = what
         try:
             method(self._hosted, *given, *values)
-        except Exception as error:
-            self._unread = self._unread or error
+        except BaseException as error:
+            if interrupts(error):
+                raise
+            self._unread = self._unread or _as_sent(error)
 
     def serve(self, invitation: Invitation) -> None:
         """Carry out what comes over a connection, until the controller ends that."""
@@ -104,8 +110,10 @@ class Host:
         if message.kind != ASKED:
             try:
                 what = (*message.functions, *message.value())
-            except Exception as error:  # it does not unpickle here
-                self._unread = self._unread or error
+            except BaseException as error:  # it does not unpickle here
+                if interrupts(error):
+                    raise
+                self._unread = self._unread or _as_sent(error)
             else:
                 self.tell(what)
             return ()
@@ -113,18 +121,15 @@ class Host:
         try:
             made = self.call((*message.functions, *message.value()))
             return encoded(message.number, GAVE, (), made)
-        except Exception as error:
-            return encoded(message.number, raised, (), _as_sent(error))
+        except BaseException as error:
+            if interrupts(error):
+                raise
+            return encoded(message.number, raised, (), (_as_sent(error), trace_of(error)))
 
 
-def _as_sent(error: Exception) -> tuple[Exception, str]:
-    """An exception that arrives as it is, if it can, and its traceback."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does there
-        return RuntimeError(f"{type(error).__name__}: {error}"), text
-    return error, text
+def _as_sent(error: BaseException) -> Exception:
+    """One of daft's own, which pickles."""
+    return error if isinstance(error, HostFailed) else as_sent(error)
 
 
 def keep_freed_memory() -> bool:

@@ -23,12 +23,10 @@ stands still (`watch.py`).
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -36,8 +34,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Collective, Key, Recv, Send, key_of
 from dtensor.daft.ir.program import Program
+from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import join_gloo
+from dtensor.daft.ray.messages import HostFailed
 from dtensor.daft.ray.nccl import join_nccl
 from dtensor.daft.ray.neighbours import own_place
 from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
@@ -66,19 +66,6 @@ class Join:
     patience_s: float = 60.0
 
 
-class HostFailed(Exception):
-    """What a host raises to the controller: its error, which may be the consequence of another's
-    end, one of `hosts`."""
-
-    def __init__(self, error: DaftError, hosts: tuple[int, ...]) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.hosts = hosts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (HostFailed, (self.error, self.hosts))
-
-
 class Joined:
     """Hosts that have joined, as one of them sees it."""
 
@@ -90,16 +77,22 @@ class Joined:
         self._rank = ranks[0]
 
     @staticmethod
-    def by(join: Join, index: int, ranks: Sequence[int], device: torch.device) -> Joined:
+    def by(
+        join: Join,
+        index: int,
+        ranks: Sequence[int],
+        device: torch.device,
+        tell: Callable[[int], None] = lambda rank: None,
+    ) -> Joined:
         """As host `index` of these; blocks until all have come. Over gloo they connect here, over
-        NCCL in `open`; those of one machine share memory."""
+        NCCL in `open`; those of one machine share memory. `tell`: the rank that it waits for."""
         if len(join.hosts) == 1 and device.type == "cpu":
             return Joined(LocalTransport(), join, ranks)
         start = timedelta(seconds=START_S)
         store = SignedStore.join(join.address, join.port, join.secret, start)
         prefixed = PrefixStore(join.prefix, store)
         if device.type == "cuda":
-            meet(store, prefixed, join, index)
+            meet(store, prefixed, join, index, tell=tell)
             wire = join_nccl(prefixed, ranks, len(join.hosts), join.patience_s)
             transport: ExchangeTransport | SameHostTransport = ExchangeTransport(wire, join.host_of)
         else:
@@ -108,7 +101,7 @@ class Joined:
                 own_place(own_node()),
                 index,
                 join.host_of,
-                meet=lambda card: meet(store, prefixed, join, index, card),
+                meet=lambda card: meet(store, prefixed, join, index, card, tell),
                 connect=lambda: join_gloo(
                     prefixed, index, join.host_of, reached_at(join.address), join.secret
                 ),
@@ -133,7 +126,9 @@ class Joined:
         self.check()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
+            if interrupts(error):
+                raise
             self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
             self.transport.close()
             raise self.failed from None
@@ -176,20 +171,32 @@ def check_groups(keys: Iterable[Key], host_of: Sequence[int]) -> None:
         )
 
 
-def meet(store: Store, prefixed: Store, join: Join, index: int, card: str = "") -> None:
+def meet(
+    store: Store,
+    prefixed: Store,
+    join: Join,
+    index: int,
+    card: str = "",
+    tell: Callable[[int], None] = lambda rank: None,
+) -> None:
     """Blocks until all have come, as gloo would, but not for one that is lost. Others may come
     hours later: from a method, or from runs of other programs. `card`: to be read under
-    `here<index>`."""
+    `here<index>`. `tell`: a rank that has not come, whenever that is another; in the end -1."""
     prefixed.set(f"here{index}", card)
-    others = [f"here{other}" for other in range(len(join.hosts))]
-    came = False
-    while not came:  # the store's own `wait` logs each time that it times out
-        came = prefixed.check(others)
-        for host in join.hosts:
-            if store.check([lost_key(host)]):
-                store.get(lost_key(host))  # raises if the controller has not written it
-                raise RuntimeError(f"process {host} was lost before it joined the program")
-        time.sleep(0.0 if came else SLICE_S)
+    here = 0  # the first who has not come; the store's own `wait` logs when it times out
+    try:
+        while here < len(join.hosts):
+            while here < len(join.hosts) and prefixed.check([f"here{here}"]):
+                here += 1
+            for host in join.hosts:
+                if store.check([lost_key(host)]):
+                    store.get(lost_key(host))  # raises if the controller has not written it
+                    raise RuntimeError(f"process {host} was lost before it joined the program")
+            if here < len(join.hosts):
+                tell(join.host_of.index(here))
+                time.sleep(SLICE_S)
+    finally:
+        tell(-1)
 
 
 def lost_key(host: int) -> str:
@@ -198,14 +205,13 @@ def lost_key(host: int) -> str:
 
 
 def host_failed(
-    raised: Exception, hosts: tuple[int, ...], rank: int | None = None, step: int | None = None
+    raised: BaseException, hosts: tuple[int, ...], rank: int | None = None, step: int | None = None
 ) -> HostFailed:
     """With the traceback as text, as it goes to the controller."""
     error = raised
     if not isinstance(error, DaftError):
-        reason = f"{type(raised).__name__}: {raised}"
-        error = CommunicationError(Failure(rank=rank, reason=reason))
+        failure = Failure(rank=rank, reason=reason_of(raised), raised=Raised(raised))
+        error = CommunicationError(failure)
     cause = raised.__cause__ if raised.__cause__ is not None else raised
-    text = "".join(traceback.format_exception(cause))
-    failure = replace(error.failure, traceback=text, step=step)
+    failure = replace(error.failure, traceback=trace_of(cause), step=step)
     return HostFailed(type(error)(failure), hosts)

@@ -36,6 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from dtensor.daft.errors import DaftError
+from dtensor.daft.raised import PICKLERS, reduced
 from dtensor.daft.ray.silence import listen_to
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
@@ -50,6 +52,32 @@ UNREAD: Kind = 4
 """As `RAISED`, with what an earlier call has raised that was told."""
 Function: TypeAlias = Callable[..., object]
 Data: TypeAlias = bytes | bytearray | memoryview
+
+
+class HostFailed(Exception):
+    """What a host raises to the controller: its error, which may be the consequence of another's
+    end, one of `hosts`."""
+
+    def __init__(self, error: DaftError, hosts: tuple[int, ...]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.hosts = hosts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (HostFailed, (self.error, self.hosts))
+
+
+class CloudExceptionPickler(_cloudpickle.Pickler):
+    """Takes along classes that the other side cannot import."""
+
+    causes = True
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = reduced(obj, self.causes)
+        return super().reducer_override(obj) if found is NotImplemented else found  # pyright: ignore
+
+
+PICKLERS.insert(0, CloudExceptionPickler)
 
 SMALL_BYTES = 1 << 14
 """A tensor below goes with the pickle: a buffer of its own costs more than the copy."""

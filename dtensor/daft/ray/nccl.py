@@ -15,10 +15,12 @@ ranks on one such GPU. What differs from gloo:
   their numbers, the same on all actors: so the first one not made yet never lacks a member.
 - The messages of an exchange are one NCCL group (`batch_isend_irecv`): alone, a send could wait
   for the peer's receive that is queued behind the peer's send.
-- Nothing blocks the host. A `wait` makes the current stream wait; the second half of a large
-  all_reduce is queued on a side stream of its key. The host meets the device where results are
-  copied to the CPU, so a lost peer may be noticed at a later instruction than its own: the
-  controller, whose clock runs out first, names the actor.
+- A `wait` makes the current stream wait, and not the host; the second half of a large all_reduce is
+  queued on a side stream of its key. So a lost peer may be noticed at a later instruction than its
+  own: the controller, whose clock runs out first, names the actor.
+- The host does wait where communicators are made, where two ranks of one exchange their first
+  message (NCCL connects them then), and where a call reads a value of the device: a check of
+  indices, the vote, results that are copied to the CPU.
 - Kernels of several communicators wait for peers at the same time. None may keep another from
   starting, or a program that is sound could hang: hence few CTAs each, at most `MAX_GROUPS` of
   them, a stream of its own for each, as many hardware queues, and modules loaded before they run.

@@ -30,7 +30,9 @@ from torch import Tensor
 
 from dtensor.daft.errors import ActorLost, Failure
 from dtensor.daft.ir.program import Program
-from dtensor.daft.ray.joining import HostFailed, Join, Joined, host_failed
+from dtensor.daft.raised import interrupts
+from dtensor.daft.ray.joining import Join, Joined, host_failed
+from dtensor.daft.ray.messages import HostFailed
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.undone import Undone
@@ -96,7 +98,9 @@ class Objects:
         try:
             joined = Joined.by(join, index, tuple(actors), torch.device("cpu"))
             engine = Engine(program, sites, table, joined.transport)
-        except Exception as error:  # nobody waits for this: its runs raise it
+        except BaseException as error:  # nobody waits for this: its runs raise it
+            if interrupts(error):
+                raise
             self._programs[number] = host_failed(error, join.hosts)
         else:
             self._programs[number] = joined, engine

@@ -45,6 +45,7 @@ from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
+from dtensor.daft.raised import interrupts, reason_of
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
@@ -122,8 +123,10 @@ class Needed:
                     break
                 try:
                     attempt(origin)
-                except Exception as error:  # of the user's module or kernel; told in the end
-                    reasons.append(f"{type(error).__name__}: {error}")
+                except BaseException as error:  # of the user's module or kernel; told in the end
+                    if interrupts(error):
+                        raise
+                    reasons.append(reason_of(error))
             if not is_registered(origin.name):
                 lacking.append((origin.name, "; ".join(reasons)))
         return lacking

@@ -163,9 +163,19 @@ class HostProcess:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of CPU time of all its threads; 0 if it is not on this machine."""
-        user, system = self._stat()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        """Seconds of CPU time of all its threads, and of processes that it started and that have
+        ended, as compilers; 0 if it is not on this machine."""
+        return sum(map(int, self._stat()[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def runnable_s(self) -> float:
+        """For how long the thread that runs instructions was on a core, or waited for one; 0 where
+        the kernel does not count it."""
+        path = f"/proc/{self.counter.pid}/task/{self.counter.read().thread}/schedstat"
+        try:
+            return sum(map(int, Path(path).read_text().split()[:2])) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
 
     def kill(self) -> None:
         """Ask Ray to end it; a process that runs ends at once."""
@@ -192,7 +202,7 @@ class HostProcess:
         try:
             text = Path(f"/proc/{self.counter.pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            return ["X", *"0" * 12]
+            return ["X", *"0" * 14]
         return text.rpartition(")")[2].split()
 
     def _ends_within(self, seconds: float) -> bool:
@@ -217,7 +227,7 @@ class RayCalls:
             if isinstance(cause, ray.exceptions.RayError):
                 raise CallLost(str(cause)) from None
             if isinstance(cause, Exception):
-                raise cause from error
+                raise cause from cause.__cause__ or error
             raise
         except ray.exceptions.RayError as error:
             raise CallLost(str(error)) from None

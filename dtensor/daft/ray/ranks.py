@@ -30,8 +30,8 @@ from dtensor.daft.errors import Failure
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.copies import CopiedFile, Door, Keeper, hold
-from dtensor.daft.ray.joining import HostFailed, Join, Joined
-from dtensor.daft.ray.messages import Pickled
+from dtensor.daft.ray.joining import Join, Joined
+from dtensor.daft.ray.messages import HostFailed, Pickled
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.own_folder import elsewhere, shared
 from dtensor.daft.ray.progress import ProgramCounter
@@ -143,9 +143,10 @@ class Ranks:
         self._worker = self._made(self._connect(join, index, self._ranks))
 
     def _connect(self, join: Join, index: int, ranks: tuple[int, ...]) -> Joined:
-        joined = self._joined = Joined.by(join, index, ranks, self._device)
+        told = self._counter.awaits
+        joined = self._joined = Joined.by(join, index, ranks, self._device, told)
         if isinstance(joined.transport, SameHostTransport):
-            joined.transport.tell_whom_it_awaits(self._counter.awaits)
+            joined.transport.tell_whom_it_awaits(told)
         return joined
 
     def _made(self, joined: Joined) -> Worker:

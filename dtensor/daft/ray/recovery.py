@@ -46,8 +46,8 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ray.copies import Door
 from dtensor.daft.ray.crew import NEW, Crew, ring
-from dtensor.daft.ray.joining import HostFailed, Join
-from dtensor.daft.ray.messages import ASKED, GAVE
+from dtensor.daft.ray.joining import Join
+from dtensor.daft.ray.messages import ASKED, GAVE, HostFailed
 from dtensor.daft.ray.processes import HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel

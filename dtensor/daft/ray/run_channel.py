@@ -27,10 +27,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+from dtensor.daft.errors import HostError, as_sent
+from dtensor.daft.raised import RaisedThere, interrupts
 from dtensor.daft.ray.messages import (
     ASKED,
     CLAIM_BYTES,
@@ -69,17 +72,14 @@ class CallLost(Exception):
     """A call will not come back; as text what is known of it."""
 
 
-class RaisedThere(Exception):
-    """As text, the traceback of what a host raised."""
-
-
 class Reply:
     """What came back of a call, if it has."""
 
-    __slots__ = ("lost", "message", "number")
+    __slots__ = ("host", "lost", "message", "number")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, host: int = -1) -> None:
         self.number: int = number
+        self.host: int = host
         self.message: Message | None = None
         self.lost: bool = False
 
@@ -122,6 +122,7 @@ class RunChannel:
 
     def __init__(self, folder: Path, num_hosts: int, address: str | None) -> None:
         self.interrupted: bool = False  # within a read or a write
+        self.rank_of: Callable[[int], int | None] = lambda _: None  # the first of a host
         self._key = secrets.token_bytes(32)
         self._lines = [_Connection() for _ in range(num_hosts)]
         self._guests: dict[int, _Guest] = {}  # by descriptor, as what follows
@@ -174,7 +175,7 @@ class RunChannel:
         as soon as this returns. Functions are kept, so they must be methods that there are anyway.
         """
         line = self._lines[host]
-        reply = Reply(next(line.numbers))
+        reply = Reply(next(line.numbers), host)
         pieces = encoded(reply.number, kind, functions, given)
         with self._changed:
             if line.broken:
@@ -203,7 +204,16 @@ class RunChannel:
         for reply in replies:
             if reply.failed:  # in no variable here, which would hold this frame, and it the error
                 raise self.failure(reply) or NotYet
-        return [reply.message.value() for reply in replies if reply.message is not None]
+        return [self._value(reply.message, reply) for reply in replies if reply.message is not None]
+
+    def _value(self, message: Message, reply: Reply) -> Any:
+        try:
+            return message.value()
+        except BaseException as error:  # of a class of the user's
+            if interrupts(error):
+                raise
+            sent = as_sent(error, self.rank_of(reply.host))
+            raise sent from sent.__cause__
 
     def came_back(self, host: int, number: int) -> bool:
         """Whether a call that was asked has come back, or never will; by its reply's number."""
@@ -230,7 +240,9 @@ class RunChannel:
         if reply.message is None or not reply.failed:
             return None
         error, text = reply.message.value()
-        error.__cause__ = RaisedThere(text)
+        if isinstance(error, HostError) and error.failure.rank is None:
+            error = HostError(replace(error.failure, rank=self.rank_of(reply.host)))
+        error.__cause__ = error.__cause__ or RaisedThere(text)
         return error
 
     def came(self, replies: Sequence[Reply], seconds: float = 0.0) -> bool:

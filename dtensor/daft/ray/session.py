@@ -30,6 +30,7 @@ from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess, RayCalls
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.status.diagnosis import Waits
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture, user_frames, user_line
@@ -240,6 +241,9 @@ class RaySession(Session):
         if at.position < 0 or at.program < 0:
             return at.position >= 0
         return isinstance(self._at(host, at)[0], Call)
+
+    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
+        return {}  # hosts need not move: nobody is ended for standing still
 
     def _at(self, host: int, at: Progress) -> tuple[Instruction, str]:
         """The instruction of a compiled function that a host was last seen at, and whose it is."""

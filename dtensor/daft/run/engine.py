@@ -20,8 +20,8 @@ touches its state alone: all other values of a run are its own (`values`), so th
 same ranks may use the same names. Functions are built once. Steps run under `no_grad` with one
 kernel thread. `Free`, `finish` and overwriting drop the reference and no other is kept. What a
 `Call` raises becomes a `TaskError`, what a transfer raises a `CommunicationError`, both with the
-user's line. Where all ranks of a program are here, they need no messages to agree: sums of votes
-alone are left out.
+user's line; a SystemExit, too, but nothing that is meant for the process (`raised.py`). Where all
+ranks of a program are here, they need no messages to agree: sums of votes alone are left out.
 
 It does not copy inputs or outputs, and after an error the values are left as they are: the cluster
 that owns the table does both.
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TypeAlias, assert_never
 
 import torch
@@ -52,6 +53,7 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
+from dtensor.daft.raised import Raised, interrupts, reason_of
 from dtensor.daft.run.stamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
 from dtensor.daft.run.undone import (
@@ -59,7 +61,6 @@ from dtensor.daft.run.undone import (
     OthersFailed,
     Spoiled,
     Undone,
-    first_lines,
     shortened,
 )
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
@@ -186,11 +187,13 @@ class Engine:
                         position = counter[0] = positions[at]
                         running[position]()
                         at += 1
-                except Exception as error:
+                except BaseException as error:
                     self._failed(positions[at], error)
 
-    def _failed(self, position: int, error: Exception) -> None:
+    def _failed(self, position: int, error: BaseException) -> None:
         """Spoil the rank, whose step here is made again as that of a spoiled one; or raise."""
+        if interrupts(error):
+            raise error
         rank, index = self.sites[position]
         if not isinstance(error, OthersFailed):
             instruction = instruction_at(self.program, (rank, index))
@@ -199,10 +202,9 @@ class Engine:
             )
             leaks = self._leaks and self._keeps
             late = leaks or rank in self._spoiled or index >= self._undoable[rank]
-            if not ours or (late and not self._undoes):
-                raise self._error(position, error) from shortened(error)
             fault = self._error(position, error)
-            fault.__cause__ = shortened(error)
+            if not ours or (late and not self._undoes):
+                raise fault from fault.__cause__
             self._faults.append(Fault((rank, index), fault))
             if late:  # nothing that it would make is needed
                 self.late = True
@@ -387,15 +389,14 @@ class Engine:
 
         return wait
 
-    def _error(self, position: int, error: Exception) -> DaftError:
+    def _error(self, position: int, error: BaseException) -> DaftError:
         site = self.sites[position]
         instruction = instruction_at(self.program, site)
-        reason = f"{type(error).__name__}: {first_lines(str(error))}"
-        if not isinstance(instruction, Call):
-            return CommunicationError(describe(self.program, site, reason))
-        function = self._functions[instruction.fn]
-        line = function.user_line(error) or instruction.source
-        return TaskError(describe(self.program, site, reason, line=line))
+        kind, line = CommunicationError, None
+        if isinstance(instruction, Call):
+            kind, line = TaskError, self._functions[instruction.fn].user_line(error)
+        failure = describe(self.program, site, reason_of(error), line=line)
+        return kind(replace(failure, raised=Raised(shortened(error))))
 
 
 def _nothing() -> None:

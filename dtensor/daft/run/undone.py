@@ -83,21 +83,10 @@ def with_run(error: DaftError, run: int) -> DaftError:
     return found
 
 
-MOST_LINES = 4
-"""Of an exception's own words in a failure."""
-
-
-def first_lines(text: str) -> str:
-    lines = text.splitlines()
-    if len(lines) <= MOST_LINES:
-        return text
-    return "\n".join((*lines[:MOST_LINES], f"... ({len(lines) - MOST_LINES} more lines)"))
-
-
 _INNER = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__))
 
 
-def shortened(error: Exception) -> Exception:
+def shortened(error: BaseException) -> BaseException:
     """The same exception, whose traceback keeps the generated code and the user's frames."""
     frames: list[TracebackType] = []
     here = error.__traceback__
@@ -108,4 +97,4 @@ def shortened(error: Exception) -> Exception:
     kept: TracebackType | None = None
     for tb in reversed(frames):
         kept = TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
-    return error.with_traceback(kept)
+    return BaseException.with_traceback(error, kept)

@@ -18,16 +18,18 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from dtensor.daft.cluster.cluster import Future
-from dtensor.daft.errors import ProgramError
+from dtensor.daft.errors import Failure, ProgramError, TaskError
+from dtensor.daft.raised import Raised, interrupts, reason_of
 from dtensor.daft.tasks.values import Placeholder, decode, failure_of
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # all of daft
+_OWN = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep  # all of dtensor
 MAX_FRAMES = 5
 
 
@@ -66,7 +68,17 @@ class TaskFuture(Future, Placeholder):
             if error.failure.text and f"{error.failure.actor}.{error.failure.text}" != self.title:
                 error.add_note(f"{self.title} was not run, as it depends on this.")
             raise error
-        return decode(message)
+        try:
+            return decode(message)
+        except BaseException as raised:  # by a class of the user's, which is unpickled here
+            if interrupts(raised):
+                raise
+            actor, _, name = self.title.rpartition(".")
+            reason = f"its result does not unpickle here: {reason_of(raised)}"
+            failure = Failure(
+                rank=None, actor=actor, text=name, reason=reason, raised=Raised(raised)
+            )
+            raise TaskError(failure) from raised
 
     def done(self) -> bool:
         """Whether `get` would not wait."""

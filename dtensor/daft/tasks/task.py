@@ -21,7 +21,6 @@ element by itself, so that cutting changes no bit. They know nothing of actors.
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.instructions import Buffer, Op
+from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of
 from dtensor.daft.run.engine import local_execution
 from dtensor.daft.tasks.values import (
     Encoded,
@@ -154,7 +154,9 @@ class Task:
                 del values
                 encoded = encode(method(*args, **kwargs), self.pickler)
                 self._check(encoded)
-            except Exception as error:
+            except BaseException as error:
+                if interrupts(error):
+                    raise
                 failure = self._failure(error)
                 if len(subject.failures) < MAX_FAILURES:
                     subject.failures.append(failure)
@@ -177,19 +179,19 @@ class Task:
                 f"  returned: {', '.join(map(str, made))}"
             )
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: BaseException) -> Failure:
         # the first frame is `_run` itself; an operation has no line of the user's
         trace = error.__traceback__
         if trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace))
         return Failure(
             rank=None,
             actor=self.actor,
             text=self.name,
-            reason=f"{type(error).__name__}: {error}",
+            reason=reason_of(error),
             issued=self.issued,
-            traceback=text,
+            traceback=trace_of(error, trace),
+            raised=Raised(error).detached(),
         )
 
 

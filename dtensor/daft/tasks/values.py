@@ -24,21 +24,33 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from dtensor.daft.errors import ActorLost, CommunicationError, DaftError, Failure, TaskError
+from dtensor.daft.errors import (
+    ActorLost,
+    CommunicationError,
+    DaftError,
+    Failure,
+    HostError,
+    TaskError,
+)
 
 ALIGN = 64
 PREAMBLE = 24
 
-Kind: TypeAlias = Literal[0, 1, 2, 3]
+Kind: TypeAlias = int
 VALUE = 0
 SENT_AS: dict[type, Callable[[Any], Tensor]] = {}
 """By class, what gives the tensor that is sent in place of one."""
-FAILURES: dict[int, type[DaftError]] = {1: TaskError, 2: ActorLost, 3: CommunicationError}
+FAILURES: dict[int, type[DaftError]] = {
+    1: TaskError,
+    2: ActorLost,
+    3: CommunicationError,
+    4: HostError,
+}
 
 
 class Placeholder:
@@ -148,7 +160,7 @@ def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True)
 
 
 def encode_failure(error: DaftError) -> Tensor:
-    kind: Kind = 1 if isinstance(error, TaskError) else 2 if isinstance(error, ActorLost) else 3
+    kind = next((kind for kind, cls in FAILURES.items() if isinstance(error, cls)), 3)
     return encode(error.failure, kind=kind).message
 
 

@@ -423,15 +423,17 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
 
 def _reduced(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
     """Whether a reduction gives these: of one shape each, and of one dtype, or a sum of narrow
-    floats left in the float32 that it is accumulated in."""
+    floats left in the float32 that it is accumulated in, or one of float32 rounded to such."""
     return len(ins) == len(outs) and all(
-        a.shape == b.shape and (a.dtype == b.dtype or (op == "sum" and _widens(a.dtype, b.dtype)))
+        a.shape == b.shape
+        and (a.dtype == b.dtype or (op == "sum" and _accumulated(a.dtype, b.dtype)))
         for a, b in zip(ins, outs, strict=True)
     )
 
 
-def _widens(given: torch.dtype, made: torch.dtype) -> bool:
-    return given.is_floating_point and given.itemsize < 4 and made == torch.float32
+def _accumulated(given: torch.dtype, made: torch.dtype) -> bool:
+    others = {given, made} - {torch.float32}
+    return len(others) == 1 and all(d.is_floating_point and d.itemsize < 4 for d in others)
 
 
 def _one_dtype(buffers: Sequence[Buffer]) -> bool:

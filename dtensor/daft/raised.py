@@ -1,0 +1,300 @@
+"""What code on a host has raised, and how the controller gets it: as text always, and as the
+exception itself where that can be carried.
+
+    try:
+        kernel(x)
+    except BaseException as error:          # a host's SystemExit ends no user's program
+        if interrupts(error):               # Ctrl-C, or a handler of a signal: this process's own
+            raise
+        failure = Failure(rank=1, reason=reason_of(error), raised=Raised(error))
+    TaskError(failure).__cause__            # the exception; what it prints, where it is not carried
+
+An exception is carried as its class, its arguments and its attributes, and is put together anew
+without a call of its `__init__` or its `__reduce__`: neither takes what pickle would give it as a
+rule, and either may do anything. The values in it are pickled. All of it is tried on the host
+first, so that what ends a process as it is unpickled ends the host's and not the controller's.
+
+Invariants: nothing here raises what the exception's own code raises (`__str__`, `__reduce__`), and
+what is made of one has a bounded size. Not here: which error of daft's it becomes (`errors.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import opcode
+import os
+import pickle
+import sys
+import sysconfig
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+MOST_LINES = 4
+"""Of an exception's own words in a failure."""
+MOST_IN_LINE = 1000
+MOST_IN_TRACE = 20_000
+"""Characters of a traceback that leaves a process."""
+MOST_BYTES = 1 << 18
+"""Of an exception that leaves a process, pickled: what is larger goes as text."""
+
+
+T = TypeVar("T")
+
+
+class RaisedThere(Exception):
+    """As text, the traceback of what a host raised: in place of what cannot be carried."""
+
+
+class Raised:
+    """An exception; `error`: in another process, one like it or a `RaisedThere`."""
+
+    __slots__ = ("_sent", "error")
+
+    def __init__(self, error: BaseException, sent: tuple[str, bytes | None] | None = None) -> None:
+        self.error: BaseException = error
+        self._sent = sent  # as text and, if it can be, pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._sent is None:
+            self._sent = trace_of(self.error), _carried(self.error)
+        return _arrived, self._sent
+
+    def detached(self) -> Raised:
+        """As another process would have it: it holds no frames, and so none of their values."""
+        make, sent = self.__reduce__()
+        return make(*sent)
+
+
+def _arrived(text: str, data: bytes | None) -> Raised:
+    error = None if data is None else _guarded(lambda: pickle.loads(data))
+    if isinstance(error, BaseException):
+        return Raised(error, (text, data))
+    return Raised(RaisedThere(text), (text, None))
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def reason_of(error: BaseException) -> str:
+    """Its class and the first lines of its own words."""
+    name = type(error).__name__
+    text = _guarded(lambda: first_lines(str(error)))
+    if text is None:
+        return f"{name} (its own text could not be had)"
+    return f"{name}: {text}" if text else name
+
+
+def first_lines(text: str) -> str:
+    lines = text.splitlines()
+    more = f"... ({len(lines) - MOST_LINES} more lines)" if len(lines) > MOST_LINES else ""
+    kept = (_shortened(line, MOST_IN_LINE) for line in lines[:MOST_LINES])
+    return "\n".join((*kept, more) if more else kept)
+
+
+def trace_of(error: BaseException, trace: TracebackType | None = None) -> str:
+    """Its traceback with those of its causes, as Python prints them. `trace`: in place of its
+    own."""
+    trace = error.__traceback__ if trace is None else trace
+    text = _guarded(lambda: "".join(traceback.format_exception(type(error), error, trace)))
+    return reason_of(error) if text is None else _shortened(text, MOST_IN_TRACE)
+
+
+def _shortened(text: str, most: int) -> str:
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
+def _guarded(make: Callable[[], T]) -> T | None:
+    """What it gives; None where code of the exception's own raises."""
+    try:
+        return make()
+    except BaseException as error:
+        if interrupts(error):
+            raise
+        return None
+
+
+# -- whose it is -----------------------------------------------------------------------------------
+
+_RAISE = opcode.opmap["RAISE_VARARGS"]
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = sysconfig.get_path("purelib") + os.sep
+
+
+def interrupts(error: BaseException) -> bool:
+    """Whether it is meant for this process, and was not raised by the code that it came through.
+
+    Ranks in one process share it with the program that launched them: Ctrl-C while one computes is
+    the program's, a `raise KeyboardInterrupt` in an op the op's. Python's own handler leaves no
+    frame, so a KeyboardInterrupt comes of a signal unless its innermost frame is at a `raise`; and
+    whatever was raised under a handler that the program has set, which alone are given a frame, is
+    the handler's. It is also one if it was raised because of one that is.
+    """
+    if isinstance(error, Exception):
+        return False
+    if _by_signal(error):
+        return True
+    outside: set[FrameType] = set()
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        outside.add(frame)
+        frame = frame.f_back
+    # one whose handling goes on outside was there before the call
+    return any(
+        _by_signal(each)
+        for each in _behind(error)
+        if each.__traceback__ is not None and each.__traceback__.tb_frame not in outside
+    )
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions that it was raised because of, and those of a group."""
+    seen, waiting = {id(error)}, [error]
+    while waiting:
+        each = waiting.pop()
+        more = [e for e in (each.__cause__, each.__context__) if e is not None]
+        if isinstance(each, BaseExceptionGroup):
+            more += cast("BaseExceptionGroup[BaseException]", each).exceptions
+        for found in more:
+            if id(found) not in seen:
+                seen.add(id(found))
+                waiting.append(found)
+                yield found
+
+
+def _by_signal(error: BaseException) -> bool:
+    trace = error.__traceback__
+    if trace is None or isinstance(error, Exception):
+        return False
+    while True:
+        if _handles_signal(trace.tb_frame):
+            return True
+        if trace.tb_next is None:
+            break
+        trace = trace.tb_next
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    code = trace.tb_frame.f_code
+    if code.co_code[trace.tb_lasti] != _RAISE:
+        return True
+    # what Python's library raises (asyncio.run, say) it raises after a signal
+    file = code.co_filename
+    return file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
+
+
+def _handles_signal(frame: FrameType) -> bool:
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount]
+    if len(names) < 2:
+        return False
+    given = frame.f_locals
+    return any(
+        inspect.isframe(given.get(second)) and isinstance(given.get(first), int)
+        for first, second in pairwise(names)
+    )
+
+
+# -- as itself -------------------------------------------------------------------------------------
+
+
+def _carried(error: BaseException) -> bytes | None:
+    """Pickled, if it comes out of that; without its cause, if that is what does not."""
+    for causes in (True, False):
+        for pickler in PICKLERS:
+            data = _guarded(partial(_pickled, error, pickler, causes))
+            if data is not None:
+                return data
+    return None
+
+
+def _pickled(error: BaseException, pickler: type[Any], causes: bool) -> bytes | None:
+    file = _Bounded()
+    writer = pickler(file)
+    writer.causes = causes
+    writer.dump(error)
+    data = file.getvalue()
+    return data if type(pickle.loads(data)) is type(error) else None
+
+
+class _Bounded(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > MOST_BYTES:
+            raise pickle.PicklingError(f"more than {MOST_BYTES} bytes")
+        return super().write(data)
+
+
+class ExceptionPickler(pickle.Pickler):
+    causes = True
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and issubclass(obj, BaseException) and _is_inner(obj):
+            _classes[id(obj)] = obj
+            return _class_here, (_process(), id(obj))
+        return reduced(obj, self.causes)
+
+
+PICKLERS: list[type[Any]] = [ExceptionPickler]
+"""Which are tried, in this order: a backend puts its own before it."""
+
+
+def reduced(obj: Any, causes: bool) -> Any:
+    """What a pickler's `reducer_override` does with an exception, and with what is in one."""
+    if isinstance(obj, BaseException):
+        reduce: Any = _base(type(obj)).__reduce__  # in C: of no class of a user's
+        args, *state = list[Any](reduce(obj))[1:]
+        told = dict[str, Any](*state), obj.__cause__ if causes else None, obj.__suppress_context__
+        return _empty, (type(obj), args), told, None, None, _fill
+    if isinstance(obj, Tensor) and obj.nbytes > MOST_BYTES:  # before its bytes are copied
+        raise pickle.PicklingError(f"a tensor of {obj.nbytes} bytes")
+    return NotImplemented
+
+
+def _base(cls: type[BaseException]) -> type[Any]:
+    """The first of its bases that is written in C, which knows how one is laid out."""
+    return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+
+
+_HEAP_TYPE = 1 << 9
+
+
+def _empty(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    base = _base(cls)
+    error = base.__new__(cls, *args)
+    base.__init__(error, *args)
+    return error
+
+
+def _fill(error: BaseException, told: tuple[dict[str, Any], BaseException | None, bool]) -> None:
+    state, cause, suppressed = told
+    for name, value in state.items():
+        BaseException.__setattr__(error, name, value)
+    BaseException.__setattr__(error, "__cause__", cause)
+    BaseException.__setattr__(error, "__suppress_context__", suppressed)
+
+
+_classes: WeakValueDictionary[int, type[BaseException]] = WeakValueDictionary()
+_started = uuid.uuid4().hex
+
+
+def _is_inner(cls: type[BaseException]) -> bool:
+    return "<locals>" in cls.__qualname__
+
+
+def _process() -> tuple[str, int]:
+    return _started, os.getpid()  # a fork has the first of its parent
+
+
+def _class_here(process: tuple[str, int], number: int) -> type[BaseException]:
+    """A class that was made inside a function, in the process that has it."""
+    if process != _process():
+        raise LookupError("the class is of another process")
+    return _classes[number]
