@@ -57,15 +57,17 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a kernel keeps statistics of such values: float32, of float64 float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """In what a kernel keeps statistics of such values: float32, of float64 and complex128
+    float64."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None) -> Tensor:
     """The left fold ((a0 + a1) + a2) + ...: same bits wherever it is done, whole or in pieces.
 
     Sums of floats narrower than 32 bits accumulate in float32 and are rounded once, at the end; or
-    never, where the result is to be of ``dtype`` float32.
+    never, where the result is to be of ``dtype`` float32. Sums of float32 are rounded once where it
+    is to be narrower.
 
     "softmax" folds rows (maximum, sum of exp(x - maximum), sum of picked x) over parts of the x, of
     which (-inf, 0, 0) stands for none; the elements are triples end to end, whatever the shape.

@@ -36,6 +36,7 @@ from typing import TypedDict
 import torch
 
 from dtensor.daft import Call, Free, Function, Instruction, Program, RankProgram
+from dtensor.daft.raised import reason_of
 from dtensor.runtime.between_meshes import agreement, placed
 from dtensor.runtime.checkpoint import (
     Checkpoint,
@@ -383,4 +384,4 @@ def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
 
 
 def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else reason_of(error)

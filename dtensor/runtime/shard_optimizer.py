@@ -35,7 +35,7 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import kernel_of
-from dtensor.numerics import is_narrow
+from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.runtime.flat import FlatRun, run_of, together
 
 _torch: Any = torch  # whose types do not know all that it has
@@ -82,6 +82,11 @@ def has_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
     right = kind != "SGD" or not (on_cpu and is_narrow(dtype))
     fits = dtype.is_floating_point and (on_cpu or device.type == "cuda")
     return kind in {cls.__name__ for cls in FUSED} and fits and right
+
+
+def kernel_divides(dtype: torch.dtype) -> bool:
+    """Whether fused kernels divide gradients by numbers of this dtype: they read float32 alone."""
+    return dtype == torch.float32
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -208,7 +213,8 @@ class ShardOptimizer:
         for run in runs:
             run.take(shards, parts)
         optimizer = self._built(options)
-        folded = clip is not None and all(group.get("fused") for group in optimizer.param_groups)
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        folded = clip is not None and fused and kernel_divides(clip.dtype)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run in runs:
             gradient, copied = run.gradient(gradients)
@@ -428,7 +434,7 @@ def _told(key: str, value: torch.Tensor) -> object:
 
 def _divided(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
     wide = gradient.float() if is_narrow(gradient.dtype) else gradient
-    return (wide / clip.to(wide.dtype)).to(gradient.dtype)
+    return (wide / clip.to(accumulation_dtype(wide.dtype))).to(gradient.dtype)
 
 
 # -- the update ------------------------------------------------------------------------------------
@@ -511,16 +517,21 @@ def _adam_of(
 # -- what generated code calls ---------------------------------------------------------------------
 
 
-def sum_of_squares(counted: Sequence[torch.Tensor], like: torch.device) -> torch.Tensor:
-    """The sum of squares of all elements, float32, a left fold over the tensors."""
-    total = torch.zeros((), dtype=torch.float32, device=like)
+def sum_of_squares(
+    counted: Sequence[torch.Tensor], like: torch.device, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The sum of squares of all elements, those of complex ones of their absolute values, as
+    ``dtype``: a left fold over the tensors, each in float32 or, if that is its own, in float64."""
+    total = torch.zeros((), dtype=dtype, device=like)
     for gradient in counted:
-        total = total + gradient.float().square().sum()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
+        total = total + gradient.to(accumulation_dtype(gradient.dtype)).square().sum()
     return total
 
 
 def clip_divisor(squares: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm, max(1, (norm + 1e-6) / max_norm)): what torch.nn.utils.clip_grad_norm_ multiplies
-    gradients by is one over that. Fused kernels divide."""
+    gradients by is one over that. Fused kernels divide (`kernel_divides`)."""
     norm = squares.sqrt()
     return norm, torch.clamp((norm + 1e-6) / max_norm, min=1.0)

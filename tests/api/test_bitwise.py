@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import dtensor as dt
 from dtensor.daft import Mode
@@ -14,10 +15,15 @@ DATA = batches(3, ignored=True)
 SCHEDULES = {"tp4": dt.GPipe(2), "dp4": dt.GPipe(1)}
 
 
-def build(placed: str) -> Run:
-    make = sgd if placed in ("dp4", "tp2") else adamw
+DTYPES = {"bf16": torch.bfloat16, "f64": torch.float64}
+
+
+def build(case: str) -> Run:
+    placed, _, dtype = case.partition(" ")
+    make = sgd if placed in ("dp4", "tp2") and not dtype else adamw
     schedule = SCHEDULES.get(placed, dt.OneFOneB(2))
-    return Run.of(placed, module=make_model(), make=make, schedule=schedule)
+    module = make_model().to(DTYPES.get(dtype, torch.float32))
+    return Run.of(placed, module=module, make=make, schedule=schedule)
 
 
 def outcome(run: Run) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def test_another_run_gives_the_same_bits() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("placed", ["tp4", "dp4", "tp2_pp2"])
+@pytest.mark.parametrize("placed", ["tp4", "dp4", "tp2_pp2", "dp4 bf16", "tp2_pp2 f64"])
 def test_ray_is_in_process(placed: str, ray_session: None) -> None:
     """Both modes in one launch, each on its own copy of the model."""
     expected = in_process(placed, "compiled")

@@ -225,13 +225,23 @@ def sent(run: Any, *one: Tensor) -> Counter[tuple[str, str]]:
     return found
 
 
+def is_bias(name: str) -> bool:
+    return name.endswith("bias") and "norm" not in name
+
+
 @pytest.mark.slow
 def test_what_is_of_16_bits_is_sent_as_such() -> None:
-    """dp=2: a rank sends half of what is scattered, and its half of what is gathered."""
+    """dp=2: a rank sends half of what is scattered, and its half of what is gathered. The gradients
+    of biases are sums over rows, of which each rank's part is float32."""
     one = batch()
     numel = sum(p.numel() for p in gpt().parameters())
+    sums = sum(p.numel() for n, p in gpt().named_parameters() if is_bias(n))
     for zero in (1, 2, 3):
-        whole = {("reduce_scatter", "bfloat16"): numel, ("all_gather", "bfloat16"): numel}
+        whole = {
+            ("reduce_scatter", "bfloat16"): numel - sums,
+            ("reduce_scatter", "float32"): 2 * sums,
+            ("all_gather", "bfloat16"): numel,
+        }
         if zero == 3:  # in the backward once more, but for the biases and the positions
             again = [n for n, p in gpt().named_parameters() if p.dim() > 1 and "pos" not in n]
             shapes = dict(gpt().named_parameters())
@@ -240,7 +250,11 @@ def test_what_is_of_16_bits_is_sent_as_such() -> None:
         masters = build(dt.Mesh(dp=2), zero=zero, master_weights=True)
         assert sent(masters, *one) == whole, zero
     # not split: a sum over ranks leaves in 16 bits and comes back in 32
-    assert sent(build(dt.Mesh(dp=2)), *one) == {("all_reduce", "bfloat16"): 3 * numel}
+    expected = {
+        ("all_reduce", "bfloat16"): 3 * (numel - sums),
+        ("all_reduce", "float32"): 4 * sums,
+    }
+    assert sent(build(dt.Mesh(dp=2)), *one) == expected
     accumulated = build(dt.Mesh(dp=2), schedule=dt.GPipe(2))
     assert sent(accumulated, *one) == {("all_reduce", "float32"): 4 * numel}
 
@@ -249,7 +263,8 @@ def test_autocast_halves_what_linear_layers_send() -> None:
     one = batch()
     half = build(dt.Mesh(dp=2), dtype=None, loss=under_autocast, zero=3)
     full = build(dt.Mesh(dp=2), dtype=None, zero=3)
-    layer = {n: p.numel() for n, p in gpt().named_parameters() if "attn" in n or "mlp" in n}
+    inside = [(n, p) for n, p in gpt().named_parameters() if "attn" in n or "mlp" in n]
+    layer = {n: p.numel() for n, p in inside if not is_bias(n)}
     here, there = sent(half, *one), sent(full, *one)
     assert here["reduce_scatter", "bfloat16"] == sum(layer.values())
     saved = there["reduce_scatter", "float32"] - here["reduce_scatter", "float32"]

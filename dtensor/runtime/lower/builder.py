@@ -30,6 +30,7 @@ from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Step, results_of
+from dtensor.sharding.rules.rule import leaves_float32
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
 from dtensor.sharding.spec.spec import TensorSpec
@@ -157,7 +158,7 @@ class Shared:
     def local_call(self, step: Compute, here: Mapping[str, int]) -> OpCall:
         """The call of the rank ``here``, found out once for all ranks and microbatches that share
         it."""
-        if step.rule.localize is None:
+        if step.rule.localize is None and not leaves_float32(step.op.call, step.result_specs):
             return step.op.call
         used = self.splitting((*step.operand_specs, *step.result_specs))
         key = (id(step), tuple((axis, here[axis]) for axis in used))

@@ -44,6 +44,7 @@ from dtensor.runtime.shard_optimizer import (
     Updated,
     clip_divisor,
     has_kernel,
+    kernel_divides,
     sum_of_squares,
     value_name,
 )
@@ -161,12 +162,14 @@ def norm(b: RankBuilder, step: Norm) -> None:
         if stage in b.stages and counts(b, spec)
     ]
     name = f"{step.result}_squares"
-    b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device)
-    b.nbytes[name] = 4
-    name = _summed(b, name)
+    kept = Buffer((), step.dtype)
+    wide = () if kept == WORD else (kept.dtype,)
+    b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device, *wide)
+    b.nbytes[name] = kept.nbytes
+    name = _summed(b, name, kept)
     pair = (step.result, f"{step.result}_clip")
     b.segment().code.apply(clip_divisor, [name], pair, step.max_norm)
-    b.nbytes.update(dict.fromkeys(pair, 4))
+    b.nbytes.update(dict.fromkeys(pair, kept.nbytes))
 
 
 def agree(b: RankBuilder) -> None:
@@ -176,8 +179,9 @@ def agree(b: RankBuilder) -> None:
         _summed(b, None)
 
 
-def _summed(b: RankBuilder, squares: str | None) -> str:
-    """Add up sums of squares over all ranks, and with them the votes: the commit point."""
+def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
+    """Add up sums of squares over all ranks, and with them the votes: the commit point. ``kept``:
+    what a sum of squares is."""
     agrees, vote, what = b.shared.agrees(b.roles), "rank.vote", "the votes"
     if squares is not None:
         what = "the norm and the votes" if agrees else "the norm"
@@ -189,7 +193,8 @@ def _summed(b: RankBuilder, squares: str | None) -> str:
             squares = squares and f"{squares}_{axis}"
             vote = f"vote.{axis}"
             made = (*([squares] if squares else []), *([vote] if agrees else []))
-            sent, given = (tuple((name, WORD) for name in side) for side in (names, made))
+            words = (*([kept] if squares else []), *([WORD] if agrees else []))
+            sent, given = (tuple(zip(side, words, strict=True)) for side in (names, made))
             b.collective("all_reduce", axis, sent, given, f"{what} over {axis}", op="sum")
     if agrees:
         b.start(Commit(vote, label=f"{b.label}: commit"))
@@ -245,7 +250,8 @@ def update(b: RankBuilder) -> None:
         return
     updates = _updates(b)
     inputs = {i.label: i for i in b.plan.inputs}
-    clip = next((f"{s.result}_clip" for s in b.plan.steps if isinstance(s, Norm)), None)
+    norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
+    clip = norm and f"{norm.result}_clip"
     b.close()
     b.label = "update"
     segment = b.segment()
@@ -262,7 +268,8 @@ def update(b: RankBuilder) -> None:
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
     cut = tuple(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
-    own = _made_anew(b, updates) if clip else ()
+    divides = norm is not None and kernel_divides(norm.dtype)
+    own = _made_anew(b, updates) if divides else ()
     labels = tuple(s.parameter for s in updates)
     what = code.bind("updated", Updated(b.roles.groups, labels, tuple(values.values())))
     given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"

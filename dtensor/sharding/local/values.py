@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtensor.numerics import is_narrow
+
 aten: Any = torch.ops.aten
 
 Pieces = Sequence[tuple[int, int]]
@@ -25,8 +27,29 @@ Pieces = Sequence[tuple[int, int]]
 def mean_over(
     x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """The local sum over the global count: the ranks' results add up to the mean."""
-    return torch.sum(x, tuple(dims), keepdim=keepdim, dtype=dtype) / count
+    """The local sum over the global count: the ranks' results add up to the mean.
+
+    Of 16 bits it is added up and divided in float32, as in torch's kernels, then rounded once."""
+    made = x.dtype if dtype is None else dtype
+    wide = torch.float32 if is_narrow(made) else dtype
+    total = torch.sum(x, tuple(dims), keepdim=keepdim, dtype=wide) / count
+    return total.to(made) if is_narrow(made) else total
+
+
+def in_float32(op: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The op on float32 copies of its 16-bit operands: a part of a sum that is not rounded yet."""
+    return op(*map(_wide, args), **kwargs).float()
+
+
+def _wide(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return value.float() if is_tensor and is_narrow(value.dtype) else value
+
+
+def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
+    """The dtype of floats that are all of 16 bits; None where some are not."""
+    dtypes = {a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 and all(map(is_narrow, dtypes)) else None
 
 
 def filled(
@@ -115,21 +138,34 @@ def contiguously(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
-    """The local part of a mean: ``args`` ask for the sum."""
-    return loss(*args) / count
+    """The local part of a mean: ``args`` ask for the sum. Of 16 bits it is rounded once."""
+    dtype = _narrow_dtype(args)
+    if dtype is None:
+        return loss(*args) / count
+    return (loss(*map(_wide, args)) / count).to(dtype)
 
 
 def first_over(loss: Callable[..., Any], count: int, *args: Any) -> tuple[Tensor, ...]:
     """The same for a loss that returns more than its value, first."""
-    value, *rest = loss(*args)
-    return (value / count, *rest)
+    dtype = _narrow_dtype(args)
+    if dtype is None:
+        value, *rest = loss(*args)
+        return (value / count, *rest)
+    value, *rest = loss(*map(_wide, args))
+    return (
+        (value / count).to(dtype),
+        *(x.to(dtype) if x.dtype == value.dtype else x for x in rest),
+    )
 
 
 def loss_backward_over(
     backward: Callable[..., Tensor], count: int, grad: Tensor, *args: Any
 ) -> Tensor:
-    """The gradient of a mean: ``args`` ask for that of the sum."""
-    return backward(grad / count, *args)
+    """The gradient of a mean: ``args`` ask for that of the sum. Of 16 bits it is rounded once."""
+    dtype = _narrow_dtype((grad, *args))
+    if dtype is None:
+        return backward(grad / count, *args)
+    return backward(_wide(grad) / count, *map(_wide, args)).to(dtype)
 
 
 _torch: Any = torch

@@ -117,7 +117,7 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
         except NoRule as error:
             fact, _, fix = str(error).partition("\n")
             where = f"\n  {op.source}: {op.source_text}" if op.source else ""
-            raise NoRule(f"{fact}{where}\n{fix}") from None
+            raise NoRule(f"{fact}{where}\n{fix}") from error.__cause__
         if not accepts(found[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
             raise _mixed(flow, op, found)
     return found

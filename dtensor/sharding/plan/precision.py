@@ -3,12 +3,19 @@
     local product           bf16[64,64]{sum@dp}     what torch's kernel gives, rounded to 16 bits
     reduce_scatter over dp  f32[64@dp,64]           16 bits sent, folded in float32, left there
 
-A rank's part of a sum that placements take apart is what its kernel yields: float32 inside, rounded
-to 16 bits at the end, and sent as such. Every reduction folds those parts in float32. An activation
-is then rounded to its dtype, once; so is a result. A gradient that is reduced, or summed over
-microbatches, stays in float32 until the optimizer reads it: parts are exact in float32, so sending
-them in 16 bits gives the bits that sending them in 32 would. For the same reason the cast that
-ends a gradient under autocast (bf16, of a float32 parameter) is left to its reduction.
+A rank's part of a product that placements take apart is what its kernel yields: float32 inside,
+rounded to 16 bits at the end, and sent as such. Every reduction folds those parts in float32. An
+activation is then rounded to its dtype, once; so is a result. A gradient that is reduced, or summed
+over microbatches, stays in float32 until the optimizer reads it: parts are exact in float32, so
+sending them in 16 bits gives the bits that sending them in 32 would. For the same reason the cast
+that ends a gradient under autocast (bf16, of a float32 parameter) is left to its reduction.
+
+    local mean              f32[4]{sum@dp}          of bf16[64@dp,4]
+    all_reduce over dp      bf16[4]                 32 bits sent, folded in float32, rounded
+
+Reductions (sums, means, norms, losses) make few numbers of many: a rank's part of theirs is left in
+float32, and with it what is linear in it, until it is added up (`left_in_float32`). One device
+rounds such a sum once, so do ranks. Not where an op that takes 16 bits reads the part.
 
 Master weights: parameters of 16 bits, which is what programs read and ranks gather, and a float32
 copy with the optimizer's state, which is what it updates; after each step a parameter is its copy
@@ -20,7 +27,7 @@ Not here: autocast, which is the program's own (frontend/capture/patches.py); th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,9 +35,12 @@ import torch
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.redistribute.moves import Move
-from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.placements import PARTIAL, Partial
 from dtensor.sharding.spec.spec import TensorSpec
+
+Chosen = Sequence[Mapping[str, Strategy]]
+"""Of each axis, the strategy of each op."""
 
 
 def accumulated(spec: TensorSpec) -> TensorSpec:
@@ -87,3 +97,76 @@ def widened(path: Sequence[Move]) -> tuple[Move, ...]:
             dst = accumulated(dst)
         found.append(replace(move, src=src, dst=dst))
     return tuple(found)
+
+
+def rounded(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
+    """The path of a value of ``dtype`` whose parts are float32: it has its dtype from where on it
+    is no sum of parts."""
+    found: list[Move] = []
+    for move in path:
+        src = found[-1].dst if found else move.src
+        dst = replace(move.dst, dtype=src.dtype if is_part(move.dst) else dtype)
+        found.append(replace(move, src=src, dst=dst))
+    return tuple(found)
+
+
+def is_part(spec: TensorSpec) -> bool:
+    """Whether each rank has its part of a sum."""
+    return PARTIAL in spec.placements
+
+
+def left_in_float32(
+    flow: Dataflow, rules: Mapping[str, Rule], chosen: Chosen, whole: Container[str]
+) -> frozenset[str]:
+    """The values of 16 bits whose parts are made in float32, if all that reads such parts can.
+
+    ``whole``: those whose parts are read as what they are when the program ends.
+    """
+    found: dict[str, Op] = {}
+    for op in flow.ops:
+        makes = rules[op.name].parts is not None or rules[op.name].kind == "view"
+        (value, *more), metas = op.results, op.call.results
+        if not makes or more or value is None or value in whole or metas[0] is None:
+            continue
+        if is_narrow(metas[0].dtype) and _pending_in(chosen, op, len(op.operands)):
+            carries = not callable(rules[op.name].parts)
+            if not carries or any(
+                name in found and _pending_in(chosen, op, at) for at, name in enumerate(op.operands)
+            ):
+                found[value] = op
+    kept = {v: op for v, op in found.items() if _all_take(flow, rules, chosen, v, found)}
+    while len(kept) < len(found):  # what one cannot carry on is not given to another
+        found = {v: op for v, op in kept.items() if _is_given(rules, op, kept)}
+        kept = {v: op for v, op in found.items() if _all_take(flow, rules, chosen, v, found)}
+    return frozenset(kept)
+
+
+def _all_take(
+    flow: Dataflow,
+    rules: Mapping[str, Rule],
+    chosen: Chosen,
+    value: str,
+    found: Container[str],
+) -> bool:
+    """Whether each op that reads parts of the value takes them in float32 and goes on so."""
+    for op, at in flow.consumers.get(value, ()):
+        if _pending_in(chosen, op, at):
+            rule, meta = rules[op.name], op.call.results[0]
+            takes = rule.parts is not None or rule.kind == "view"
+            narrow = meta is not None and is_narrow(meta.dtype)
+            if not takes or (narrow and (op.results[0] or "") not in found):
+                return False
+    return True
+
+
+def _is_given(rules: Mapping[str, Rule], op: Op, found: Container[str]) -> bool:
+    return callable(rules[op.name].parts) or any(name in found for name in op.operands)
+
+
+def _pending_in(chosen: Chosen, op: Op, at: int) -> bool:
+    """Whether some axis has this tensor of an op, operands first, as parts of a sum."""
+    for strategies in chosen:
+        strategy = strategies[op.name]
+        if (*strategy.operands, *strategy.results)[at] == PARTIAL:
+            return True
+    return False

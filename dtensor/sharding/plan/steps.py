@@ -15,8 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import ClassVar, Literal, TypeVar, assert_never
 
+import torch
+
+from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, MoveKind
 from dtensor.sharding.rules.rule import Rule, Strategy
@@ -156,6 +160,12 @@ class Norm:
     phase: ClassVar[StepPhase] = "optimizer"
     once: ClassVar[bool] = False
     stage: ClassVar[int] = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the sum of squares: float32, or float64 where a gradient is."""
+        wide = (accumulation_dtype(spec.dtype) for spec in self.specs)
+        return reduce(torch.promote_types, wide, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

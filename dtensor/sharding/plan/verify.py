@@ -5,8 +5,9 @@
 Checked of every step: its operands are inputs or results of earlier steps, on its stage, under the
 specs that those have; what runs once a step reads nothing of a microbatch; a local op's strategies
 are its rule's, its specs are what they say, shapes and dtypes are the program's; a move changes the
-placement on its axis alone, as its kind says; only sums of narrow floats change their dtype. Of
-outputs: they are made. A failure is a fault of the planner, never of its user.
+placement on its axis alone, as its kind says; only sums of narrow floats change their dtype, and
+only parts of them are in float32 where the program is not. Of outputs: they are made. A failure is
+a fault of the planner, never of its user.
 
 Not here: whether a rule is right (its certificate), whether a program can hang (daft).
 """
@@ -21,6 +22,7 @@ import torch
 
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.split_through_op import through
+from dtensor.sharding.plan.precision import is_part
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -157,8 +159,11 @@ def _moved(move: Move) -> Iterator[str]:
         possible &= not splits_rows_of_softmax(len(src.shape), (before, after))
     others = (p == q for i, (p, q) in enumerate(zip(src.placements, dst.placements)) if i != at)
     dtypes = {src.dtype, dst.dtype}
-    if move.kind in ("all_reduce", "reduce_scatter") and is_narrow(src.dtype):
-        dtypes -= {torch.float32}
+    if move.kind in ("all_reduce", "reduce_scatter"):
+        if is_narrow(src.dtype):
+            dtypes -= {torch.float32}
+        elif src.dtype == torch.float32 and is_narrow(dst.dtype) and not is_part(dst):
+            dtypes -= {dst.dtype}
     alike = src.shape == dst.shape and src.mesh == dst.mesh and src.on == dst.on
     if not (possible and alike and len(dtypes) == 1 and all(others)):
         yield f"no {move.kind} over {axis} makes {dst} of {src}"
@@ -166,11 +171,15 @@ def _moved(move: Move) -> Iterator[str]:
 
 def _computed(seen: _SoFar, step: Compute) -> Iterator[str]:
     specs = (*step.operand_specs, *step.result_specs)
+    takes_parts = step.rule.parts is not None or step.rule.kind == "view"
     for meta, spec in zip((*step.op.call.operands, *step.op.call.results), specs):
-        if spec is not None and (
-            meta is None or meta.shape != spec.shape or meta.dtype != spec.dtype
-        ):
-            yield f"the program has {meta} where the plan has {spec}"
+        if spec is None:
+            continue
+        if meta is not None and meta.shape == spec.shape:
+            in_float32 = takes_parts and is_part(spec) and is_narrow(meta.dtype)
+            if meta.dtype == spec.dtype or (in_float32 and spec.dtype == torch.float32):
+                continue
+        yield f"the program has {meta} where the plan has {spec}"
     for axis, strategy in step.strategies:
         at, num = seen.axes[axis]
         for placement, spec in zip((*strategy.operands, *strategy.results), specs):

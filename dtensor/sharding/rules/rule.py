@@ -18,7 +18,7 @@ occurs in operands only. A rule names no mesh and no axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -36,6 +36,7 @@ from dtensor.sharding.spec.placements import (
     index_sets,
     simplest,
 )
+from dtensor.sharding.spec.spec import TensorSpec
 
 Product = tuple[str, ...]
 Dim = tuple[Product, ...]  # a sum of products of factors; ((),) is a dim of size 1
@@ -56,6 +57,10 @@ Assignment = Mapping[str, FactorSharding]
 Kind = Literal["compute", "view", "cast", "attention", "mark"]
 """What planning asks of an op beside its dims: a view moves no data, a cast changes the dtype and
 nothing else, attention has a rate of its own, a mark states placements and does nothing."""
+
+Parts = Literal["carried"] | Callable[[OpCall], OpCall] | None
+"""How an op gives its part of a pending sum in float32, where its dtype is of 16 bits: as the op
+does by itself, where an operand is such a part; by what takes the place of the local call."""
 
 StrategyKind = Literal["replicate", "linear", "split", "stated"]
 
@@ -96,6 +101,7 @@ class Rule:
     kind: see `Kind`.
     dtypes: which dtypes of operands go together (dtypes.py).
     of_loss: its sums over a split factor are parts of a loss, one number a row: wanted as they are.
+    parts: how a rank leaves its part of a sum of 16 bits in float32; None: it cannot (`Parts`).
     """
 
     operands: tuple[Dims, ...]
@@ -111,6 +117,7 @@ class Rule:
     kind: Kind = "compute"
     dtypes: Dtypes = "promote"
     of_loss: bool = False
+    parts: Parts = None
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -285,8 +292,11 @@ class Rule:
             yield factor, FactorSharding(tuple(b // after for b in pattern), unit_here)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
-        """The call that one rank runs: the rule's localizer, then the local shapes recorded."""
+        """The call that one rank runs: the rule's localizer, what leaves a part in float32 where
+        the plan has it so, then the local shapes and dtypes recorded."""
         localized = self.localize(call, local) if self.localize is not None else call
+        if callable(self.parts) and leaves_float32(call, local.results):
+            localized = self.parts(localized)
         return replace(
             localized,
             operands=tuple(
@@ -353,3 +363,11 @@ class Rule:
                     for factor in group:
                         result[factor] = result.get(factor, frozenset()) | group
         return result
+
+
+def leaves_float32(call: OpCall, results: Sequence[TensorSpec | None]) -> bool:
+    """Whether a plan has a result of 16 bits in float32: as a part of a sum."""
+    return any(
+        meta is not None and spec is not None and meta.dtype != spec.dtype
+        for meta, spec in zip(call.results, results, strict=True)
+    )

@@ -159,6 +159,13 @@ def reach(
     )
 
 
+def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> Crooked | None:
+    """The first place where a pin does not line up over ``num`` ranks; None: all do."""
+    closure = _Closure(flow, rules, num)
+    opened = (closure.open(pin)[1] for pin in pins)
+    return next((place for place in opened if place is not None), None)
+
+
 def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
     """Whether the pin, stated as ``shard``, would go through over ``num`` ranks."""
     _, crooked = _Closure(flow, rules, num).open(replace(pin, placement=shard))

@@ -225,7 +225,7 @@ def _messages(plan: PlanRecord, step: Step) -> Iterator[PlannedCollective]:
         case Norm():
             for axis, num in plan.mesh.shape.items():
                 for stage in range(plan.num_stages) if num > 1 else ():
-                    sent = ring_bytes("all_reduce", torch.float32.itemsize, num)
-                    yield message(step.result, "all_reduce", axis, torch.float32, sent, stage)
+                    sent = ring_bytes("all_reduce", step.dtype.itemsize, num)
+                    yield message(step.result, "all_reduce", axis, step.dtype, sent, stage)
         case Compute() | Convert() | Accumulate() | Update():
             return

@@ -8,7 +8,8 @@ are there, so that whole gradients of one layer are alive at a time; at level 1 
 microbatch, as any output is. Those of a parameter whose pin does not line up with the program are
 split within the backward too: scattered where they are sums over the axis, cut where all ranks have
 the whole. One that is neither takes the ordinary way at the end (emit.py). At 1 and 2 the updated
-slices are gathered last.
+slices are gathered last. Gradients of 16 bits whose parts are float32 (precision.py), such as those
+of biases, are small: those of all layers are scattered together, at the end of the backward.
 
 Not here: when parameters are gathered (passes/gather_stored.py).
 """
@@ -67,7 +68,10 @@ def _scatter_over(
         if copy.spec.placement(axis) == Partial("sum"):
             move = Move("reduce_scatter", axis, copy.spec, dst)
             (move,) = widened([move]) if e.request.training is not None else [move]
-            key = (layer_of(item.label), output.stage, copy.spec.dtype)
+            # sums that are left in float32 are small: those of all layers share a message
+            is_wide = output.value in e.wide
+            layer = "" if is_wide else layer_of(item.label)
+            key = (is_wide, layer, output.stage, copy.spec.dtype)
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
         elif copy.spec.placement(axis) == REPLICATE and item.misaligned:
             found[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)

@@ -21,7 +21,7 @@ from dtensor.sharding.plan.choose.question import AxisChoice
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
 from dtensor.sharding.plan.emit.as_stored import regather, scatter_early
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
-from dtensor.sharding.plan.precision import accumulated, widened
+from dtensor.sharding.plan.precision import accumulated, left_in_float32, rounded, widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import (
@@ -48,6 +48,8 @@ def emit(
     """The plan of a request whose axes have been ``chosen``."""
     flow = request.flow
     emitter = Emitter(request, mesh, rules, chosen)
+    strategies = [choice.strategies for choice in chosen]
+    emitter.wide = left_in_float32(flow, rules, strategies, _as_they_come(request))
     emitter.names.update(flow.metas)
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
@@ -81,6 +83,13 @@ def emit(
             for axis in placements
         ),
     )
+
+
+def _as_they_come(request: Request) -> frozenset[str]:
+    """The values whose parts keep their dtype: results that may stay pending."""
+    if not request.pending_results:
+        return frozenset()
+    return frozenset(o.value for o in request.flow.outputs if o.kind == "result")
 
 
 def _planned(
@@ -181,7 +190,10 @@ class Outputs:
         whole = output.kind == "gradient" and self._trains()
         same = alike(spec, wanted)
         path = () if same else moves(spec, wanted, e.request.topology, whole=whole)
-        path = widened(path) if whole else path
+        if whole:
+            path = widened(path)
+        elif output.value in e.wide and name == copy.name:
+            path = rounded(path, e.request.flow.metas[output.value].dtype)
         return _Pending(output, name, path, spec, of)
 
     def _advance(self, pending: list[_Pending]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from dtensor.sharding.plan.choose.question import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
+from dtensor.sharding.plan.precision import accumulated, rounded
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Compute, Convert, Step, StepPhase, Transfer, unused
 from dtensor.sharding.redistribute.moves import Move, moves, seconds
@@ -57,6 +58,7 @@ class Emitter:
     steps: list[Step] = field(default_factory=list[Step])
     copies: dict[str, list[Copy]] = field(default_factory=dict[str, list[Copy]])
     names: set[str] = field(default_factory=set[str])
+    wide: frozenset[str] = frozenset()  # values whose parts are left in float32
 
     def fresh(self, name: str) -> str:
         return unused(name, self.names)
@@ -80,6 +82,8 @@ class Emitter:
             None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
             for i, v in enumerate(op.results)
         )
+        if op.results[0] in self.wide and self._gives_float32(op, operands):
+            results = tuple(None if s is None else accumulated(s) for s in results)
         once = all(copy.once for copy in operands) and all(
             s is None or _whole_in_time(s) for s in results
         )
@@ -104,6 +108,11 @@ class Emitter:
         for value, name, spec in zip(op.results, made, results, strict=True):
             if value is not None and name is not None and spec is not None:
                 self.add(value, Copy(name, spec, stage, once, phase))
+
+    def _gives_float32(self, op: Op, operands: Sequence[Copy]) -> bool:
+        metas = zip(operands, op.call.operands, strict=True)
+        given = any(copy.spec.dtype != meta.dtype for copy, meta in metas)
+        return given or callable(self.rules[op.name].parts)
 
     def add(self, value: str, copy: Copy) -> Copy:
         self.copies.setdefault(value, []).append(copy)
@@ -148,8 +157,13 @@ class Emitter:
             if alike(copy.spec, wanted):
                 return copy, ()
         topology = self.request.topology
-        best = min(copies, key=lambda c: seconds(c.spec, wanted, topology))
-        return best, moves(best.spec, wanted, topology)
+
+        def of(copy: Copy) -> TensorSpec:
+            return replace(wanted, dtype=copy.spec.dtype)
+
+        best = min(copies, key=lambda c: seconds(c.spec, of(c), topology))
+        path = moves(best.spec, of(best), topology)
+        return best, path if best.spec.dtype == wanted.dtype else rounded(path, wanted.dtype)
 
     def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
         once = copy.once and _whole_in_time(move.dst)
