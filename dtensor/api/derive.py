@@ -15,7 +15,8 @@ where it is a row's.
 
 Invariants: what is chosen was followed through the whole forward program over axes of 7, 5, 3 and 2
 ranks, or over ``size`` where no boundaries suit all of these, and met no op that needs the dim
-whole. Splits that reach less are taken first: a hidden dim before a residual stream.
+whole; with its backward given, it lines up with that too, as the planner asks of a pin. Splits that
+reach less are taken first: a hidden dim before a residual stream.
 Not here: names by pattern, text (api/placements.py).
 """
 
@@ -27,9 +28,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
+from dtensor.sharding.plan.choose.opened_factors import crooked
 from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow, Op, without_numbers
 from dtensor.sharding.plan.planner import rules_of
+from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.placements import (
     Partial,
@@ -99,9 +102,17 @@ class _Split:
         return any(mark in name for name in self.followed.ops for mark in _SOFTMAX)
 
 
-def derive(flow: Dataflow, size: int | None) -> tuple[Choice, ...]:
-    """One choice for each parameter with at least two dims, in the program's order."""
-    return _Derivation.of(flow, size).choose()
+def derive(flow: Dataflow, size: int | None, step: Dataflow | None = None) -> tuple[Choice, ...]:
+    """One choice for each parameter with at least two dims, in the program's order.
+
+    ``step``: the same program with its backward, which may cut a dim at other places: of a join of
+    several parts each gradient is cut out by itself.
+    """
+    derivation = _Derivation.of(flow, size)
+    derivation.choose()
+    if step is not None:
+        derivation.drop_crooked(step)
+    return derivation.choices()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +125,10 @@ class _Derivation:
     weights: Mapping[tuple[str, int], str]  # (op, operand) to the parameter that it contracts
     chosen: dict[str, Choice] = field(default_factory=dict[str, Choice])
     whole: dict[str, str] = field(default_factory=dict[str, str])
+    # what was chosen together, and the axes that it lines up over
+    taken: list[tuple[list[str], tuple[int, ...]]] = field(
+        default_factory=list[tuple[list[str], tuple[int, ...]]]
+    )
     # of alike layers, by name without numbers: the boundaries found, the reasons for none
     boundaries: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
     refused: dict[str, str] = field(default_factory=dict[str, str])
@@ -140,7 +155,7 @@ class _Derivation:
             weights=weights,
         )
 
-    def choose(self) -> tuple[Choice, ...]:
+    def choose(self) -> None:
         splits = [s for value in self.contractions if (s := self._split(value)) is not None]
         order = {value: i for i, value in enumerate(self.contractions)}
         for split in sorted(splits, key=lambda s: (len(s.followed.shards), order[s.value])):
@@ -154,6 +169,28 @@ class _Derivation:
         for value in self.contractions:
             if value not in self.chosen:
                 self._look_up(value)
+
+    def drop_crooked(self, step: Dataflow) -> None:
+        """Leaves whole what does not line up with the backward, over the axes it was tried over."""
+        rules = rules_of(step)
+        names = {item.label: item.name for item in step.inputs if item.kind == "parameter"}
+        for values, sizes in self.taken:
+            pins = [
+                Pin(value=names[choice.label], placement=choice.placement, by=choice.label)
+                for choice in (self.chosen[value] for value in values)
+                if choice.placement is not None and choice.label in names
+            ]
+            places = (crooked(step, rules, pins, num) for num in sizes)
+            place = next((place for place in places if place is not None), None)
+            if place is None:
+                continue
+            op, *_ = place
+            line = f" ({op.source})" if op.source else ""
+            for value in values:
+                self.whole[value] = f"{op.call.name} cuts its dim at other places{line}"
+                del self.chosen[value]
+
+    def choices(self) -> tuple[Choice, ...]:
         return tuple(
             self.chosen.get(value)
             or Choice(self._label(value), None, self.whole.get(value, "it feeds no product"))
@@ -362,6 +399,8 @@ class _Derivation:
                 why = f"row: it contracts what {_list(names, self._label(value))} {several}"
             self.chosen[value] = Choice(self._label(value), self._placement(split, value), why)
             self.whole.pop(value, None)
+        any_size = split.any_size and self.size is None
+        self.taken.append((reached, _SIZES if any_size else (self.size or _SIZES[-1],)))
 
     def _placement(self, split: _Split, value: str) -> Shard:
         """How the split lies on a weight that it reaches, with its boundaries stated."""
@@ -457,6 +496,7 @@ class _Derivation:
         elif self._follow(value, Shard(table.contracted_dim), self.size or 2).gets_through:
             why = "vocabulary: rows that are elsewhere give zeros, and one sum joins them"
             self.chosen[value] = Choice(self._label(value), Shard(table.contracted_dim), why)
+            self.taken.append(([value], (self.size or _SIZES[-1],)))
 
 
 def _fits(shard: Shard, dim: int, size: int) -> bool:

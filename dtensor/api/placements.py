@@ -76,6 +76,7 @@ def for_model(
         size: ranks of the axis. With it, heads that do not divide get a ``unit``, and what has
             fewer heads than ranks stays whole; without it every boundary is stated.
 
+    What it places lines up with the forward and, where the model has one, with the backward.
     Raises PlanningError where the model cannot be captured or an op has no rule.
     """
     if not isinstance(model, nn.Module):
@@ -94,9 +95,18 @@ def for_model(
         leaves = pytree.tree_leaves(module(*args, **kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    graph = capture(tensors, (model, *example_args), dict(example_kwargs or {}), grads="none")
+    def trained(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return [leaf for leaf in tensors(module, *args, **kwargs) if leaf.requires_grad]
+
+    given = ((model, *example_args), dict(example_kwargs or {}))
+    graph = capture(tensors, *given, grads="none")
+    try:
+        step = dataflow(capture(trained, *given, grads="tangents"))
+    except PlanningError:  # what cannot be trained at all is asked for its forward alone
+        step = None
     # where one rank has all there is no boundary to look at: as where the size is not known
-    return _by_pattern(derive(dataflow(graph), None if size == 1 else size), model, axis)
+    choices = derive(dataflow(graph), None if size == 1 else size, step)
+    return _by_pattern(choices, model, axis)
 
 
 def of_step(
@@ -109,7 +119,7 @@ def of_step(
         ops=tuple(op for op in flow.ops if op.phase == "forward"),
         outputs=tuple(o for o in flow.outputs if o.kind == "result"),
     )
-    return _by_pattern(derive(forward, size), model, axis)
+    return _by_pattern(derive(forward, size, flow), model, axis)
 
 
 def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Placements:

@@ -151,6 +151,8 @@ def certify_or_refuse(target: Callable[..., Any], *given: Any, **how: Any) -> Ce
     try:
         return certify_call(target, *given, **how)
     except PlanningError as error:
+        if not isinstance(error.__cause__, PlanningError | None):
+            raise  # a builder that fails
         return Certificate(refused=(str(error),))
 
 

@@ -199,3 +199,41 @@ def test_mistakes() -> None:
         dt.placements.for_model(loss_fn)  # type: ignore[arg-type]
     with pytest.raises(dt.PlanningError, match="size=0: an axis has at least 1 rank"):
         dt.placements.for_model(MLP(), (torch.zeros(4, 16),), size=0)
+
+
+class Inception(nn.Module):
+    """Branches of unequal widths that are joined: each gradient is cut out of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Conv2d(3, n, 1) for n in (12, 12, 4, 4))
+        self.classes = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([branch(x) for branch in self.branches], 1)
+        return self.classes(F.relu(x).mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [None, 2])
+def test_what_is_derived_can_be_trained(size: int | None) -> None:
+    model, x = build(Inception), torch.randn(2, 3, 4, 4)
+    found = dt.placements.for_model(model, (x,), size=size)
+    assert "aten.slice.Tensor cuts its dim at other places" in found.reasons["classes.weight"]
+    placed = dt.parallelize(model, dt.Mesh(tp=2), found)
+    opt = torch.optim.SGD(placed.parameters(), lr=0.1)
+    dt.train_step(placed, lambda m, x: m(x).square().mean(), opt).plan(x)
+
+
+@pytest.mark.slow
+def test_a_model_that_has_no_gradient_is_derived_from_its_forward() -> None:
+    class Ids(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 20), nn.Linear(20, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(F.relu(self.up(x))).argmax(-1)
+
+    found = dt.placements.for_model(Ids(), (torch.randn(2, 4),))
+    assert list(found) == ["up.weight", "down.weight"]

@@ -11,9 +11,10 @@ tests plant wrong rules: the oracle must find them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,19 @@ import torch
 import torch.nn.functional as F
 
 import dtensor.sharding.rules
+from dtensor.api.rule import op_overloads
 from dtensor.sharding.ops import attention as attention
 from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules import TABLES, rule_for
+from dtensor.sharding.rules import TABLES, NoRule, rule_for
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.testing import Certificate, certify
 from dtensor.testing.certificates import certify_autograd, certify_call
+from dtensor.testing.oracle import call_of, run_whole
+from dtensor.testing.vary import without_error
 from tests.certify.__main__ import main
 from tests.certify.judge import certify_samples
-from tests.certify.samples import FAMILIES, SAMPLES
+from tests.certify.samples import FAMILIES, POINTWISE, SAMPLES, SPECIAL, UNCHECKED, Draw
 from tests.certify.table import Row, recorded_missing, recorded_ops, table
 
 aten, dt = torch.ops.aten, torch.ops.dt
@@ -80,6 +84,57 @@ def test_the_whole_certificate(name: str) -> None:
     recorded = recorded_missing(TABLE.read_text()).get(name, ())
     missing = {str(m) for m in found.missing if m.op == name}
     assert missing == set(recorded), "strategies that hold and are not offered: run make certify"
+
+
+# -- Python's numbers ----------------------------------------------------------------------------
+
+NUMBERS = (True, 3, 2.5, 1.5j)
+
+
+def _with_numbers(args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The arguments with one number in the place of any of the first tensors and numbers."""
+    kinds = (torch.Tensor, bool, int, float, complex)
+    places = [i for i, a in enumerate(args[:4]) if isinstance(a, kinds)]
+    for count in range(1, len(places) + 1):
+        for some in itertools.combinations(places, count):
+            for number in NUMBERS:
+                yield tuple(number if i in some else a for i, a in enumerate(args))
+
+
+def _number_calls(name: str) -> list[tuple[Any, ...]]:
+    """Those that torch takes."""
+    (target,) = op_overloads(name)
+    calls: list[tuple[Any, ...]] = []
+    for sample in SAMPLES[name][:2]:
+        args, kwargs = sample(Draw(0))
+        calls += [
+            (target, a, kwargs) for a in _with_numbers(args) if without_error(target, a, kwargs)
+        ]
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=[] if n in ("aten.mul.Tensor", "aten._conj.default") else pytest.mark.slow
+        )
+        for n in sorted({**POINTWISE, **SPECIAL}.keys() - UNCHECKED)
+        if not n.startswith("dt.")
+    ],
+)
+def test_numbers_in_every_place(name: str) -> None:
+    """What torch computes of them has a rule that is right, or none: nothing else is raised."""
+    for target, args, kwargs in _number_calls(name):
+        call, tensors = call_of(target, args, kwargs)
+        try:
+            rule_for(run_whole(call, tensors)[0])
+        except NoRule as error:
+            assert not tensors or error.__cause__ is None, args
+            continue
+        if tensors:
+            assert certify_call(target, args, kwargs, nums=(2,), square=False).wrong == (), args
 
 
 # -- forward and backward together ---------------------------------------------------------------

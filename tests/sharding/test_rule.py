@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
-from dtensor.sharding.rules import NoRule, pattern, register, registered, rule_for
+from dtensor.sharding.rules import NoRule, pattern, register, registered, registry, rule_for
 from dtensor.sharding.rules.notation import parse_rule
+from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import FactorSharding, Rule
 from dtensor.sharding.rules.tables import reasons
 from dtensor.sharding.rules.tables.views import factorize
@@ -305,6 +306,35 @@ def test_an_op_without_a_rule_is_an_error(shape: tuple[int, ...], fix: str) -> N
         '     is right for any op and splits nothing: remove the "!" of dims that may be\n'
         '     split, and dt.testing.certify("test_rule::mix", *arguments) says whether they may'
     )
+
+
+def _unfit(call: OpCall) -> Rule:
+    return pattern("a b -> a")(call)
+
+
+def _broken(call: OpCall) -> Rule:
+    raise KeyError("of the builder")
+
+
+@pytest.mark.parametrize(
+    ("builder", "reason"),
+    [
+        (_unfit, "the rule 'a b -> a' is for 2 tensors, the call has 3"),
+        (_broken, "its rule fails with KeyError: 'of the builder'"),
+    ],
+)
+def test_a_builder_that_fails_is_no_rule_for_the_call(
+    builder: Builder, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry._BUILDERS, "test_rule.mix.default", builder)
+    op = torch.ops.test_rule.mix.default
+    with pytest.raises(NoRule) as raised:
+        rule_for(_call(op, (Operand(0), Operand(1)), (4, 4), (4, 4), (4, 4)))
+    assert str(raised.value) == (
+        f"no rule says how test_rule.mix.default(f32[4,4], f32[4,4]) may be split: {reason}.\n"
+        f"fix: write it with other ops, or as an op of your own that has its dt.rule"
+    )
+    assert isinstance(raised.value.__cause__, PlanningError | KeyError)
 
 
 def test_random_ops_of_torch_have_no_rule() -> None:

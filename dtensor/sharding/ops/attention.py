@@ -8,6 +8,8 @@ rules name them. Shapes below are global while planning and local when a rank ex
     embedding_shard(weight[r d], ids[...]) -> out[... d]  contracted with sum over the row shards
     annotate(x[...], text) -> x[...]                      states placements, does nothing
     linalg_checked(x[... m n], info[...]) -> x[... m n]   raises torch's error where info is not 0
+    checked(x[... m n], ok[...]) -> x[... m n]            ValueError where one of ok is not True
+    ask(ok[...])                                          marks a check until it is `checked`
 
 Ops that need to know *which* columns or rows are local take them as `vocab` or `rows`: a flat list
 `[start, stop, start, stop, ...]` of global index intervals, in local order; the empty list means
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.local.in_range import check_range
@@ -293,3 +296,23 @@ define(
     _linalg_checked,
     lambda x, info, api_name, is_matrix: torch.empty_like(x),
 )
+
+
+def _checked(x: Tensor, ok: Tensor, message: str) -> Tensor:
+    """What torch checks in Python (``if not valid.all(): raise``): each rank looks at its part.
+
+    x need not be what was checked: it is what is read after it, and has its shape.
+    """
+    if not ok.is_meta and not bool(ok.all()):
+        raise ValueError(f"{message}: {int((~ok).sum())} of {ok.numel()} on this rank are not")
+    return x.clone()
+
+
+define(
+    "checked(Tensor x, Tensor ok, str message) -> Tensor",
+    _checked,
+    lambda x, ok, message: torch.empty_like(x),
+)
+torch.library.register_autograd("dt::checked", lambda ctx, grad: (grad, None, None), lib=LIBRARY)
+define("ask(Tensor ok, bool wanted, str message) -> ()", lambda *_: None, lambda *_: None)
+has_side_effect(torch.ops.dt.ask.default)

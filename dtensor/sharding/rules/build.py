@@ -21,7 +21,7 @@ from dtensor.sharding.ops.call import Localizer, Meta, OpCall, Operand
 from dtensor.sharding.rules.dtypes import Dtypes
 from dtensor.sharding.rules.notation import parse_rule
 from dtensor.sharding.rules.registry import Builder
-from dtensor.sharding.rules.rule import Kind, Rule
+from dtensor.sharding.rules.rule import Kind, Parts, Rule
 from dtensor.sharding.spec.placements import Intervals, intersect, length
 
 Groups = Sequence[Sequence[int]]
@@ -80,6 +80,16 @@ def of_kind(kind: Kind, builder: Builder) -> Builder:
 def with_dtypes(dtypes: Dtypes, builder: Builder) -> Builder:
     """The builder of such rules, for ops that do not take operands of any dtypes together."""
     return lambda call: replace(builder(call), dtypes=dtypes)
+
+
+def with_parts(parts_of: Callable[[OpCall], Parts], builder: Builder) -> Builder:
+    """The builder of rules that say how parts of 16-bit sums are given in float32."""
+
+    def build(call: OpCall) -> Rule:
+        rule, parts = builder(call), parts_of(call)
+        return rule if parts is None else replace(rule, parts=parts)
+
+    return build
 
 
 def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:

@@ -3,9 +3,10 @@
     rule_for(OpCall(aten.mm.default, ...))                 # m k, k n -> m n
     register("mylib.swiglu.default", pattern("..., ... -> ...", linear=((1,),)))
 
-Invariants: an op has one builder; builders are pure; an op without one is an error that names it,
-never replication. Equal calls get the same rule object: what is found out from a rule is then found
-out once for all layers. The rules themselves stand in the tables of this package.
+Invariants: an op has one builder; builders are pure; an op without one, or whose builder fails, is
+an error that names it (`NoRule`), never replication. Equal calls get the same rule object: what is
+found out from a rule is then found out once for all layers. The rules themselves stand in the
+tables of this package.
 """
 
 from __future__ import annotations
@@ -74,7 +75,16 @@ class _Exact:
 
 @lru_cache(maxsize=1 << 14)
 def _built(asked: _Exact) -> Rule:
-    rule = asked.builder(asked.call)
+    """What a builder did not expect is no rule for this call, which says why and has the cause."""
+    try:
+        rule = asked.builder(asked.call)
+    except NoRule:
+        raise
+    except PlanningError as error:  # of a pattern, which names itself
+        raise no_rule(asked.call, str(error).partition("\n")[0].rstrip(".")) from error
+    except Exception as error:
+        reason = f"its rule fails with {type(error).__name__}: {error}"
+        raise no_rule(asked.call, reason) from error
     target = asked.call.target
     is_view = isinstance(target, OpOverload) and target.is_view
     return replace(rule, kind="view") if is_view else rule
@@ -102,6 +112,9 @@ def no_rule(call: OpCall, reason: str) -> NoRule:
         namespace, _, rest = op.removesuffix(".default").partition(".")
         op = f"{namespace}::{rest}"
     lines = [f"no rule says how {call.name}({operands}) may be split: {reason}."]
+    if call.name in _BUILDERS:  # one that leaves this call out: an op has no second
+        lines.append("fix: write it with other ops, or as an op of your own that has its dt.rule")
+        return NoRule("\n".join(lines))
     lead = "fix: "
     if _broadcasts(call):
         terms = ", ".join("..." for _ in call.operands)

@@ -14,10 +14,20 @@ def _sound(d: Draw, batch: str, inner: str) -> Call:
     return call(d(f"{batch} {inner}"), info, "linalg.inv", not batch)
 
 
+def _all_well(d: Draw, batch: str, inner: str) -> Call:
+    ok = torch.ones(d.shape(batch), dtype=torch.bool)
+    return call(d(f"{batch} {inner}"), ok, "a positive number is wanted, not")
+
+
 CHECKED: dict[str, list[Sample]] = {
+    "dt.checked.default": [
+        lambda d: _all_well(d, "a b", ""),
+        lambda d: _all_well(d, "a", "c"),
+        lambda d: _all_well(d, "", "c"),
+    ],
     "dt.linalg_checked.default": [
         lambda d: _sound(d, "a b", "c c"),
         lambda d: _sound(d, "a", "c"),
         lambda d: _sound(d, "", "c c"),
-    ]
+    ],
 }

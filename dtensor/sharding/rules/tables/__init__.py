@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtensor.sharding.rules.build import with_dtypes
+from dtensor.sharding.rules.build import with_dtypes, with_parts
 from dtensor.sharding.rules.registry import register
 from dtensor.sharding.rules.tables import (
     conv,
@@ -23,7 +23,7 @@ from dtensor.sharding.rules.tables import (
     tokens,
     views,
 )
-from dtensor.sharding.rules.tables.dtypes import DTYPES
+from dtensor.sharding.rules.tables.dtypes import DTYPES, parts_of
 from dtensor.sharding.rules.tables.whole import Whole
 
 # One module per family, each with its RULES.
@@ -49,7 +49,8 @@ TABLES = (
 
 for _table in TABLES:
     for _name, _builder in _table.RULES.items():
-        register(_name, with_dtypes(DTYPES[_name], _builder) if _name in DTYPES else _builder)
+        _builder = with_dtypes(DTYPES[_name], _builder) if _name in DTYPES else _builder
+        register(_name, with_parts(parts_of, _builder))
 
 
 def reasons() -> dict[str, str]:

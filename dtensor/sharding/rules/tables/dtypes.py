@@ -1,15 +1,33 @@
-"""The ops that do not take operands of any dtypes together; all others promote.
+"""The ops that do not take operands of any dtypes together; and those that give float32 parts.
 
 What multiplies matrices, convolves, attends, interpolates or scatters takes one dtype. Ops whose
 meta kernels name a result's dtype wrongly are left out (the backwards of norms, of which statistics
 are float32 where torch's meta kernels say bfloat16), and so is the backward of the CPU's attention,
-whose operands have the dtypes that the forward took.
+whose operands have the dtypes that the forward took. All others promote.
+
+    sum, over split rows     bf16[8@tp,4] -> f32[4]{sum@tp}    torch.sum(x, 0, dtype=float32)
+    mul by a number          f32[4]{sum@tp} -> f32[4]{sum@tp}  as it is, of such a part
+
+A kernel adds 16 bits in float32 and rounds its sum once. Where ranks have parts of a sum, each
+would round its own, and the whole again; so reductions, and what is linear after them, give
+float32, which the reduction over ranks rounds. Products of matrices do not, but for those of one
+row by one column, which are sums: their parts are as large as activations, and kernels that leave
+them in float32 exist on GPUs alone (docs/precision.md). Nor do sums by index (embeddings'
+gradients, index_add), which torch's kernels round as they go, and the gradients of weights that a
+norm's backward gives beside that of x.
 """
 
 from __future__ import annotations
 
-from dtensor.sharding.rules.build import full_names
+from dataclasses import replace
+
+import torch
+
+from dtensor.sharding.local import values
+from dtensor.sharding.ops.call import OpCall
+from dtensor.sharding.rules.build import full_names, retarget
 from dtensor.sharding.rules.dtypes import Dtypes, Half, beside_indices
+from dtensor.sharding.rules.rule import Parts
 
 _STATED: dict[Dtypes, str] = {
     "same": """
@@ -45,3 +63,44 @@ _STATED: dict[Dtypes, str] = {
     Half((0, 1, 2, 3, 5), free=(4,)): "dt.attention_masked_backward",
 }
 DTYPES: dict[str, Dtypes] = {op: kind for kind, ops in _STATED.items() for op in full_names(ops)}
+
+
+# -- parts of sums ---------------------------------------------------------------------------------
+
+
+def _told(call: OpCall) -> OpCall:
+    """Of an op that has an argument for the dtype of its sum."""
+    kwargs = {**dict(call.kwargs), "dtype": torch.float32}
+    return replace(call, kwargs=tuple(kwargs.items()))
+
+
+def _mean(call: OpCall) -> OpCall:
+    if call.target is values.mean_over:
+        return call.with_arg(4, torch.float32)
+    return _told(call)
+
+
+def _of_copies(call: OpCall) -> OpCall:
+    """On float32 copies of the operands."""
+    return retarget(call, values.in_float32, call.target, *call.args, **dict(call.kwargs))
+
+
+_GIVEN: dict[Parts, str] = {
+    _told: """
+        sum sum.dim_IntList nansum linalg_vector_norm _to_copy""",
+    _mean: "mean mean.dim",
+    _of_copies: """
+        dot vdot mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+        multi_margin_loss""",
+    "carried": """
+        add.Tensor sub.Tensor mul.Tensor div.Tensor neg clone reshape permute expand cat
+        constant_pad_nd where.self""",
+}
+_PARTS: dict[str, Parts] = {op: parts for parts, ops in _GIVEN.items() for op in full_names(ops)}
+
+
+def parts_of(call: OpCall) -> Parts:
+    """How an op gives its part of a sum in float32, None where it cannot."""
+    if call.name in ("aten.mm.default", "aten.bmm.default"):
+        return _of_copies if call.result.shape[-2:] == (1, 1) else None
+    return _PARTS.get(call.name)

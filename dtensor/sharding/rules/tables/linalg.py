@@ -88,7 +88,8 @@ def _solve(call: OpCall) -> Rule:
     vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
     rhs = "... b0!" if vector else "... b0! b1!"
     out = "... x0!" if vector else "... x0! x1!"
-    return make(call, f"... n! n!, {rhs} -> {out}, ... n! n!, ... n!, ...")
+    text = f"... n! n!, {rhs} -> {out}, ... n! n!, ... n!, ..."
+    return make(call, text, localize=contiguous())  # else LU is of a, not of its transpose
 
 
 def _multiply_q(call: OpCall) -> Rule:
@@ -114,7 +115,7 @@ def _cross(call: OpCall) -> Rule:
 
 
 def _checked(call: OpCall) -> Rule:
-    """Each rank checks the matrices of which it holds a part."""
+    """Each rank checks what it holds a part of: matrices, or what has a flag each."""
     x, info = call.operands[:2]
     inner = " ".join(names(len(x.shape) - len(info.shape)))
     return make(call, f"... {inner}, ... -> ... {inner}", linear=((0,),))
@@ -171,5 +172,6 @@ RULES: dict[str, Builder] = {
     "aten._fft_r2c.default": _transform,
     "aten._fft_c2c.default": _transform,
     "aten._fft_c2r.default": _transform,
+    "dt.checked.default": _checked,
     "dt.linalg_checked.default": _checked,
 }
