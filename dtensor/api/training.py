@@ -48,6 +48,7 @@ from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.daft import DaftError, Future, TaskError
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
 from dtensor.frontend.graph import Graph
+from dtensor.frontend.source import source_here
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
@@ -105,7 +106,9 @@ class Loss(ReadsAsFloat):
         planned: Planned,
         session: MeshSession,
         ended: Callable[[bool], None],
+        line: str | None,
     ) -> None:
+        self._line = line  # of `train_step`, where an instruction has none
         self._future = future
         self._planned = planned
         self._session = session
@@ -119,6 +122,8 @@ class Loss(ReadsAsFloat):
             return self.wait()
         except DaftError as error:
             self._session.launch.failure_was_read |= self._session.cluster.failure is not None
+            if isinstance(error, TaskError) and self._line is not None:
+                error.locate(self._line)
             raise self._session.told(error) from error.__cause__
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
@@ -224,6 +229,8 @@ class TrainStep:
         self._running: deque[Loss] = deque()
         self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
+        line = source_here()
+        self._line = None if line is None else f"{line}: {line.text}"
 
     @property
     def grid(self) -> Grid:
@@ -368,7 +375,7 @@ class TrainStep:
             else:
                 session.give_back(steps, counted)
 
-        loss = Loss(future, planned, session, ended)
+        loss = Loss(future, planned, session, ended, self._line)
         self._running.append(loss)
         if session.at_once:
             with suppress(DaftError):  # raised where it is read
@@ -525,7 +532,9 @@ def train_step(
         schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
             as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
         clip_grad_norm: the global norm that gradients are scaled down to: they are divided by
-            max(1, (norm + 1e-6) / clip_grad_norm).
+            max(1, (norm + 1e-6) / clip_grad_norm). It is that of the parameters which the
+            optimizer has: no others have a gradient. Computed in float32, or in float64 where a
+            gradient is.
         topology: what the planner prices with; by default an H100's figures.
         keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
         search: "predictable" splits only what pins reach; "free" lifts that.

@@ -193,7 +193,7 @@ def test_ops_of_the_script_and_of_a_module_elsewhere(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(dt.__file__).parent.parent)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr
 

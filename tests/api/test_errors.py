@@ -22,9 +22,12 @@ from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
+from dtensor.sharding.rules import registry
+from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Row, Shard
 from dtensor.sharding.spec.spec import parse as spec
@@ -203,6 +206,29 @@ fix: dt.rule("test_errors::mix", "... -> ...") if it works element by element;
      dt.rule("test_errors::mix", "a! b! -> c! d!")
      is right for any op and splits nothing: remove the "!" of dims that may be
      split, and dt.testing.certify("test_errors::mix", *arguments) says whether they may""",
+    )
+
+
+def test_a_rule_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the user's line and what went wrong as its cause."""
+
+    def fails(call: OpCall) -> Rule:
+        raise KeyError("k")
+
+    monkeypatch.setitem(registry._BUILDERS, "test_errors.mix.default", fails)
+
+    def fn(x: Tensor) -> Tensor:
+        return mix(x)
+
+    with pytest.raises(PlanningError) as caught:
+        plan_of(fn, TP2, {}, spec("f32[4,4]", TP2))
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert_expected_inline(
+        re.sub(r"\.py:\d+", ".py:N", str(caught.value)),
+        """\
+no rule says how test_errors.mix.default(f32[4,4]) may be split: its rule fails with KeyError: 'k'.
+  test_errors.py:N: return mix(x)
+fix: write it with other ops, or as an op of your own that has its dt.rule""",
     )
 
 

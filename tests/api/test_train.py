@@ -193,6 +193,72 @@ def test_metrics_and_the_norm_come_with_the_loss(placed: str) -> None:
     assert f"{loss:.3f}" == f"{value.item():.3f}"
 
 
+class Affine(nn.Module):
+    def __init__(self, dtype: torch.dtype, of_bias: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 6, dtype=dtype, generator=generator))
+        self.bias = nn.Parameter(torch.randn(6, dtype=of_bias, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def spread(model: nn.Module, x: Tensor) -> Tensor:
+    """Of complex parameters the gradients are purely imaginary."""
+    y = model(x)
+    return (y.imag if y.is_complex() else y).square().mean()
+
+
+C64, C128, F32, F64 = torch.complex64, torch.complex128, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize(
+    ("dtype", "of_bias"), [(C64, C64), (C128, C128), (F64, F64), (F64, F32), (F32, F32)]
+)
+@pytest.mark.parametrize("axes", [{}, dict(dp=2), pytest.param(dict(dp=2, tp=3), id="dp2_tp3")])
+def test_clipping_is_torchs_in_every_dtype(
+    axes: dict[str, int], dtype: torch.dtype, of_bias: torch.dtype, make: MakeOptimizer
+) -> None:
+    """Of complex gradients it takes the absolute values; of float64 it computes in float64."""
+    torch.manual_seed(1)
+    data = [(torch.randn(6, 8, dtype=torch.float64).to(dtype),) for _ in range(3)]
+    pins = {"weight": dict(tp=dt.Column())} if "tp" in axes else {}
+    placed = Placed(axes=axes, pins=pins, inputs=dict(dp=dt.Row()) if axes else None)
+    run = Run.of(placed, module=Affine(dtype, of_bias), make=make, loss=spread, clip=0.1)
+    with dt.launch(run.mesh):
+        norms = [run.step(*one).grad_norm for one in data]
+        found = run.state()["model"]
+    plain = Affine(dtype, of_bias)
+    optimizer = make(plain)
+    close = 1e-15 if torch.finfo(dtype).bits == 64 and dtype == of_bias else 1e-6
+    for one, norm in zip(data, norms, strict=True):
+        optimizer.zero_grad()
+        spread(plain, *one).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+        assert expected > 0.1  # it clips
+        assert norm == pytest.approx(expected, rel=close)
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        exact = torch.finfo(value.dtype).bits == 64 and dtype == of_bias
+        near = (1e-15 if exact else 1e-6) * value.abs().max().item()
+        torch.testing.assert_close(found[name], value, rtol=0, atol=near)
+
+
+def test_the_norm_is_over_what_the_optimizer_has() -> None:
+    model = Affine(F32, F32)
+    placed = dt.parallelize(model, dt.Mesh(), {})
+    step = dt.train_step(placed, spread, torch.optim.SGD([model.bias], lr=0.1), clip_grad_norm=0.1)
+    x = torch.ones(4, 8)
+    with dt.launch(dt.Mesh()):
+        norm = step(x).grad_norm
+    plain = Affine(F32, F32)
+    spread(plain, x).backward()
+    assert plain.bias.grad is not None and plain.weight.grad is not None
+    assert norm == pytest.approx(plain.bias.grad.norm().item(), rel=1e-6)
+
+
 def test_without_clipping_there_is_no_norm() -> None:
     data = batches(3)
     run = Run.of("tp2_pp2", clip=None)

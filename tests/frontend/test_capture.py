@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -109,6 +112,66 @@ def test_constants_of_the_program_are_inputs_with_values() -> None:
     graph = check(fn, (torch.randn(2, 3),), grads="none")
     constants = [i for i in graph.inputs if isinstance(i, Const)]
     assert [c.value.tolist() for c in constants] == [[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Buffer(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) * self.scale
+
+
+def test_a_module_with_buffers_that_is_closed_over() -> None:
+    """`nn.Buffer` and `register_buffer` are the same to a program."""
+    torch.manual_seed(0)
+    teacher, free = Scaled().eval().requires_grad_(False), nn.Buffer(torch.rand(4))
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return ((model(x) - teacher(x)) * free).square().mean()
+
+    graph = check(loss, (nn.Linear(4, 4), torch.randn(3, 4)))
+    held = [teacher.norm.weight, teacher.norm.bias, teacher.norm.running_mean]
+    held += [teacher.norm.running_var, teacher.scale, free]
+    caught = {id(c.tensor) for c in graph.reads.caught} if graph.reads else set()
+    assert {id(x) for x in held} <= caught
+
+
+class Late(types.ModuleType):
+    """A module that is imported when it is asked for an attribute, as of lazy packages."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{self.__name__} is not installed")
+
+
+def made_on_the_way() -> Any:
+    return eval("lambda h: h * 2")  # a function that no walk from the roots comes to
+
+
+def test_a_module_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"late": Late("late"), "no_module": object(), "blocked": None}.items():
+        monkeypatch.setitem(sys.modules, name, value)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return made_on_the_way()(model(x)).sum()
+
+    check(loss, (nn.Linear(4, 4), torch.randn(3, 4)))
+
+
+@pytest.mark.slow
+def test_torchs_compiler_is_loaded_beside_one() -> None:
+    program = (
+        "import sys, types, torch\n"
+        "class Late(types.ModuleType):\n"
+        "    def __getattr__(self, name): raise ImportError(name)\n"
+        "from dtensor.frontend.capture.capture import capture\n"
+        "sys.modules['late'] = Late('late')\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "capture(lambda m, x: m(x).sum(), (model, torch.ones(2, 4)), grads='loss')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_results_keep_the_users_structure() -> None:
@@ -337,6 +400,62 @@ def test_modules_of_torch() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda m, x: m(x) * m(x).data,
+        lambda m, x: m(x) * m.weight.data.sum(),
+        lambda m, x: m(x) * (x.data * 2 + (torch.ones(4) * 3).data),
+    ],
+)
+def test_data_is_a_detached_tensor(of: Any) -> None:
+    check(lambda m, x: of(m, x).sum(), (nn.Linear(4, 4), torch.randn(3, 4)))
+
+
+def test_a_buffer_that_is_drawn_anew() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(3, 4))
+            self.register_buffer("seen", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mask = F.dropout(torch.ones(3, 4) * 3, 0.0).data
+            self.seen.data.add_(x.sum(0))
+            self.seen.data = self.seen.data.to(x.device)
+            return self.up(x) * self.mask + self.seen
+
+    check(lambda m, x: m(x).sum(), (Masked(), torch.randn(3, 4)))
+
+
+MOVES: dict[str, Any] = {
+    "device": lambda m, x: m.to(x.device),
+    "tensor": lambda m, x: m.to(x),
+    "both": lambda m, x: m.to(device=x.device, dtype=torch.float32),
+    "float": lambda m, x: m.float(),
+    "cpu": lambda m, x: m.cpu(),
+    "part": lambda m, x: m[0].to(x.device) and m,
+    "train": lambda m, x: m.train(m.training),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_move_that_is_none(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    check(lambda m, x: MOVES[name](m, x)(x).square().sum(), (model, torch.randn(3, 4)))
+
+
+def test_a_move_that_is_none_of_other_modules() -> None:
+    teacher = Scaled().eval().requires_grad_(False)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model.to(x.device)(x)[0].sum() - teacher.to(x.device)(x).sum()
+
+    check(loss, (nn.LSTM(4, 4), torch.randn(3, 4)))
+
+
 @pytest.mark.parametrize("region", [torch.no_grad, torch.inference_mode])
 def test_generation(region: Any) -> None:
     @region()

@@ -222,7 +222,7 @@ def test_what_a_terminal_shows(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(dt.__file__).parent.parent)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) <= 30, done.stderr

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
+from tests.frontend.eager import check
 from tests.models import MLP
 
 
@@ -99,6 +100,75 @@ fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a 
     )
 
 
+@pytest.mark.parametrize(
+    ("move", "operand"),
+    [
+        (lambda m: m.double(), "weight: f32[16,16] on cpu -> f64[16,16] on cpu"),
+        (lambda m: m.to("meta"), "weight: f32[16,16] on cpu -> f32[16,16] on meta"),
+    ],
+)
+def test_a_module_that_is_moved(move: Any, operand: str) -> None:
+    def fn(model: nn.Module, x: Tensor) -> Tensor:
+        return move(model)(x)
+
+    model = nn.Linear(16, 16)
+    text = refused(fn, model, torch.randn(2, 16))
+    assert text.splitlines()[:2] == [
+        "The program moves a module or changes its dtype.",
+        f"  {operand}",
+    ]
+    assert model.weight.dtype == torch.float32
+
+
+def test_other_memory() -> None:
+    def fn(model: nn.Module, x: Tensor) -> Tensor:
+        model.running_mean.data = x[0]
+        return model(x)
+
+    assert_expected_inline(
+        refused(fn, nn.BatchNorm1d(3), torch.randn(2, 3)),
+        """\
+The program gives a tensor other memory (x.data = y).
+  f32[3]
+  test_refusals.py:N: model.running_mean.data = x[0]
+fix: x.copy_(y) under torch.no_grad(), of a buffer x""",
+    )
+
+
+def test_nothing_is_printed_where_torch_asks(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a question within torch's own code, torch's export prints the graph so far."""
+
+    def fn(x: Tensor) -> Tensor:
+        return F.ctc_loss(x, x[0].long(), torch.tensor([2]), x[:1, 0].long())
+
+    def within(x: Tensor) -> Tensor:
+        return torch.tensor_split(x, x[0].long().abs())[0]
+
+    assert "fix: a torch.library.custom_op" in refused(fn, torch.randn(4, 3))
+    assert "The program depends on a tensor's value" in refused(within, torch.randn(4, 3))
+    assert capfd.readouterr().err == ""
+
+
+def test_an_average_of_all_batches() -> None:
+    assert "momentum=0.1" in refused(nn.BatchNorm1d(3, momentum=None), torch.randn(2, 3))
+
+
+def test_torch_func_grad() -> None:
+    """The program's own derivative is named, and not a tensor of it."""
+
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: model(z).square().sum())(x).square().sum()
+
+    def along(model: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda z: model(z), (x,), (torch.ones_like(x),))[1].square().sum()
+
+    args = (MLP(), torch.randn(2, 16))
+    text = refused(penalty, *args, grads="loss")
+    assert text.startswith("A gradient inside the program is not supported yet.")
+    assert "test_refusals.py:N: return torch.func.grad(" in text
+    check(along, args)  # the fix
+
+
 @pytest.mark.parametrize("ask", [float, int, Tensor.tolist, lambda x: range(5)[x.long()]])
 def test_other_questions_about_data(ask: Any) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -159,9 +229,9 @@ def test_dropout_that_does_nothing() -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        lambda x: torch.rrelu(x, training=True),
+        lambda x: torch._standard_gamma(x),
         lambda x: torch.randperm(x.shape[-1]),
-        lambda x: x.cauchy_(),
+        lambda x: x.geometric_(0.5),
         lambda x: x.normal_(generator=torch.Generator()),
     ],
 )
@@ -199,7 +269,7 @@ def test_a_gradient_inside() -> None:
         """\
 A gradient inside the program is not supported yet.
   test_refusals.py:N: (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
-fix: return the loss, and let the runtime differentiate it""",
+fix: return the loss, and let the runtime differentiate it; a derivative along a direction: torch.func.jvp""",  # noqa: E501
     )
 
 
@@ -381,3 +451,41 @@ def test_nothing_stays_patched() -> None:
     Doubled.apply(x).sum().backward()
     checkpoint(lambda y: y * 2, x, use_reentrant=False).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(kind: Any) -> None:
+    """Of tables that have one: not where nothing is differentiated, nor of frozen ones."""
+
+    def fn(model: nn.Module, ids: Tensor) -> Tensor:
+        return model(ids).sum()
+
+    table, ids = kind(10, 4, sparse=True), torch.tensor([[1, 2], [0, 2]])
+    text = refused(fn, table, ids, grads="loss")
+    assert text.replace("embedding_bag", "embedding") == (
+        "The gradient of an embedding with sparse=True is a sparse tensor, and a step's gradients "
+        "are dense.\n"
+        "  embedding of f32[10,4]\n"
+        "  test_refusals.py:N: return model(ids).sum()\n"
+        "fix: set sparse=False: the same numbers, and an optimizer that takes dense gradients"
+    )
+    capture(fn, (table, ids), grads="none")
+    table.sparse = False  # the fix
+    capture(fn, (table, ids), grads="loss")
+
+
+def test_a_sparse_table_that_has_no_gradient() -> None:
+    def fn(table: nn.Module, model: nn.Module, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = table(ids)
+        return model(found).sum()
+
+    tables = [nn.Embedding(10, 4, sparse=True) for _ in range(2)]
+    tables[1].requires_grad_(False)
+    for table in tables:
+        capture(fn, (table, nn.Linear(4, 2), torch.tensor([1, 2])), grads="loss")
+    capture(
+        lambda table, model, ids: model(table(ids)).sum(),
+        (tables[1], nn.Linear(4, 2), torch.tensor([1, 2])),
+        grads="loss",
+    )

@@ -129,7 +129,7 @@ print(seen[0].filename, seen[0].lineno)"""
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.stdout.split() == ["<string>:6", "<string>", "10"], done.stderr
 

@@ -4,6 +4,9 @@
     cross_entropy_loss(logits, target)  ->  rows = dt.cross_entropy_rows(logits, target, -100)[0]
                                             sum(rows) / dt.ce_count(target, -100)
     dropout(x, p, False)  ->  x
+    embedding_bag(w, ids [b k])  ->  sum(embedding(w, ids), 1)      (bags.py)
+    det(x.mT)             ->  det(x.mT.contiguous()); slogdet, solve likewise
+    valid = x > 0; dt.ask(valid.all())  ->  later uses of x read dt.checked(x, valid)
     x[mask] = value       ->  x.copy_(where(mask, value, x))      one value for all its places
 
 and of random ops into the project's own, which count (random_ops.py). It happens here, before
@@ -27,8 +30,9 @@ from torch import fx
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
 from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
-from dtensor.frontend.capture.refusals import is_idle_dropout
+from dtensor.frontend.capture.refusals import asks_for_data, is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer, bound
+from dtensor.frontend.source import source_of_trace
 
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
@@ -37,6 +41,12 @@ _ANCHORS = (
     aten.cat.default, aten.softmax.int, aten.rsqrt.default, aten.silu.default, aten.gelu.default,
     aten.tanh.default, aten.dropout.default,
 )  # fmt: skip
+_FACTORED = {
+    aten.linalg_det.default, aten.det.default, aten._linalg_det.default, aten.logdet.default,
+    aten.linalg_slogdet.default, aten.slogdet.default, aten._linalg_slogdet.default,
+    aten.linalg_solve.default, aten.linalg_solve_ex.default, aten._linalg_solve_ex.default,
+    aten.linalg_tensorsolve.default,
+}  # fmt: skip
 _MADE = {aten.mul.Tensor, aten.add.Tensor}
 """Of what is recognised; the anchors that are elementwise count where one of these reads them."""
 
@@ -60,10 +70,16 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
         is_random = node.target in RANDOM_OPS
         if is_random and numbers is not None and randomise(module.graph, node, numbers):
             continue
-        if node.target is aten.cross_entropy_loss.default:
+        if node.target is dt.ask.default:
+            _settle_check(module.graph, node)
+        elif node.target is aten.cross_entropy_loss.default:
             _cross_entropy(module.graph, node)
         elif node.target in (aten.index_put.default, aten.index_put_.default):
             _fill_masked(module.graph, node)
+        elif node.target in (aten.embedding_bag.default, aten.embedding_bag.padding_idx):
+            _bag_as_rows(module.graph, node)
+        elif node.target in _FACTORED:
+            _factor_in_order(module.graph, node)
         elif node.op == "call_function" and not node.meta.get("stack_trace"):
             _borrow_line(module, node)
     module.graph.lint()
@@ -82,6 +98,20 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
                 if inner.meta.get("stack_trace"):
                     node.meta.update({k: inner.meta[k] for k in USERS_META if k in inner.meta})
                     return
+
+
+def _bag_as_rows(graph: fx.Graph, node: fx.Node) -> None:
+    from dtensor.frontend.capture.bags import as_rows  # few programs need it
+
+    as_rows(graph, node)
+
+
+def _factor_in_order(graph: fx.Graph, node: fx.Node) -> None:
+    """Torch factors the transpose of a matrix that is contiguous, and the backward that is recorded
+    solves with what it expects of that: so it is contiguous here, as on the ranks."""
+    matrix: Any = node.args[0]
+    if not matrix.meta["val"].is_contiguous():
+        node.replace_input_with(matrix, Writer(graph, node)(aten.contiguous.default, matrix))
 
 
 def _has_anchor(graph: fx.Graph) -> bool:
@@ -105,6 +135,64 @@ def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
     from dtensor.frontend.capture.memory import fill_masked  # few programs need it
 
     fill_masked(graph, node)
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+_ALL, _ANY = {aten.all.default, aten._is_all_true.default}, {aten.any.default}
+
+
+def _settle_check(graph: fx.Graph, node: fx.Node) -> None:
+    """What is checked goes through the check on its way to all that reads it later."""
+    answer, wanted, message = node.args
+    assert isinstance(answer, fx.Node)
+    found, later = None, _later(node)
+    if answer.target in (_ALL if wanted else _ANY):
+        ok: Any = answer.args[0]
+        found = next(
+            (x for x in _carriers(ok, node) if later & x.users.keys() and _fits(x, ok)), None
+        )
+    if found is None:
+        source = source_of_trace(node.meta.get("stack_trace") or "")
+        raise asks_for_data(f"a check of torch's: {message}", source)
+    call = Writer(graph, node)
+    ok = ok if wanted else call(aten.logical_not.default, ok)
+    checked = call(dt.checked.default, found, ok, message)
+    checked.meta["val"] = found.meta["val"]
+    found.replace_all_uses_with(checked, delete_user_cb=later.__contains__)
+    graph.erase_node(node)
+
+
+def _later(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    while node.op != "output":
+        node = node.next
+        found.add(node)
+    return found
+
+
+def _carriers(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:
+    """What may go through the check: what ok is computed from, the nearest first, and then all else
+    that is computed before, the last first."""
+    waiting, seen = [ok], {ok}
+    for one in waiting:
+        new = [x for x in one.all_input_nodes if x not in seen]
+        seen.update(new)
+        waiting += new
+        yield from new
+    while node.prev.op != "root":
+        node = node.prev
+        yield node
+
+
+def _fits(x: fx.Node, ok: fx.Node) -> bool:
+    """Whether ok has a flag for each of x's items, or of its leading dims, and no op writes to x:
+    it would write to a copy."""
+    val, flags = x.meta.get("val"), ok.meta["val"]
+    written = any(
+        isinstance(u.target, torch._ops.OpOverload) and u.target._schema.is_mutable for u in x.users
+    )
+    return isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not written
 
 
 # -- cross entropy ---------------------------------------------------------------------------------

@@ -42,7 +42,13 @@ from dtensor.frontend.capture.call_as_module import (
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import Held
 from dtensor.frontend.capture.layers import segments_of
-from dtensor.frontend.capture.patches import export_joint, patched, surrounding, whole_layers
+from dtensor.frontend.capture.patches import (
+    export_joint,
+    load_compiler,
+    patched,
+    surrounding,
+    whole_layers,
+)
 from dtensor.frontend.capture.refusals import (
     ASSIGNED,
     assigned_attribute,
@@ -125,6 +131,7 @@ class _Capture:
 
     def __init__(self, call: FlatCall, grads: Grads, *, each_call: bool = False) -> None:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        load_compiler()
         from dtensor.frontend.capture.to_graph import to_graph
 
         self.call = call
@@ -143,7 +150,7 @@ class _Capture:
                 for met in functions:
                     met.restore(forward)
                 met = canonicalise(forward, itertools.count())
-                check_forward(forward)
+                check_forward(forward, grads != "none")
                 # Attention that `canonicalise` leaves decomposes the same on every machine.
                 with sdpa_kernel(SDPBackend.MATH), whole_layers():
                     joint = _differentiate(forward, tensors, mode)
@@ -193,7 +200,8 @@ def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
 def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         with preserve_node_meta():  # the numbers of checkpoints
-            return torch.export.export(root, tensors, strict=False).module(check_guards=False)
+            exported = torch.export.export(root, tensors, strict=False)
+            return _only_its_own(exported.module(check_guards=False), root)
     except data_dependent_errors() as error:
         raise data_dependent(error, source_of_exception(error)) from error
     except UserWarning as warning:
@@ -205,6 +213,19 @@ def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphMo
         from dtensor.frontend.capture.failures import of_program  # seldom needed
 
         raise of_program(error, root)  # noqa: B904 - its cause is set
+
+
+def _only_its_own(forward: fx.GraphModule, root: CallAsModule) -> fx.GraphModule:
+    """An `nn.Buffer` that the program closed over is a buffer of the exported module too, where any
+    other tensor is a plain attribute: a constant, which it becomes."""
+    own = dict(root.named_buffers(remove_duplicate=False))
+    for name, value in list(forward.named_buffers(remove_duplicate=False)):
+        if name not in own:
+            path, _, last = name.rpartition(".")
+            owner = forward.get_submodule(path)
+            del owner._buffers[last]
+            setattr(owner, last, value.detach())
+    return forward
 
 
 def _differentiate(

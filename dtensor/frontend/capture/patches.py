@@ -13,6 +13,8 @@
 - A custom autograd Function is recorded with its backward (functions.py), below `Function.apply`,
   which a program may have under another name: relu = MyRelu.apply.
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
+- `module.to(x.device)`, `.float()` and the like do nothing where they change nothing; else they are
+  refused.
 - Layers that torch takes apart while differentiating, and that have rules, stay whole.
 
 The joint export of forward and backward, `export_joint`, is private to torch too.
@@ -34,11 +36,13 @@ tests hold for each supported version. Not for several threads. Not here: what a
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import traceback as python_traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from logging import LogRecord
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -57,7 +61,8 @@ from torch.fx.proxy import TracerBase
 from torch.utils._pytree import tree_leaves
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.refusals import ASSIGNED, planning_error
+from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
+from dtensor.frontend.graph import type_text
 from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import places_below, source_here
 
@@ -72,6 +77,10 @@ CAPTURED_ON = "cpu"
 @contextmanager
 def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     """Within a capture. ``below``: the function whose callees' lines are the user's."""
+    # Not at the top: they load torch's compiler, and with it triton where that is installed.
+    from torch.export import _trace
+    from torch.fx.experimental import symbolic_shapes
+
     numbers = itertools.count()  # of checkpoints
     functions: list[AppliedFunctions] = []  # at most one, where there is a custom Function
     changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -79,6 +88,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (fx.GraphModule, "recompile", _when_called),
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
+        (torch.nn.Module, "_apply", _unmoved),
         (_SingleLevelFunction, "apply", lambda _: _watched(numbers, functions, stack)),
         (
             checkpoints,
@@ -91,7 +101,11 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
             stack.enter_context(
                 mock.patch.object(owner, name, change(vars(owner).get(name)), create=True)
             )
-        # What it logs with a traceback it raises too.
+        # What torch logs with a traceback it raises too; of a program that depends on data it
+        # prints the graph so far.
+        stack.enter_context(mock.patch.object(_trace, "print", _prints_nothing, create=True))
+        symbolic_shapes.log.addFilter(_says_nothing_at_all)
+        stack.callback(symbolic_shapes.log.removeFilter, _says_nothing_at_all)
         fake_tensor.log.addFilter(_says_nothing)
         stack.callback(fake_tensor.log.removeFilter, _says_nothing)
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
@@ -111,6 +125,14 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
 
 def _says_nothing(record: LogRecord) -> bool:
     return record.exc_info is None
+
+
+def _says_nothing_at_all(_: LogRecord) -> bool:
+    return False
+
+
+def _prints_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def _whole_traces(below: FunctionType) -> Any:
@@ -194,6 +216,36 @@ def _lost(device_type: str, given: str) -> PlanningError:
         fix=f'torch.autocast("{CAPTURED_ON}"{given}), or x.device.type of an argument x: it holds '
         f"on every device",
     )
+
+
+# -- modules that are moved ------------------------------------------------------------------------
+
+
+def _unmoved(plain: Any) -> Any:
+    """Torch would swap each parameter for what `.to` returns, itself or not."""
+
+    def apply(self: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        if not is_capturing():
+            return plain(self, fn, recurse)
+        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        named = [*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)]
+        for name, x in named:
+            with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
+                made = fn(x)
+            if not is_same_memory(made, x):
+                now, then = (f"{type_text(y)} on {y.device}" for y in (x, made))
+                raise planning_error(
+                    "The program moves a module or changes its dtype.",
+                    f"{name}: {now} -> {then if then != now else 'other strides'}",
+                    source=source_here(),
+                    fix="do it once, before dt.parallelize; within the program, x.to(...) of "
+                    "tensors alone",
+                )
+        return self
+
+    return apply
 
 
 # -- checkpoints, and Functions of the user's ------------------------------------------------------
@@ -308,10 +360,32 @@ def whole_layers() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+@cache
+def load_compiler() -> None:
+    """Torch's compiler, where it is not loaded yet. Torch looks up the module of each op that it
+    defines by asking all modules for their file; one that is imported late may raise then."""
+    getmodule: Any = inspect.getmodule
+
+    def found(*args: Any) -> Any:
+        try:
+            return getmodule(*args)
+        except Exception:
+            return None
+
+    with mock.patch.object(inspect, "getmodule", found):
+        import torch._dynamo
+        import torch._functorch.aot_autograd
+        import torch.export  # noqa: F401
+
+
 def export_joint(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Forward and backward in one graph, its placeholders and output with meta "desc"."""
     # Not at the top: it loads torch's compiler, and with it triton where that is installed.
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._higher_order_ops import effects
 
+    # Torch before 2.13 drops it as dead code, and a singular matrix gives numbers without a word.
+    if effects._get_effect("aten::_linalg_check_errors") is None:
+        effects._register_effectful_op("aten::_linalg_check_errors", effects._EffectType.ORDERED)
     with ExitStack() as stack:
         return aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module

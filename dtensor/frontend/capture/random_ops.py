@@ -222,6 +222,21 @@ def _exponential(c: _RandomCall) -> fx.Node:
     return c.scaled(waited, 1 / c.a["lambd"], 0)
 
 
+def _cauchy(c: _RandomCall) -> fx.Node:
+    turned = c(aten.tan.default, c.scaled(c.uniform(), math.pi, -math.pi / 2))
+    return c.scaled(turned, c.a["sigma"], c.a["median"])
+
+
+def _rrelu(c: _RandomCall) -> fx.Node:
+    """In training a slope is drawn for each item; else it is the mean of the two."""
+    low, high = c.a["lower"], c.a["upper"]
+    if not c.a["training"]:
+        return c(aten.leaky_relu.default, c.x, (low + high) / 2)
+    slopes = c.scaled(c.uniform(), high - low, low)
+    sloped = c(aten.mul.Tensor, c.x, slopes)
+    return c(aten.where.self, c(aten.gt.Scalar, c.x, 0), c.x, sloped)
+
+
 _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
     aten.dropout.default: _dropout,
     aten.dropout_.default: _dropout,
@@ -231,6 +246,11 @@ _FORMS: dict[Any, Callable[[_RandomCall], fx.Node]] = {
     aten.alpha_dropout_.default: lambda c: _alpha(c, None),
     aten.feature_alpha_dropout.default: lambda c: _alpha(c, _features(c)),
     aten.feature_alpha_dropout_.default: lambda c: _alpha(c, _features(c)),
+    aten.cauchy.default: _cauchy,
+    aten.cauchy_.default: _cauchy,
+    aten.log_normal_.default: lambda c: c(aten.exp.default, _normal(c)),
+    aten.rrelu.default: _rrelu,
+    aten.rrelu_.default: _rrelu,
     aten.rand.default: lambda c: c.uniform(),
     aten.rand_like.default: lambda c: c.uniform(),
     aten.uniform_.default: _uniform,

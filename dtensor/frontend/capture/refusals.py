@@ -2,7 +2,7 @@
 
     with Watch():                    # .item() and the like, parameters that were closed over
         fn(...)
-    check_forward(exported)          # sizes that depend on data
+    check_forward(exported, True)    # sizes that depend on data, sparse gradients
     check_joint(graph)               # random ops, control flow
 
 Without this, a parameter that is closed over would become a constant without gradient. Not here:
@@ -13,21 +13,26 @@ torch raises in it (failures.py).
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import type_text
+from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.reads.effects import Change, line_of_change
 from dtensor.frontend.reads.ran import CodeRecorder
 from dtensor.frontend.reads.walk import RanCode
@@ -70,6 +75,7 @@ _ASKS: dict[Callable[..., Any], str] = {
     torch.Tensor.__index__: "a tensor as an index of Python",
 }
 
+_DATA: Any = torch.Tensor.data
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
 
@@ -97,15 +103,51 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ASKS and not _is_constant(args[0]):
-            raise _asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
+            check = check_of_torch() if func is torch.Tensor.__bool__ else None
+            if check is not None:
+                torch.ops.dt.ask(args[0], check.passes, check.message)
+                return check.passes
+            if func is torch.Tensor.__float__ and sys._getframe(1).f_code is _BATCH_NORM:
+                raise planning_error(
+                    "A batch norm that averages all batches (momentum=None) cannot be captured: "
+                    "its momentum depends on how many there were.",
+                    source=source_here(),
+                    fix="state a momentum, as in BatchNorm1d(n, momentum=0.1)",
+                )
+            raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
+        if func == _DATA.__get__:  # it would be a tensor of nowhere
+            return args[0].detach()
+        if func == _DATA.__set__:
+            if is_same_memory(args[1], args[0]):
+                return None
+            raise planning_error(
+                "The program gives a tensor other memory (x.data = y).",
+                type_text(args[0]),
+                source=source_here(),
+                fix="x.copy_(y) under torch.no_grad(), of a buffer x",
+            )
         if func in _DERIVATIVES:
             raise planning_error(
                 "A gradient inside the program is not supported yet.",
                 source=source_here(),
-                fix="return the loss, and let the runtime differentiate it",
+                fix="return the loss, and let the runtime differentiate it; a derivative along a "
+                "direction: torch.func.jvp",
             )
         if func in _HOOKS:
             raise hooks_on_gradients([type_text(args[0])], source_here(), _HOOKS[func])
+        if func in _CTC:
+            raise planning_error(
+                "CTC loss has no form here: what it computes depends on the lengths' values.",
+                *(type_text(x) for x in args[:2]),
+                source=source_here(),
+                fix="a torch.library.custom_op of your own that calls torch.ops.aten._ctc_loss and "
+                "_ctc_loss_backward, with register_fake and "
+                'register_autograd, and dt.rule("mylib::ctc", "t! b c!, b s!, b, b -> b, t! b c!") '
+                "for its losses and gradients by log_probs",
+            )
+        if func is F.gaussian_nll_loss:  # what torch runs for a function is not seen but for this
+            with self:
+                return _GAUSSIAN_NLL(*args, **kwargs)
         calls_back = False
         for value in _opened((*args, *kwargs.values())):
             calls_back |= isinstance(value, FunctionType)
@@ -138,10 +180,68 @@ def _is_constant(x: torch.Tensor) -> bool:
 
 
 def _is_stray(x: torch.Tensor) -> bool:
+    if not x.requires_grad or isinstance(x, FakeTensor):
+        return False
+    while is_functorch_wrapped_tensor(x):  # within torch.func.grad
+        x = get_unwrapped(x)
     return x.requires_grad and not isinstance(x, FakeTensor)
 
 
-def _asks_for_data(what: str, source: Source | None) -> PlanningError:
+_CTC = (F.ctc_loss, torch.ctc_loss)
+_BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
+_GAUSSIAN_NLL = FunctionType(
+    F.gaussian_nll_loss.__code__,
+    {**vars(F), "has_torch_function_variadic": lambda *_: False},
+    argdefs=F.gaussian_nll_loss.__defaults__,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedByTorch:
+    """A question that torch asks of a tensor to raise or to go on; ``passes``: the good answer."""
+
+    passes: bool
+    message: str
+
+
+def check_of_torch() -> AskedByTorch | None:
+    """That of the torch function that asks right now, where it is one that is known."""
+    frame = sys._getframe(2)
+    code, of = frame.f_code, frame.f_locals
+    if code is F.gaussian_nll_loss.__code__:
+        return AskedByTorch(False, "var has negative entry/entries: variances are to be 0 or more")
+    if code is Distribution.__init__.__code__:
+        return AskedByTorch(True, _unmet(of["self"], f"parameter {of['param']}", of["constraint"]))
+    if code is Distribution._validate_sample.__code__:
+        return AskedByTorch(True, _unmet(of["self"], "value argument", of["support"]))
+    if code in _CONSTRAINTS:
+        return AskedByTorch(True, f"Expected matrices to satisfy {of['self']}")
+    return None
+
+
+# These answer with a part of the check where that fails already, and it is refused by who asked.
+_CONSTRAINTS = {
+    getattr(constraints, f"_{name}").check.__code__
+    for name in ("Symmetric", "PositiveSemidefinite", "PositiveDefinite")
+}
+
+
+def _unmet(distribution: Distribution, what: str, constraint: object) -> str:
+    kind = type(distribution).__name__
+    return f"Expected {what} of distribution {kind} to satisfy the constraint {constraint}"
+
+
+def is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether what is done to x is done to y, element by element."""
+    if x is y:
+        return True
+    with torch._C.DisableTorchFunction():
+        return (x.shape, x.stride(), x.dtype, x.device, x.storage_offset()) == (
+            *(y.shape, y.stride(), y.dtype, y.device, y.storage_offset()),
+        ) and x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def asks_for_data(what: str, source: Source | None) -> PlanningError:
     return planning_error(
         "The program depends on a tensor's value, which is not known when it is planned.",
         what,
@@ -152,7 +252,7 @@ def _asks_for_data(what: str, source: Source | None) -> PlanningError:
 
 def data_dependent(error: Exception, source: Source | None) -> PlanningError:
     """For torch's own exceptions about values and sizes that depend on data."""
-    return _asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
+    return asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
 def assigned_attribute(names: Sequence[str], source: Source | None) -> PlanningError:
@@ -226,6 +326,7 @@ def assigned_names(warning: str) -> list[str]:
 
 _DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 _ITEMS = {"item", "_local_scalar_dense"}
+_TABLES = {"embedding", "embedding_bag"}
 _STRIDED = {"as_strided", "as_strided_copy", "as_strided_scatter", "resize", "resize_as"}
 
 
@@ -236,15 +337,34 @@ def is_idle_dropout(node: fx.Node) -> bool:
     )
 
 
-def check_forward(module: fx.GraphModule) -> None:
-    """Raises for the first node of the exported graph whose value or size depends on data."""
+def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
+    """Raises for the first node of the exported graph whose value or size depends on data, or whose
+    gradient would be sparse."""
+    quiet: list[str] = []  # regions under no_grad
     for node in module.graph.nodes:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
-            raise _asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
-    for child in module.children():
+            raise asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
+        if differentiated and _op_name(node) in _TABLES and bound(node)["sparse"]:
+            _check_table(node)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
+            quiet.append(node.args[1].target)
+    for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
-            check_forward(child)
+            check_forward(child, differentiated and name not in quiet)
+
+
+def _check_table(node: fx.Node) -> None:
+    table = bound(node)["weight"]
+    if table.op in ("get_attr", "placeholder") and not table.meta["val"].requires_grad:
+        return
+    raise planning_error(
+        "The gradient of an embedding with sparse=True is a sparse tensor, and a step's gradients "
+        "are dense.",
+        f"{_op_name(node)} of {type_text(table.meta['val'])}",
+        source=source_of_trace(node.meta.get("stack_trace") or ""),
+        fix="set sparse=False: the same numbers, and an optimizer that takes dense gradients",
+    )
 
 
 def check_joint(graph: fx.Graph) -> None:

@@ -7,7 +7,10 @@
                                                        16 bits, where a sum of two rounds twice
     casts of a parameter to one dtype, in a phase  ->  one cast, as autocast's cache has it
     zeros, ones, scalar_tensor                     ->  full(sizes, value)
+    new_empty, empty_strided                       ->  empty(sizes): of no other tensor
+    _conj(1j), what autograd computes of numbers   ->  full([], -1j)
     add.Scalar, sub.Scalar, mul.Scalar, div.Scalar ->  add.Tensor(x, number), ...
+    as_strided, its gradient: of all, in order     ->  reshape(x, sizes), permute(x, dims)
     slice(x, -1, 2, None)                          ->  slice(x, dim, start, stop, step), resolved
     cat([x, empty])                                ->  x
     cross_entropy_rows(logits, target)             ->  ce_stats, ce_loss
@@ -79,11 +82,21 @@ _FILLS: dict[Any, Callable[[dict[str, Any]], tuple[Any, Any]]] = {
     aten.new_ones.default: lambda a: (a["size"], 1),
     aten.new_full.default: lambda a: (a["size"], a["fill_value"]),
 }
+_UNFILLED = {
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_strided.default,
+}
 _SCALAR_FORMS: dict[Any, Any] = {
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
     aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
+}
+_STRIDED = {
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
 }
 _NO_MEANING = ("layout", "pin_memory", "memory_format")
 
@@ -160,8 +173,32 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         dtype = node.meta["val"].dtype
         full = call(aten.full.default, list(size), value, dtype=dtype, device=torch.device("cpu"))
         _become(graph, node, full)
+    elif target in _UNFILLED:
+        kwargs = dict(dtype=node.meta["val"].dtype, device=torch.device("cpu"))
+        _become(graph, node, call(aten.empty.memory_format, bound(node)["size"], **kwargs))
     elif target is dt.cross_entropy_rows.default:
         _rewrite_rows(node, call)
+    elif target in _STRIDED:
+        from dtensor.frontend.capture.strides import rearranged  # few programs need it
+
+        if found := rearranged(node, call):
+            _become(graph, node, found[-1])
+            for new in found:
+                _rewrite(graph, new)
+    elif _is_of_number(node):
+        bare: Any = target
+        number = bare(*node.args, **{k: v for k, v in node.kwargs.items() if k != "device"})
+        how = dict(dtype=node.meta["val"].dtype, device=torch.device("cpu"))
+        _become(graph, node, call(aten.full.default, [], number.item(), **how))
+
+
+def _is_of_number(node: fx.Node) -> bool:
+    """An op that is given Python's numbers alone where it takes tensors."""
+    target, val = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or node.all_input_nodes or not node.args:
+        return False
+    takes_tensor = isinstance(target._schema.arguments[0].type, torch.TensorType)
+    return takes_tensor and isinstance(val, torch.Tensor) and val.dim() == 0
 
 
 def _is_idle(node: fx.Node) -> bool:

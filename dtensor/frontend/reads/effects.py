@@ -21,7 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CellType, CodeType, GeneratorType, ModuleType
+from types import CellType, CodeType, GeneratorType, GetSetDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -207,7 +207,8 @@ def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
 
 def _owner_of(space: Any) -> type:
     """The class whose attributes a read-only view shows."""
-    return space["__dict__"].__objclass__ if "__dict__" in space else type(None)
+    shown = space.get("__dict__")
+    return shown.__objclass__ if isinstance(shown, GetSetDescriptorType) else type(None)
 
 
 def _content(cell: CellType) -> Any:

@@ -24,7 +24,6 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +34,7 @@ from dtensor.frontend.reads.walk import (
     Reached,
     Roots,
     has_hooks,
+    items_of,
     walk,
 )
 
@@ -108,8 +108,8 @@ class Reads:
         self._sets = [(s, frozenset(s)) for s in self._sized if isinstance(s, (set, frozenset))]
         self._objects = found.objects
         self._types = list(map(type, found.objects))
-        self._attributes = [(o, n, getattr(o, n)) for _, o, n in found.attributes]
-        self._dicts = [(d, list(dict.values(d))) for d in found.dicts]
+        self._attributes = [(o, n, object.__getattribute__(o, n)) for _, o, n in found.attributes]
+        self._containers = [(c, items_of(c) or []) for c in found.containers]
         self._variables = [(v, v.get(None)) for _, v in found.variables]
         self._arrays = [(a, bytes(a)) for _, a in found.arrays]
         self._weights = [x for _, x in found.parameters]
@@ -148,12 +148,12 @@ class Reads:
             and self._now_flags() == self._flags
             and all(map(is_, [f.__defaults__ for f in self._functions], self._defaults))
             and all(map(is_, [f.__code__ for f in self._functions], self._codes))
-            and all(getattr(o, name, None) is value for o, name, value in self._attributes)
+            and all(_attribute(o, name) is value for o, name, value in self._attributes)
             and all(variable.get(None) is value for variable, value in self._variables)
             and all(held == kept for held, kept in self._sets)
             and all(
-                len(d) == len(kept) and all(map(is_, dict.values(d), kept))
-                for d, kept in self._dicts
+                len(now := items_of(c) or []) == len(kept) and all(map(is_, now, kept))
+                for c, kept in self._containers
             )
             and all(bytes(array) == kept for array, kept in self._arrays)
             and self._around == _around(self.found)
@@ -167,7 +167,7 @@ class Reads:
         return True
 
     def _hooks_here(self) -> list[int]:
-        spaces = [vars(o) for o in self._objects if isinstance(o, nn.Module)]
+        spaces = [vars(module) for module in self.found.modules]
         kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
         return [len(space.get(kind, ())) for space in spaces for kind in kinds] + [
             has_hooks(x) for x in self._weights
@@ -202,6 +202,14 @@ class Reads:
         """Looks at what the caught tensors hold now."""
         for caught in self.caught:
             caught.refresh()
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """As `getattr`, without asking the object's own methods; None where it is not there."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def _around(found: Reached) -> tuple[Any, ...]:

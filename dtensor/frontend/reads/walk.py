@@ -35,7 +35,7 @@ import itertools
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -111,7 +111,7 @@ class Reached:
     attributes: list[tuple[str, Any, str]] = field(default_factory=list)  # without a __dict__
     modules: list[nn.Module] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)  # whose class counts
-    dicts: list[dict[Any, Any]] = field(default_factory=list)  # with a lookup of their own
+    containers: list[Any] = field(default_factory=list)  # with a lookup of their own
     sized: Paths[Any] = field(default_factory=list)
     cells: Paths[CellType] = field(default_factory=list)
     functions: Paths[FunctionType] = field(default_factory=list)
@@ -236,12 +236,44 @@ def _holders_of(codes: Sequence[CodeType]) -> Roots:
     modules = [
         module
         for name, module in sorted(sys.modules.items())
-        if not is_foreign(name) and getattr(module, "__file__", None) in files
+        # not its attribute: a module that is imported late raises, or is imported, when it is asked
+        if not is_foreign(name) and space_of(module).get("__file__") in files
     ]
     return (
         *((f.__qualname__, f) for f in functions if f.__module__ and not is_foreign(f.__module__)),
         *((module.__name__, module) for module in modules),
     )
+
+
+_CONTENTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
+    *((dict, dict.values), (list, list.__iter__), (tuple, tuple.__iter__)),
+    *((set, set.__iter__), (frozenset, frozenset.__iter__)),
+    (collections.deque, collections.deque.__iter__),
+)
+
+
+def items_of(value: Any) -> list[Any] | None:
+    """What a container of Python's holds, or one of a class derived from it, whose own methods are
+    not asked; None for other objects."""
+    for kind, contents in _CONTENTS:
+        if issubclass(type(value), kind):
+            return list(contents(value))
+    return None
+
+
+def space_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object holds, without asking its own methods; {} where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except Exception:  # none, or a property of the user's in its place
+        return {}
+
+
+def _key_text(key: Any) -> str:
+    try:
+        return f"[{key!r}]" if isinstance(key, PLAIN) else ""
+    except Exception:  # a text of a class of the user's
+        return f"[{type(key).__name__}]"
 
 
 def has_hooks(x: torch.Tensor) -> bool:
@@ -266,8 +298,17 @@ class _Walker:
         self._todo += reversed(roots)
         while self._todo and (self.ran is not None or len(self._seen) < MOST_LOOKED_AT):
             path, value = self._todo.pop()
-            mark = len(self._todo)
-            self._visit(path, value)
+            mark, said = len(self._todo), len(self.found.print)
+            try:
+                self._visit(path, value)
+            except Exception:
+                if is_foreign(type(value).__module__):
+                    raise
+                # A method of the user's that was asked raises (__len__, __class__): none is asked.
+                del self._todo[mark:], self.found.print[said:], self.found.paths[said:]
+                self._seen.setdefault(id(value), len(self._seen))
+                self.found.kept.append(value)
+                self._object(path, value)
             self._todo[mark:] = reversed(self._todo[mark:])  # the first part is visited first
 
     def _say(self, path: str, *what: object) -> None:
@@ -543,7 +584,7 @@ class _Walker:
                 self._say(path, type(key), key)
             else:
                 self._same(path, key)
-            self._slot(items, key, f"{path}[{key!r}]" if isinstance(key, PLAIN) else path)
+            self._slot(items, key, f"{path}{_key_text(key)}")
 
     def _set(self, path: str, items: Any) -> None:
         plain = all(isinstance(item, PLAIN) for item in items)
@@ -571,13 +612,13 @@ class _Walker:
         self._say(path, "object")
         self.found.objects.append(value)
         self._todo.append((path, kind))
-        if isinstance(value, dict):  # that looks things up in its own way
-            self.found.dicts.append(value)
-            self._say(
-                path, *(key if isinstance(key, PLAIN) else id(key) for key in dict.keys(value))
-            )
-            self._todo += [(f"{path}[{k!r}]", item) for k, item in dict.items(value)]
-        space: dict[str, Any] = getattr(value, "__dict__", {})
+        if (items := items_of(value)) is not None:  # that looks things up in its own way
+            self.found.containers.append(value)
+            if issubclass(kind, dict):
+                keys = dict.keys(value)
+                self._say(path, *(k if type(k) in PLAIN else id(k) for k in keys))
+            self._todo += [(f"{path}[{i}]", item) for i, item in enumerate(items)]
+        space = space_of(value)
         if root == "dtensor":  # a parallelized module: what it holds of the user's
             self._todo += [(path, part) for part in space.values() if isinstance(part, nn.Module)]
             return
@@ -591,6 +632,11 @@ class _Walker:
         for base in kind.__mro__:
             slots = vars(base).get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                    self.found.attributes.append((f"{path}.{name}", value, name))
-                    self._todo.append((f"{path}.{name}", getattr(value, name)))
+                if name in ("__dict__", "__weakref__"):
+                    continue
+                try:
+                    held = object.__getattribute__(value, name)
+                except AttributeError:  # not assigned yet
+                    continue
+                self.found.attributes.append((f"{path}.{name}", value, name))
+                self._todo.append((f"{path}.{name}", held))

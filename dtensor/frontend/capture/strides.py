@@ -1,0 +1,56 @@
+"""Tensors that are read through strides, as reshapes and permutations, which split.
+
+    as_strided(x [n c 1 1], [n, c, 1, 1], [c, 1, c, c])   ->   x
+    as_strided(x [a b], [b, a], [1, b])                   ->   permute(x, [1, 0])
+    as_strided_scatter(x, src, ..)                        ->   reshape(permute(src, ..), sizes of x)
+
+The first is what pooling to one place ends in where channels are last in memory; the last is the
+gradient of such a view.
+
+Invariants: x lies in order, as `refusals.check_joint` has it, and each of its elements is seen
+once; what is read through other strides stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.graph import bound
+
+aten: Any = torch.ops.aten
+
+
+def rearranged(node: fx.Node, call: Callable[..., fx.Node]) -> list[fx.Node]:
+    """The new calls in order, of which the last is the node's value; none: it stays.
+
+    ``call`` writes one, with the node's meta.
+    """
+    a = bound(node)
+    x, size = a["self"].meta["val"], a["size"]
+    order = _in_memory(size, a["stride"])
+    if order is None or a["storage_offset"] or not 0 < x.numel() == torch.Size(size).numel():
+        return []
+    if node.target is aten.as_strided_scatter.default:
+        first = call(aten.permute.default, a["src"], order)
+        first.meta["val"] = a["src"].meta["val"].permute(order)
+        return [first, call(aten.reshape.default, first, list(x.shape))]
+    sizes = [size[d] for d in order]
+    first = call(aten.reshape.default, a["self"], sizes)
+    first.meta["val"] = x.reshape(sizes)
+    back = [order.index(d) for d in range(len(order))]
+    return [first, call(aten.permute.default, first, back)]
+
+
+def _in_memory(size: list[int], stride: list[int]) -> list[int] | None:
+    """The dims as they lie in memory, outer ones first; None where they leave gaps or overlap."""
+    order = sorted(range(len(size)), key=lambda d: (size[d] == 1, -stride[d]))
+    count = 1
+    for d in reversed(order):
+        if size[d] != 1 and stride[d] != count:  # the stride of a single place says nothing
+            return None
+        count *= size[d]
+    return order
