@@ -4,6 +4,7 @@
 # docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
+# versions: capture, rules and Ray with each torch that is supported, and their table;
 # hf: every family of models of transformers over two ranks, and its table;
 # chaos: hundreds of launches that end in every way, none of which may leave anything behind; with
 #   ARGS="--recover 200 --named 30 --disk 40 --seed 0" faults on purpose: ranks killed, stopped, cut
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick sweep lint docs check certify opinfo hf chaos kernels format
+.PHONY: setup demo test quick sweep lint docs check certify opinfo versions hf chaos kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -57,6 +58,9 @@ check: lint docs
 # Torch warns in C++ about statistics of empty shards, thousands of times.
 certify: setup
 	TORCH_CPP_LOG_LEVEL=ERROR $(BIN)/python -m tests.certify --table docs/certified.md
+
+versions: setup
+	$(BIN)/python -m tests.versions --jobs $(JOBS) $(ARGS)
 
 hf: setup
 	$(BIN)/python -m tests.huggingface_sweep --jobs $(JOBS)

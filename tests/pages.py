@@ -156,7 +156,7 @@ def _bash(commands: list[str]) -> tuple[str, list[int]]:
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
-        timeout=300,
+        timeout=900,
     )
     if len(commands) == 1:
         return ran.stdout, [ran.returncode]

@@ -151,7 +151,7 @@ def test_a_link_that_leaves_docs_holds_in_the_site_or_is_an_error(tmp_path: Path
         [sys.executable, "-m", "sphinx", "-q", "-b", "html", str(docs), str(tmp_path / "site")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     warned = re.findall(r"WARNING: (.*)", ran.stderr)
     assert len(warned) == 2 and "no" in warned[0] and "gone.py" in warned[1], ran.stderr

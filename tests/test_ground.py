@@ -29,7 +29,7 @@ def python(*args: str) -> str:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -186,8 +186,11 @@ def test_the_path_of_the_readmes_example():
     # runs that are undone, steps that go on elsewhere, an optimizer's state as named values: 700
     # lines more; and launching apart from sessions, and these from an optimizer's state;
     # what is said of clipping between steps, of axes without names, of a rank that holds too much;
-    # docstrings that the reference prints: 160 lines; what notebooks show of them: 20
-    assert files <= 95 and lines <= 24_900 and ran <= 11_260, text
+    # docstrings that the reference prints: 160 lines; what notebooks show of them: 20;
+    # rules that fail are no rules; numbers in the place of tensors, sparse gradients refused: 100;
+    # sums of 16 bits whose parts are float32, and the table of ops that give such parts: 250
+    # what hosts raise, checks of values, waits that are followed: 250 more, and one file
+    assert files <= 97 and lines <= 26_100 and ran <= 11_700, text
 
 
 def test_long_files_are_looked_at():

@@ -80,7 +80,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     built = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", str(copy)],
-        capture_output=True, text=True, env=env, cwd=copy, timeout=120,
+        capture_output=True, text=True, env=env, cwd=copy, timeout=900,
     )  # fmt: skip
     assert built.returncode == 0, built.stdout + built.stderr
     return copy / "dist"

@@ -26,7 +26,7 @@ def test_the_example_prints_the_plan_that_the_readme_shows(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
+        timeout=900,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.rstrip() == plan[1].rstrip()
