@@ -26,7 +26,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from unittest import mock
 
@@ -120,12 +120,14 @@ class OwnForward:
 class HuggingFaceForward:
     """``num_layers``: of the cache; ``windows``: by the type of a layer how far it sees (None: all)
     where a model takes a mask for each, else one of them under ""; ``additive``: masks are added to
-    scores; ``one_row``: the model computes logits of one position where it is asked to."""
+    scores; ``one_row``: the model computes logits of one position where it is asked to;
+    ``takes_cache``: the argument of its forward that takes the cache."""
 
     num_layers: int
     windows: Mapping[str, int | None]
     additive: torch.dtype | None
     one_row: bool
+    takes_cache: str
     layers: Mapping[int, LayerShape] = field(default_factory=dict[int, LayerShape])
     vocabulary: int = 0
     eos: tuple[int, ...] = ()
@@ -142,11 +144,11 @@ class HuggingFaceForward:
         from dtensor.api.generation.huggingface_cache import layer
 
         masks = {kind: self._mask(cache.mask(window)) for kind, window in self.windows.items()}
+        more[self.takes_cache] = Kept(layers=[layer(cache, i) for i in range(self.num_layers)])
         return model(
             input_ids=tokens,
             position_ids=cache.pos,
             attention_mask=masks.get("", masks),
-            past_key_values=Kept(layers=[layer(cache, i) for i in range(self.num_layers)]),
             use_cache=True,
             **more,
         ).logits
@@ -181,30 +183,26 @@ def _huggingface(module: Any, length: int) -> Forward:
         why = "transformers itself does not run it with a cache of fixed length"
         raise refused(why, "a model that has _can_compile_fullgraph")
     parameters = inspect.signature(module.forward).parameters
-    for needed in ("position_ids", "attention_mask", "past_key_values"):
+    for needed in ("position_ids", "attention_mask"):
         if needed not in parameters:
             raise refused(f"its forward takes no {needed}", "another model")
+    # transformers has renamed it in 5.24.
+    takes_cache = next((n for n in ("cache", "past_key_values") if n in parameters), None)
+    if takes_cache is None:
+        raise refused("its forward takes no cache", "another model")
     config = module.config.get_text_config(decoder=True)
     _check_positions(config, length, refused)
     kind = config._attn_implementation
     if kind not in ("sdpa", "eager"):
         why = f'its attention is "{kind}", which takes no mask that slots can state'
         raise refused(why, 'model.set_attn_implementation("sdpa")')
-    looked = HuggingFaceForward(
-        num, windows, module.dtype if kind == "eager" else None, "logits_to_keep" in parameters
-    )
+    additive = module.dtype if kind == "eager" else None
+    one_row = "logits_to_keep" in parameters
+    looked = HuggingFaceForward(num, windows, additive, one_row, takes_cache)
     met = _probe(module, looked.run)
     known = module.generation_config.eos_token_id if module.can_generate() else None
     eos = [known] if isinstance(known, int) else list(known or ())
-    return HuggingFaceForward(
-        looked.num_layers,
-        looked.windows,
-        looked.additive,
-        looked.one_row,
-        met.layers,
-        met.vocabulary,
-        tuple(eos),
-    )
+    return replace(looked, layers=met.layers, vocabulary=met.vocabulary, eos=tuple(eos))
 
 
 def _windows(
