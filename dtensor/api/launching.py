@@ -125,6 +125,7 @@ def launch(
     address: str | None = None,
     deadline_s: float = 60.0,
     call_deadline_s: float = 3600.0,
+    ranks_per_actor: int | None = None,
     mode: Mode = "compiled",
     bring_home: bool = True,
     local: LocalKind = "generated",
@@ -153,15 +154,21 @@ def launch(
         ranks: mesh to numbers of ranks of the launch, in the mesh's order; meshes may share ranks:
             ``launch(train, play, ranks={play: (0, 1)})``. A mesh that is not named gets ranks of
             its own, after those of the meshes before it.
-        backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank.
+        backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank,
+            or per ``ranks_per_actor`` of them.
         device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
-            each rank a GPU of its own where Ray has enough, else one actor hosts all on one GPU.
+            each actor a GPU of its own, and refuses to start where it has fewer that are free.
         address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
             Where it spans machines, ranks are on all of them, in blocks in the mesh's order: those
             along the last axis are on one (docs/scale_out.md).
         deadline_s: seconds after which a rank that makes no progress counts as failed.
         call_deadline_s: seconds that one computation of a rank may take, for which a warning is
             given after `deadline_s`.
+        ranks_per_actor: how many consecutive ranks of the launch, of whichever meshes, share an
+            actor: a process on Ray, which computes for one of them at a time and is lost with all
+            of them, and on "cuda" a GPU. By default 1; in-process all share this process anyway.
+            A mesh's ranks are all on one GPU with ``ranks_per_actor=mesh.size``; else, on GPUs, a
+            collective's ranks must be on one actor, or each on its own.
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
         bring_home: False leaves what changed behind, unless `gather_state_dict` has written it;
             reading it is a RuntimeError from then on, until `load_state_dict`.
@@ -176,7 +183,8 @@ def launch(
             no error (docs/recovery.md). By default nothing is kept.
         max_restarts: how many ranks may be replaced before the loss of one is an error.
 
-    Raises daft's errors: a failed rank, with its instruction and the model's source line.
+    Raises ValueError where Ray has too few GPUs; daft's errors: a failed rank, with its instruction
+    and the model's source line.
     """
     if ranks is None and len(meshes) == 1 and isinstance(mesh := meshes[0], Mesh):
         places, size = {mesh: None}, mesh.size
@@ -195,6 +203,9 @@ def launch(
         raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
     check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
     check_number("call_deadline_s", call_deadline_s, above=0, fix="call_deadline_s=3600.0")
+    if ranks_per_actor is not None:
+        fix = "ranks_per_actor=1"
+        check_number("ranks_per_actor", ranks_per_actor, least=1, whole=True, fix=fix)
     fix = 'address="127.0.0.1:6379", or leave it out'
     check_kind("address", address, str | None, "that of a Ray cluster", fix)
     if backend == "inprocess" and address is not None:
@@ -228,6 +239,7 @@ def launch(
         address=address,
         deadline_s=deadline_s,
         call_deadline_s=call_deadline_s,
+        ranks_per_actor=ranks_per_actor,
         spares=spares,
         snapshot_every=snapshot_every,
         max_restarts=max_restarts,

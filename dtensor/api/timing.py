@@ -157,13 +157,14 @@ def calibrate(
     device: str | None = None,
     address: str | None = None,
     deadline_s: float | None = None,
+    ranks_per_actor: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Topology:
     """Measure what the ranks of ``mesh`` do in a second; about a second itself.
 
     Inside a `launch` its cluster is measured, and ``mesh`` is one of its own, by default the first.
-    Outside, ``backend``, ``device``, ``address`` and ``deadline_s`` are those of `launch`, by
-    default in this process; with no mesh, one rank.
+    Outside, ``backend``, ``device``, ``address``, ``deadline_s`` and ``ranks_per_actor`` are those
+    of `launch`, by default in this process; with no mesh, one rank.
 
     Args:
         dtype: of the tensors that are multiplied, gone through and sent.
@@ -190,9 +191,11 @@ def calibrate(
             device or "cpu",
             address=address,
             deadline_s=60.0 if deadline_s is None else deadline_s,
+            ranks_per_actor=ranks_per_actor,
         ) as session:
             return measured_topology(session.cluster, whole, dtype)
     given = dict(backend=backend, device=device, address=address, deadline_s=deadline_s)
+    given |= dict(ranks_per_actor=ranks_per_actor)
     stated = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if stated:
         raise PlanningError(

@@ -53,10 +53,16 @@ def add_to(parsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
-    from dtensor.commands.launched import launching
+    from dtensor.commands.launched import launching, too_few_are_users
 
-    where = dict(backend=options.backend, device=options.device, address=options.address)
-    with AtWork() as progress, progress.doing(f"measures {options.mesh}"), launching(options):
+    names = "backend", "device", "address", "ranks_per_actor"
+    where = {name: getattr(options, name) for name in names}
+    with (
+        AtWork() as progress,
+        progress.doing(f"measures {options.mesh}"),
+        launching(options),
+        too_few_are_users(),
+    ):
         found = dt.calibrate(options.mesh, dtype=options.dtype, **where)
     data = topology_data(found)
     if options.save:

@@ -21,6 +21,15 @@ class RunFailed(Exception):
 
 
 @contextmanager
+def too_few_are_users() -> Iterator[None]:
+    """While ranks start: PlanningError where there are too few GPUs, or machines, for them."""
+    try:
+        yield
+    except ValueError as error:
+        raise PlanningError(str(error)) from error
+
+
+@contextmanager
 def launching(options: argparse.Namespace) -> Iterator[None]:
     """PlanningError where Ray is missing, or not at the address; RunFailed where a run fails."""
     try:

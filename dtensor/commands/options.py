@@ -196,6 +196,12 @@ def add_backend(parser: CommandParser) -> None:
     )
     group.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu (default) or cuda")
     group.add_argument("--address", metavar="HOST:PORT", help="of a Ray to join (default: none)")
+    group.add_argument(
+        "--ranks-per-actor",
+        type=int,
+        metavar="N",
+        help="ranks that share an actor, and its GPU (default: 1)",
+    )
 
 
 def add_json(parser: CommandParser, what: str = "one JSON object in place of text") -> None:

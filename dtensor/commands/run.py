@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
     import dtensor as dt
     from dtensor.commands.as_data import print_json
-    from dtensor.commands.launched import launching
+    from dtensor.commands.launched import launching, too_few_are_users
     from dtensor.commands.placed import Placed, check_stated
     from dtensor.commands.simulate import write
     from dtensor.commands.workload import Workload
@@ -86,10 +86,12 @@ def run(options: argparse.Namespace) -> int:
         backend=options.backend,
         device=options.device,
         address=options.address,
+        ranks_per_actor=options.ranks_per_actor,
         bring_home=False,
     )
     with launching(options), AtWork() as progress:
-        with progress.doing(f"starts {mesh.size} ranks, {options.backend}"):
+        starts = progress.doing(f"starts {mesh.size} ranks, {options.backend}")
+        with starts, too_few_are_users():
             launch.__enter__()
         try:
             for number in range(options.steps):

@@ -141,7 +141,8 @@ def launch_cluster(
     `address` joins a Ray cluster that runs already. Ray only, as nothing waits in-process:
     `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
     uses the CPU goes on, after a warning, for up to `call_deadline_s`.
-    `ranks_per_actor`: by default 1; on Ray's GPUs, where there are fewer than ranks, all of them.
+    `ranks_per_actor`: consecutive ranks that share an actor, and so on Ray a process and, on
+    "cuda", a GPU; by default 1. Fewer free GPUs than actors are refused.
     `seed` picks one of the legal orders in which the ranks of a host run.
     `snapshot_every`: copies of what runs write are kept, so that it can be undone that they did:
     in-process before each run, so that one is undone wherever a call of it raises.
@@ -157,6 +158,10 @@ def launch_cluster(
     if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
         raise ValueError(
             f"snapshot_every={snapshot_every!r} is no number of runs.\n  Fix: snapshot_every=1"
+        )
+    if ranks_per_actor is not None and (type(ranks_per_actor) is not int or ranks_per_actor < 1):
+        raise ValueError(
+            f"ranks_per_actor={ranks_per_actor!r} is no number of ranks.\n  Fix: ranks_per_actor=1"
         )
     for name, number in (("spares", spares), ("max_restarts", max_restarts)):
         if type(number) is not int or number < 0:

@@ -1,7 +1,7 @@
 """On a GPU: all ranks on one, in this process and in a Ray actor, against plain torch on it.
 
 Each body also runs on CPU tensors, so that it cannot rot where there is no GPU; selected there with
-`-m gpu`, the rest fail. Ray gives each rank a GPU of its own where it has enough of them.
+`-m gpu`, the rest fail. On Ray all ranks share an actor, and so one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_training(backend: Backend, device: str, placed: str) -> None:
     """SGD: AdamW would turn the rounding of a gradient that is zero into a whole step."""
     data = batches(3, ignored=True) * 2
     run = Run.of(placed, make=sgd)
-    with dt.launch(run.mesh, backend=backend, device=device):
+    with dt.launch(run.mesh, backend=backend, device=device, ranks_per_actor=run.mesh.size):
         gradients = run.step.gradients(*data[0])
         losses = run.losses(data)
         state = run.state()
@@ -81,7 +81,7 @@ def test_compile(backend: Backend, device: str) -> None:
     x, w = torch.randn(6, 8), torch.randn(8, 4)
     mesh = dt.Mesh(tp=2)
     f = dt.compile(fn, mesh)
-    with dt.launch(mesh, backend=backend, device=device):
+    with dt.launch(mesh, backend=backend, device=device, ranks_per_actor=2):
         split = dt.distribute(x, mesh, tp=dt.Column())
         for _ in range(2):
             found = f(split, dt.distribute(w, mesh, tp=dt.Row())).full_tensor()
@@ -98,7 +98,7 @@ def test_collectives_and_where_values_are(backend: Backend, device: str) -> None
         inputs=[("x",)] * 3,
         outputs=[("y",)] * 3,
     )
-    with launch_cluster(3, backend=backend, device=device) as cluster:
+    with launch_cluster(3, backend=backend, device=device, ranks_per_actor=3) as cluster:
         results = cluster.run(cluster.load(case.program()), case.fed).get()
         found = cluster.run(cluster.load(made), [{"x": torch.ones(1)}] * 3).get()
     assert found == [{"y": device}] * 3

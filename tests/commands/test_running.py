@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtensor.__main__ as command_line
 from dtensor.commands import doctor, plan
@@ -44,6 +45,16 @@ def test_what_calibrate_saves_is_what_is_planned_with(command: Command):
     assert json.loads(command(line).out)["topology"] == saved["name"]
     Path("here.json").write_text(json.dumps({**saved, "bandwith": 3}))
     assert "fix: bandwidth" in command(line).err
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+@pytest.mark.parametrize("what", ["calibrate", "run mlp.py:make"])
+def test_too_few_gpus_are_told_in_a_sentence(command: Command, ray_session: None, what: str):
+    ran = command(f"{what} --mesh dp=2 --backend ray --device cuda --ranks-per-actor 1")
+    assert ran.status == 2
+    assert "2 ranks in 2 actors on device 'cuda' need 2 free GPUs" in ran.err
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 Example: `RayCluster(4, torch.device("cpu"))` starts Ray on this machine, four hosts and their
 connections, about 6 s; `close()` ends all of it. With `ranks_per_actor` a host has several ranks,
-whose transfers stay inside. On device "cuda" a host has one GPU to itself: by default each rank
-where Ray has enough GPUs, over NCCL (written, and never run: see `nccl.py`); else one host has all
-ranks, and collectives are plain device operations.
+whose transfers stay inside. On device "cuda" a host has one GPU to itself, and by default one rank:
+others are over NCCL (written, and never run: see `nccl.py`). Where one host has all ranks,
+collectives are plain device operations. Fewer GPUs than hosts are a `ValueError`.
 
 Invariants: Ray places hosts and notices their death. Calls go over connections of our own
 (`run_channel.py`), all of them, so that they keep their order. The controller may run ahead, calls

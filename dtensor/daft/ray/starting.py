@@ -2,7 +2,7 @@
 
     if start_ray(address=None):                        # joins a Ray, or starts one on this machine
         ...                                            # and then it is ours to end: `end_ray()`
-    ranks_per_gpu(4, asked=None)                       # 1 on 4 GPUs, 4 on one
+    ranks_per_gpu(4, asked=None)                       # 1, or a ValueError on fewer than 4 GPUs
 
 `ranks_per_gpu` says how ranks share GPUs, and that there are enough: Ray would wait for ever for
 one that it does not have. Hosts are started by `processes.py`.
@@ -264,12 +264,12 @@ def _await_answer(address: str, patience_s: float) -> None:
 
 
 def ranks_per_gpu(size: int, asked: int | None) -> int:
-    """As asked, else a GPU for each rank where there are enough, else all ranks on one.
+    """As asked, else 1: ranks share a GPU only where that is said.
 
     `ValueError` unless Ray has a free GPU for each actor.
     """
     num_gpus = int(_ray.cluster_resources().get("GPU", 0))
-    chosen = (1 if num_gpus >= size else size) if asked is None else asked
+    chosen = 1 if asked is None else asked
     num_actors = -(-size // chosen)
     end = time.monotonic() + RELEASE_S
     while (free := int(_ray.available_resources().get("GPU", 0))) < num_actors:
