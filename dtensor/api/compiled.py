@@ -118,13 +118,13 @@ class CompiledFunction:
     def _run(self, call: BoundCall, planned: Planned) -> Any:
         lend(call.leaves, planned.changed)
         session = session_for(self.mesh_of(call))
-        program = load(session, planned, self._roles)
+        program = load(session, planned, self._roles, owner=self)
         session.place(planned.models, planned.plan, planned.stages)
         names = {output: fresh_name() for output in program.results}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
         fed = program.feed(call, numbers)
-        future = session.run(program.handle, fed, names, counted, program.returned)
+        future = program.run(fed, names, counted, program.returned)
         session.wrote(program.written)
         changed(call.leaves, planned.changed, future)
         if session.at_once:

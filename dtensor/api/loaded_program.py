@@ -1,29 +1,35 @@
 """A planned program on a session: lowered and shipped once, its arguments cut for the ranks.
 
-    program = load(session, planned, Roles())
-    session.run(program.handle, program.feed(call, numbers), names)
+    program = load(session, planned, Roles(), owner=step)
+    program.run(program.feed(call, numbers), names)
 
 Each rank is fed its shards of tensors and the names of DTensors' shards, which stay on the actors;
-what the program reads besides (parameters, buffers, constants) is put there before.
+what the program reads besides (parameters, buffers, constants) is put there before. On a session
+those of the last used plans of each owner stay, and of an owner that is gone none: others are
+unloaded when one more is loaded, but those of which a run is under way. What recovery may have to
+run again the hosts keep for as long (daft's business).
 
 Not here: what is planned (plan_call.py), what of a model is on a cluster (session.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Layout, contiguous_layout
-from dtensor.api.plan_call import BoundCall, Planned
+from dtensor.api.plan_call import MOST_PLANS, BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
-from dtensor.daft import Buffer, Program, Stored
+from dtensor.daft import Buffer, Future, Program, Stored
+from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.kernels.registry import current
@@ -72,6 +78,7 @@ class LoadedProgram:
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
+        self._last: Future | None = None  # of its runs
 
     @cached_property
     def results(self) -> dict[str, Layout]:
@@ -102,6 +109,21 @@ class LoadedProgram:
             tensors = {caught.name: caught.kept for caught in changed}
             _put_constants(self.session, self.planned.plan, self._state, tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
+
+    def run(
+        self,
+        fed: Sequence[Mapping[str, object]],
+        keep: Mapping[str, str],
+        counted: Counted | None = None,
+        returned: Collection[str] = (),
+    ) -> Future:
+        """See `MeshSession.run`."""
+        self._last = self.session.run(self.handle, fed, keep, counted, returned)
+        return self._last
+
+    @property
+    def running(self) -> bool:
+        return self._last is not None and not self._last.done()
 
     def unload(self) -> None:
         """The ranks forget it; its constants are nobody's."""
@@ -179,12 +201,72 @@ class LoadedProgram:
         return cut[key]
 
 
+class LoadedPrograms:
+    """Those of a session, by owner and plan; the last used ones of each owner are the last."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[ref[Any], _ByPlan]] = {}  # by id of the owner
+        self._ownerless: list[_ByPlan] = []
+
+    def by_plan(self, owner: object) -> _ByPlan:
+        known = self._of.get(id(owner))
+        if known is None:
+            number, gone, of = id(owner), self._ownerless, self._of
+            # its owner may end within any call: then no more than this is done
+            lost = ref(owner, lambda _: gone.append(of.pop(number)[1]))
+            known = self._of[number] = lost, OrderedDict()
+        return known[1]
+
+    def of_model(self, model: object) -> Iterator[LoadedProgram]:
+        """Those of plans over this module; they are not known any more."""
+        for _, plans in list(self._of.values()):
+            for key, (planned, programs) in list(plans.items()):
+                if any(part is model for part in planned.models.parts.values()):
+                    del plans[key]
+                    yield from programs.values()
+
+    def evict(self) -> None:
+        """Unload what is not to stay, to make room for one more plan."""
+        for plans in self._ownerless[:]:
+            _evict(plans, 0)
+            if not plans:
+                self._ownerless.remove(plans)
+        for _, plans in list(self._of.values()):
+            _evict(plans, MOST_PLANS)
+
+
+def _evict(plans: _ByPlan, most: int) -> None:
+    for key, (_, programs) in list(plans.items())[: max(0, len(plans) - most)]:
+        if not any(program.running for program in programs.values()):
+            del plans[key]
+            for program in programs.values():
+                program.unload()
+
+
+_ByPlan: TypeAlias = OrderedDict[int, tuple[Planned, dict[object, LoadedProgram]]]
+"""By the id of a plan, what was loaded of it, by how it was."""
+
+
+def programs_of(session: MeshSession) -> LoadedPrograms:
+    return session.loaded.setdefault(LoadedPrograms, LoadedPrograms())
+
+
 def load(
-    session: MeshSession, planned: Planned, roles: Roles, grid: Grid | None = None
+    session: MeshSession,
+    planned: Planned,
+    roles: Roles,
+    grid: Grid | None = None,
+    *,
+    owner: object,
 ) -> LoadedProgram:
-    """Lower, verify and ship a plan once per session; put the constants it needs."""
-    key = (id(planned), roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
-    if key not in session.loaded:
+    """Lower, verify and ship a plan once per session; put the constants it needs. ``owner``: what
+    has planned it."""
+    plans = programs_of(session).by_plan(owner)
+    _, programs = plans.setdefault(id(planned), (planned, {}))
+    plans.move_to_end(id(planned))
+    key = (roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
+    if key not in programs:
+        programs_of(session).evict()
         state = state_names(session, planned)
         lowered = lower(
             planned.plan,
@@ -201,8 +283,8 @@ def load(
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
         if planned.models:
             check_apart(named_tensors(planned.models.module), loaded.writes)
-        session.loaded[key] = (planned, loaded)
-    program: LoadedProgram = session.loaded[key][1]
+        programs[key] = loaded
+    program = programs[key]
     program.put_caught()
     return program
 

@@ -42,6 +42,10 @@ from dtensor.sharding.spec.mesh import Mesh, mesh_of
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
+MOST_LOADED = 64
+"""Programs of transfers that a session keeps, by how values are before and after: those used
+last."""
+
 
 def transfer(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None = None, /, **placements: Placement
@@ -175,15 +179,22 @@ def inner_name(session: MeshSession, name: str) -> str:
 def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
     cluster = target.launch.cluster
     key = ("transfer", plan.source, plan.target, plan.source_ranks, plan.target_ranks)
-    if key not in x.session.loaded:
-        program = transfer_program(plan, cluster.size, cluster.device)
-        x.session.loaded[key] = load_across(cluster, program)
-    handle: Handle = x.session.loaded[key]
+    loaded = x.session.transfers
+    if key not in loaded:
+        for old, (handle, last) in list(loaded.items())[: len(loaded) - MOST_LOADED + 1]:
+            if last.done():
+                del loaded[old]
+                cluster.unload(handle)
+        handle = load_across(cluster, transfer_program(plan, cluster.size, cluster.device))
+    else:
+        handle, _ = loaded[key]
     stored = Stored(inner_name(x.session, x.name))
     fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
     for index in plan.sources:
         fed[plan.source_ranks[index]]["x"] = stored
     future = cluster.run(handle, fed, mode=target.mode, keep={"y": inner_name(target, name)})
+    loaded[key] = handle, future
+    loaded.move_to_end(key)
     if target.at_once:
         future.check()
 

@@ -13,7 +13,7 @@ Not here: how it comes back (resident.py), how it is named and updated (runtime/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from dtensor.runtime.shard_optimizer import (
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.placements import REPLICATE
-from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
@@ -111,8 +111,8 @@ def _put_state(
     new: dict[tuple[str, str], Named],
 ) -> None:
     """Put values of the state, those that there are out of ``home.rest``."""
-    parameters, nothing = dict(model.module.named_parameters()), absent("cpu")
-    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
+    parameters = dict(model.module.named_parameters())
+    sent: list[tuple[torch.Tensor | None, Named]] = []
     read = frozenset[tuple[str, str]]()
     if home.on_disk:
         from dtensor.api.kept import shards_on_disk
@@ -135,13 +135,20 @@ def _put_state(
             value = _as_stored(value, spec, key, label)
             spec = replace(spec, dtype=value.dtype)
             new[label, key] = name, spec, ranks
-        for rank in ranks:
-            here = session.mesh.coordinates(rank)
-            values[rank][name] = nothing if value is None else shard_of(value, spec, here)
-    if any(values):
-        session.put(values)
+        sent.append((value, (name, spec, ranks)))
+    session.put_each(_shards(session, sent))
     if home.rest:
         home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
+
+
+def _shards(
+    session: MeshSession, values: Sequence[tuple[torch.Tensor | None, Named]]
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    nothing = absent("cpu")
+    for value, (name, spec, ranks) in values:
+        for rank in ranks:
+            here = session.mesh.coordinates(rank)
+            yield rank, name, nothing if value is None else lent_shard(value, spec, here)
 
 
 def updated_by(

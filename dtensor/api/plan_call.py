@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -195,16 +196,23 @@ class Options:
     per_microbatch: bool = False  # of batch norm's statistics
 
 
+MOST_PLANS = 16
+"""Plans of a function that are kept, and on each session the programs of as many of them: those
+that were used last."""
+
+
 class PlanCache:
     """Plans of one function by what they depend on; ``latest``: what was asked for last.
 
     One that disagrees with what the model's programs have settled since is made anew. A value that
-    changes from call to call is captured at each: a warning says so.
+    changes from call to call is captured at each: a warning says so. The `MOST_PLANS` that were
+    used last stay: a call that needs another is captured again.
     """
 
     def __init__(self) -> None:
         self.latest: Planned | None = None
         self._plans: dict[object, list[Planned]] = {}  # by key, the last used first
+        self._used: OrderedDict[int, object] = OrderedDict()  # by id, its key; the last used last
         self._asked: object = None  # the key of the latest
         self._settled: dict[int, int] = {}  # by id of a plan, the state of the model it agrees with
         self._changed: dict[str, list[float]] = {}  # what changed -> the seconds that this has cost
@@ -222,8 +230,9 @@ class PlanCache:
             alone = replace(graph, reads=Reads((), None, constants))
             found = [make(alone)]
             self._settled[id(found[0])] = found[0].models.settlement
-            self._plans[key] = found
+            self._keep(key, found)
         self.latest = found[0]
+        self._used.move_to_end(id(found[0]))
         reads = found[0].graph.reads
         assert reads is not None
         reads.hold(constants)
@@ -238,6 +247,7 @@ class PlanCache:
         known = self._plans.get((asked, others), [])
         if known and known[0].same() and self._agrees(known[0]):
             self.latest = known[0]
+            self._used.move_to_end(id(known[0]))
             return known[0]
         found, changed = self._known(known)
         if found is None:
@@ -245,16 +255,32 @@ class PlanCache:
             changed = changed or _changed_number(self._asked, asked, call)
             found = self._made(changed, lambda: make(graph))
             known = [planned for planned in known if self._agrees(planned)]
-        self._plans[asked, others] = [found, *(p for p in known if p is not found)]
+        self._keep((asked, others), [found, *(p for p in known if p is not found)])
         self.latest, self._asked = found, asked
         return found
 
+    def _keep(self, key: object, plans: list[Planned]) -> None:
+        """These are those of the key, of which the first is used now."""
+        for gone in {id(p) for p in self._plans.get(key, ())} - {id(p) for p in plans}:
+            del self._used[gone], self._settled[gone]
+        self._plans[key] = plans
+        self._used |= {id(p): key for p in plans}
+        self._used.move_to_end(id(plans[0]))
+        while len(self._used) > MOST_PLANS:
+            oldest, key = next(iter(self._used.items()))
+            left = [p for p in self._plans[key] if id(p) != oldest]
+            del self._used[oldest], self._settled[oldest]
+            if left:
+                self._plans[key] = left
+            else:
+                del self._plans[key]
+
     def put(self, planned: Planned, before: Planned) -> None:
         """A plan for the same calls as that of ``before``, whose models were switched."""
-        for known in self._plans.values():
+        for key, known in list(self._plans.items()):
             if any(one is before for one in known):
-                known[:] = [planned, *(one for one in known if not _switched(one))]
                 self._settled[id(planned)] = planned.models.settlement
+                self._keep(key, [planned, *(one for one in known if not _switched(one))])
                 self.latest = planned
 
     def _known(self, known: Sequence[Planned]) -> tuple[Planned | None, str | None]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
+from dtensor.daft.cluster.cluster import Handle
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
@@ -45,7 +47,7 @@ from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import held as held_at
-from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Returned:
 
 
 LocalKind = Literal["generated", "inductor"]
+PIECE_BYTES = 2**26
+"""What is put at a time, of all ranks together."""
 
 
 class MeshSession:
@@ -76,6 +80,8 @@ class MeshSession:
         self._noting = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
+        # from here, with the last run of each; the last used last
+        self.transfers: OrderedDict[object, tuple[Handle, Future]] = OrderedDict()
         self.garbage: list[tuple[str, tuple[int, ...]]] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
@@ -112,9 +118,26 @@ class MeshSession:
                 "fix: read values inside the `with dt.launch(...)` block"
             )
 
-    def put(self, values: Sequence[Mapping[str, object]]) -> None:
+    def put(self, values: Sequence[Mapping[str, object]], *, wait: bool = False) -> None:
         self.check()
-        self.cluster.put(values, drop=self._garbage())
+        try:
+            self.cluster.put(values, drop=self._garbage(), wait=wait)
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
+
+    def put_each(self, values: Iterable[tuple[int, str, object]]) -> None:
+        """Put values of ranks by their names, in pieces: more than one is never on its way, and
+        what makes them may so make them of what the controller has."""
+        piece: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        nbytes = 0
+        for rank, name, value in values:
+            piece[rank][name] = value
+            nbytes += value.nbytes if isinstance(value, torch.Tensor) else 0
+            if nbytes >= PIECE_BYTES:
+                self.put(piece, wait=True)
+                piece, nbytes = [{} for _ in range(self.mesh.size)], 0
+        if any(piece):
+            self.put(piece)
 
     def fetch(self, name: str, ranks: Sequence[int]) -> list[Any]:
         self.check()
@@ -289,7 +312,7 @@ class MeshSession:
         """Put what is missing of these: by the module's own names, how which ranks keep them."""
         resident = self.resident(model)
         tensors = named_tensors(model.module)
-        values: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
+        sent: dict[str, tuple[torch.Tensor, list[int]]] = {}
         made: list[dict[str, tuple[Any, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
         for name, (spec, ranks) in wanted.items():
@@ -302,32 +325,47 @@ class MeshSession:
             if not missing:
                 continue
             source = model.initial.source(name)
-            whole = None
             if source is None:
-                whole = model.initial.value(name, tensors[name].detach())
-                _check_as_planned(name, whole, spec)
-            for rank in sorted(missing):
-                here = self.mesh.coordinates(rank)
-                if whole is not None:
-                    values[rank][resident.name(name)] = shard_of(whole, spec, here)
-                elif source is not None:
-                    made[rank][name] = source, held_at(spec, here)
+                own = tensors[name].detach()
+                sent[name] = own, sorted(missing)
+                if not own.is_meta:
+                    _check_as_planned(name, own, spec)
+            else:
+                for rank in missing:
+                    made[rank][name] = source, held_at(spec, self.mesh.coordinates(rank))
             had = set(resident.ranks.get(name, ())) if known else set[int]()
             resident.ranks[name] = tuple(sorted(had | set(ranks)))
             put[name] = spec
-        if any(values):
-            self.put(values)
+        self.put_each(self._shards(resident, sent, put))
         if any(made):
             self.make(made, {label: resident.name(label) for own in made for label in own})
         resident.specs.update(put)
         resident.keep({label: tensors[label] for label in put})
+
+    def _shards(
+        self,
+        resident: Resident,
+        sent: Mapping[str, tuple[torch.Tensor, Sequence[int]]],
+        specs: Mapping[str, TensorSpec],
+    ) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """The shards of values that are here, one after the other."""
+        for name, (own, ranks) in sent.items():
+            whole = resident.model.initial.value(name, own)
+            _check_as_planned(name, whole, specs[name])
+            for rank in ranks:
+                shard = lent_shard(whole, specs[name], self.mesh.coordinates(rank))
+                yield rank, resident.name(name), shard
 
     def make(
         self, made: Sequence[Mapping[str, tuple[Any, Pieces]]], names: Mapping[str, str]
     ) -> None:
         """The ranks make their own shards, or read them, and keep them under these names."""
         handle = self.cluster.load(init_program(made, self.cluster.device))
-        self.run(handle, [{} for _ in made], names).get()
+        try:
+            self.run(handle, [{} for _ in made], names).get()
+        finally:
+            if self.cluster.failure is None:
+                self.cluster.unload(handle)
 
 
 class Launch:

@@ -37,7 +37,7 @@ import torch
 
 from dtensor.api.away import Entries
 from dtensor.api.kept import Keeping, kept
-from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.loaded_program import programs_of
 from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.optimizer_on_ranks import updated_by
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
@@ -358,14 +358,8 @@ class _Switch:
     def _forget(self, there: MeshSession) -> None:
         """What of the model is where it no longer is to be: values, and programs over it."""
         here, same = self.here, there is self.here
-        for key, value in list(here.loaded.items()):
-            match value:
-                case (Planned() as planned, LoadedProgram() as program):
-                    if self.model in planned.models.parts.values():
-                        program.unload()
-                        del here.loaded[key]
-                case _:
-                    pass
+        for program in programs_of(here).of_model(self.model):
+            program.unload()
         moved = {before[0]: (before[2], ranks) for _, before, _, ranks, _ in self._values()}
         for name, (ranks, now) in moved.items():
             here.forget(name, tuple(r for r in ranks if not (same and r in now)))

@@ -357,14 +357,14 @@ class TrainStep:
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
-        program = load(session, planned, roles, planned.grid)
+        program = load(session, planned, roles, planned.grid, owner=self)
         options = {"options": hyperparameters(self.optimizer)}
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
         steps, resident = self.model.steps, session.resident(self.model)
         counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
         numbers = numbers_fed(steps.advance(), "train")
         fed = program.feed(call, numbers, options)
-        future = session.run(program.handle, fed, kept, counted)
+        future = program.run(fed, kept, counted)
         self.last = planned
         session.wrote(program.written, home)
         updated = home.updated
@@ -421,12 +421,12 @@ class TrainStep:
             call = self._call(batch, kwargs)
             planned = self._plan(call)
             roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
-            program = load(session, planned, roles, planned.grid)
+            program = load(session, planned, roles, planned.grid, owner=self)
             session.place(planned.models, planned.plan, planned.stages)
             name = f"{session.resident(self.model).prefix}steps"
             counted = session.counted(name, self.model.steps, takes=False)
             numbers = numbers_fed(self.model.steps.present(), "train")
-            found = session.run(program.handle, program.feed(call, numbers), {}, counted).get()
+            found = program.run(program.feed(call, numbers), {}, counted).get()
             for label, spec in gradient_specs(planned).items():
                 shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)

@@ -237,7 +237,7 @@ def run(
                 )
     with launch_cluster(mesh.size) as cluster:
         session = Launch(cluster, "compiled").add(mesh)
-        program = load(session, made, Roles(gradients=True))
+        program = load(session, made, Roles(gradients=True), owner=session)
         inputs = [
             {name: fed[name][rank] for name in own.inputs}
             for rank, own in enumerate(program.program.ranks)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +49,7 @@ from dtensor.sharding.spec.placements import PARTIAL, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 MAX_PROGRAMS = 4096
-"""Plans of single ops, and programs of them per session, that are kept; the oldest goes first."""
+"""Plans of single ops, and programs of them per session, that are kept: those used last."""
 
 aten: Any = torch.ops.aten
 _OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
@@ -74,6 +74,7 @@ class Entry:
 
     planned: PlannedOp
     name: str
+    key: Any  # under which it is kept
     programs: WeakKeyDictionary[MeshSession, Any] = field(default_factory=WeakKeyDictionary)
 
 
@@ -147,6 +148,7 @@ def execute(
             pinned=pinned,
         )
         entry = _plan(asked, whole, call.numbers)
+    _entries.move_to_end(entry.key)
     if entry.planned.moves and not told:
         check(entry.name, entry.planned.moves)
     return _run(session, entry, call, reads)
@@ -208,8 +210,8 @@ def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
     except PlanningError as error:
         raise with_line(error) from None
     last = op.operands[0][1] if op.target is None else None  # a view that takes sending to see
-    entry = Entry(planned, op_name(op.target if last is None else last.target))
-    _entries[(key, tuple(map(repr, numbers))) if planned.folded else key] = entry
+    key = (key, tuple(map(repr, numbers))) if planned.folded else key
+    entry = _entries[key] = Entry(planned, op_name(op.target if last is None else last.target), key)
     if len(_entries) > MAX_PROGRAMS:
         _entries.popitem(last=False)
     return entry
@@ -220,6 +222,8 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     program = entry.programs.get(session)
     if program is None:
         program = _load(session, entry)
+    else:
+        _loaded[session].move_to_end(entry)
     feed: dict[str, object] = dict(planned.constants)
     for name, read in zip(planned.inputs, reads, strict=True):
         if name is not None:
@@ -336,7 +340,7 @@ def spec_of(x: CellTensor) -> TensorSpec:
     return result.spec
 
 
-@cache
+@lru_cache(MAX_PROGRAMS)
 def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
     """What it takes to see a cell through a view, and how the view is placed then."""
     op = OneOp(

@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -108,7 +109,7 @@ class Finished(Future):
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Handle:
     """A program that a cluster has loaded. `places`: its hosts, with the ranks that take part;
     `told`: whether all of these hosts know if a run was undone."""
@@ -168,11 +169,19 @@ class Cluster(ABC):
         return 0
 
     @abstractmethod
-    def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
+    def put(
+        self,
+        values: Sequence[Mapping[str, object]],
+        *,
+        drop: Names = NOTHING_DROPPED,
+        wait: bool = False,
+    ) -> None:
         """Store values in each rank's table, as state of programs.
 
         `drop`: rank to names of its values that nobody needs; they go with a later call of that
         rank, this one or another, and cost no call of their own.
+        `wait`: until the ranks have them. They are sent from where they are, and not copied here,
+        as what a host has no room for is else.
         """
 
     @abstractmethod
@@ -307,7 +316,9 @@ class HostedCluster(Cluster):
         self._closed = False
         self._raised: set[int] = set()  # runs that were undone, whose failure was raised
         self._unneeded: dict[int, list[str]] = {}  # by rank, what its host is to be told to drop
-        self._recent: dict[int, Handle] = {}  # by the number of a run
+        self._recent: dict[int, Places] = {}  # by the number of a run
+        # by their ids, unloaded ones too as long as a future of a run may ask for them
+        self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self._counting: Counting | None = None  # none where one host knows of all runs
         self._lock = threading.RLock()
         self.changes: Changes | None = None
@@ -339,6 +350,9 @@ class HostedCluster(Cluster):
 
     def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
         """These calls were made, one of each host concerned, with the lock held."""
+
+    def _own(self, asked: Sequence[Any]) -> None:
+        """What was lent to these puts may change from now on."""
 
     @abstractmethod
     def _count(self, ranks: Sequence[int]) -> int:
@@ -376,7 +390,13 @@ class HostedCluster(Cluster):
     def _end(self) -> None: ...
 
     # -- what is the same everywhere ------------------------------------------------------------
-    def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
+    def put(
+        self,
+        values: Sequence[Mapping[str, object]],
+        *,
+        drop: Names = NOTHING_DROPPED,
+        wait: bool = False,
+    ) -> None:
         check_size(self.size, values, "put")
         places = self._places([bool(own) for own in values])
         with self._lock:
@@ -386,8 +406,13 @@ class HostedCluster(Cluster):
                 ({rank: values[rank] for rank in ranks}, gone)
                 for (_, ranks), gone in zip(places, dropped, strict=True)
             ]
-            self._submit(Worker.put, places, self._numbered(places, parts), read=False)
+            asked = self._submit(Worker.put, places, self._numbered(places, parts), read=wait)
             self._makes(values)
+        if wait:
+            try:
+                self.collect(asked)
+            finally:
+                self._own(asked)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         check_size(self.size, names, "get")
@@ -422,7 +447,7 @@ class HostedCluster(Cluster):
             handle = Handle(self._next_handle, program, report, places, told)
             self._next_handle += 1  # first: some hosts may have it when this is interrupted
             asked = self._ship(handle)
-            self._handles[handle.id] = handle
+            self._handles[handle.id] = self._known[handle.id] = handle
         self._joined(asked)
         return handle
 
@@ -474,7 +499,7 @@ class HostedCluster(Cluster):
                 if kept:
                     own = (program.outputs for program in handle.program.ranks)
                     self._makes([[kept[o] for o in kept if o in made] for made in own])
-                future = _Called(self, asked, dict)
+                future = _Called(self, asked, dict, handle)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
                 return future
@@ -517,7 +542,7 @@ class HostedCluster(Cluster):
             self.collect([self._call(host, run, True, Worker.step, part)])
         made = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
         self._awaits(places, made)
-        return _Called(self, made, dict)
+        return _Called(self, made, dict, handle)
 
     def _numbered(
         self, places: Places, parts: Sequence[Part], run: Handle | None = None
@@ -561,7 +586,7 @@ class HostedCluster(Cluster):
         return self._counting.told(counted)
 
     def _note(self, run: int, handle: Handle, counted: Counted | None) -> None:
-        self._recent[run] = handle
+        self._recent[run] = handle.places
         if len(self._recent) > MOST_RECENT:
             del self._recent[next(iter(self._recent))]
         if counted is not None and counted.takes and len(self.hosts) > 1:
@@ -609,8 +634,7 @@ class HostedCluster(Cluster):
 
     def _undone_of(self, run: int) -> list[Undone]:
         """What its hosts say of a run that was undone."""
-        handle = self._recent.get(run)
-        found = self._undone_at(self._everywhere() if handle is None else handle.places)
+        found = self._undone_at(self._recent.get(run, self._everywhere()))
         return [undone for undone in found if undone.run == run]
 
     def root(self, undone: Sequence[Undone]) -> DaftError:
@@ -649,7 +673,7 @@ class HostedCluster(Cluster):
         return error
 
     def _first(self, undone: Sequence[Undone]) -> Fault | None:
-        programs = (self._handles.get(u.program) for u in undone if u.program is not None)
+        programs = (self._known.get(u.program) for u in undone if u.program is not None)
         handle = next(programs, None)
         if handle is None:
             return first_fault(undone, ())
@@ -711,14 +735,20 @@ class HostedCluster(Cluster):
 
 
 class _Called(Future):
-    """The results of one call to each host concerned; `nothing` is what there is of other ranks."""
+    """The results of one call to each host concerned; `nothing` is what there is of other ranks,
+    `handle` the program of a run."""
 
     def __init__(
-        self, cluster: HostedCluster, asked: Sequence[Any], nothing: Callable[[], Any]
+        self,
+        cluster: HostedCluster,
+        asked: Sequence[Any],
+        nothing: Callable[[], Any],
+        handle: Handle | None = None,
     ) -> None:
         self._cluster = cluster
         self._asked = asked
         self._nothing = nothing
+        self._handle = handle  # while it is not known whether the run has failed
         self._finished: Finished | None = None
 
     def get(self, timeout: float | None = None) -> list[Any]:
@@ -733,7 +763,7 @@ class _Called(Future):
                     self._finished = Finished(cluster.by_rank(found, self._nothing))
             except (DaftError, LookupError) as error:
                 self._finished = Finished([], error)
-            self._asked = ()
+            self._asked, self._handle = (), None
         return self._finished.get()
 
     def done(self) -> bool:

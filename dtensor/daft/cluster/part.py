@@ -96,10 +96,16 @@ class Part(Cluster):
         """The name that the whole has for a name in the part's tables."""
         return self.prefix + name
 
-    def put(self, values: Sequence[Mapping[str, object]], *, drop: Names = NOTHING_DROPPED) -> None:
+    def put(
+        self,
+        values: Sequence[Mapping[str, object]],
+        *,
+        drop: Names = NOTHING_DROPPED,
+        wait: bool = False,
+    ) -> None:
         self._check(values, "put")
         named = [{self.inner(n): v for n, v in own.items()} for own in values]
-        self.whole.put(self._spread(named, {}), drop=self._dropped(drop))
+        self.whole.put(self._spread(named, {}), drop=self._dropped(drop), wait=wait)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
         self._check(names, "get")

@@ -59,7 +59,8 @@ from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 @dataclass(slots=True)
 class HostCall:
     """A call of a host. `plain`: what is given in it of which hosts were sent the data before;
-    `stored`: values of ranks that are given in it by their names."""
+    `stored`: values of ranks that are given in it by their names; `lent`: who calls waits, and
+    changes nothing of what is given meanwhile."""
 
     kind: Kind
     functions: tuple[Any, ...]
@@ -70,6 +71,7 @@ class HostCall:
     plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
         default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
     )
+    lent: bool = False
 
 
 class RayCluster(HostedCluster):
@@ -266,12 +268,13 @@ class RayCluster(HostedCluster):
             functions, given = (Ranks.run_program,), (run, handle, inputs, plain, *rest)
         else:
             functions, given = (Ranks.run, method), (run, *part)
+        lent = read and method is Worker.put
         if self._recovery is None:
-            asked = self._send(host, HostCall(kind, functions, given, run))
+            asked = self._send(host, HostCall(kind, functions, given, run, lent=lent))
         else:
             payload = Payload.of(given)
-            asked = self._send(host, call := HostCall(kind, functions, payload, run))
-            call.given, asked.call = payload.kept(), call
+            asked = self._send(host, call := HostCall(kind, functions, payload, run, lent=lent))
+            call.given, asked.call = payload if lent else payload.kept(), call
             call.plain = self._sent.known(part[0], plain) if plain else {}
             if method is Worker.run:
                 call.program = part[0]
@@ -287,7 +290,9 @@ class RayCluster(HostedCluster):
 
     def _send(self, host: int, call: HostCall) -> Asked:
         process = self.crew.host(host)
-        reply = self.channel.send(process.index, call.kind, call.functions, call.given)
+        reply = self.channel.send(
+            process.index, call.kind, call.functions, call.given, lent=call.lent
+        )
         if call.run is not None:
             own = self._under_way[host]
             while own and self.channel.came_back(process.index, own[0][0]):
@@ -295,6 +300,11 @@ class RayCluster(HostedCluster):
             own.append((reply.number, call.run))
             process.counter.asks(call.run)
         return Asked(process, reply, self.runs)
+
+    def _own(self, asked: Sequence[Asked]) -> None:
+        self.channel.own()
+        if self._recovery is not None:
+            self._recovery.own([each.call for each in asked])
 
     def _count(self, ranks: Sequence[int]) -> int:
         return 1

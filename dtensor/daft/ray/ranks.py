@@ -249,6 +249,8 @@ class Ranks:
 
     def unload(self, handle: int) -> None:
         self._programs.pop(handle, None)
+        for key in [key for key in self._plain if key[0] == handle]:
+            del self._plain[key]
         if self._worker is not None and handle in self._worker.engines:
             self._worker.unload(handle)
 

@@ -199,6 +199,19 @@ class Recovery:
         self._later.append((self.log.added, act))
         self.settle()
 
+    def own(self, messages: Sequence[Any]) -> None:
+        """These were sent with what their callers had lent, and have ended if all is well: what is
+        not sure yet is copied."""
+        with self._launch.lock:
+            mine = {id(message) for message in messages}
+            for call in self.log.calls:
+                if id(call.message) in mine and call.change is not None and _gave(call):
+                    self._changes.heard(call.host, call.change)
+            self.settle()
+            for call in self.log.calls:
+                if id(call.message) in mine:
+                    call.message.given, call.message.lent = call.message.given.kept(), False
+
     def _came(self, call: SentCall) -> bool:
         reply: Reply | None = None if call.asked is None else call.asked.ref
         if reply is None or reply.message is None:

@@ -8,7 +8,8 @@
 A call is one message to a host, and one back if it was asked and not told. A host carries out what
 it reads, one at a time, so calls keep the order in which they were sent. What cannot be written at
 once, since a host is busy and the socket full, is copied and written by a thread that lives until
-all of it is; so a call waits for nothing, however large it is.
+all of it is; so a call waits for nothing, however large it is. Who waits for a call anyway lends
+what it gives, which then is not copied.
 
 Invariants: the controller reads whenever it waits and whenever something is unwritten, so that a
 host that writes a large result never waits for one that itself waits to be read; who calls on and
@@ -102,6 +103,7 @@ class _Connection:
         self.expected: deque[Reply] = deque()
         self.unread: list[Reply] = []  # that brought what a told call has raised, to nobody yet
         self.unwritten: deque[memoryview] = deque()
+        self.lent = False  # some of that is its caller's
         self.deaf = False  # nothing can be written any more; what it has said is still read
         self.broken = False
         self.machine = ""  # its address, if it is another
@@ -170,9 +172,12 @@ class RunChannel:
         kind: Kind,
         functions: tuple[Function, ...],
         given: tuple[Any, ...] | Payload,
+        *,
+        lent: bool = False,
     ) -> Reply:
         """Call the first of the functions with the others and what is given, which may be changed
-        as soon as this returns. Functions are kept, so they must be methods that there are anyway.
+        as soon as this returns; if it is `lent`, when this has come back, or after `own`.
+        Functions are kept, so they must be methods that there are anyway.
         """
         line = self._lines[host]
         reply = Reply(next(line.numbers), host)
@@ -185,7 +190,7 @@ class RunChannel:
                 line.expected.append(reply)
             try:
                 if not line.deaf:
-                    self._write(line, pieces)
+                    self._write(line, pieces, lent)
             except BaseException:
                 self._break(line, interrupted=True)
                 raise
@@ -361,7 +366,15 @@ class RunChannel:
 
     # -- what is written, with the lock held ------------------------------------------------------
 
-    def _write(self, line: _Connection, pieces: Sequence[Data]) -> None:
+    def own(self) -> None:
+        """What was lent and is unwritten is copied."""
+        with self._changed:
+            for line in self._lines:
+                if line.lent:
+                    line.unwritten = deque(memoryview(bytes(piece)) for piece in line.unwritten)
+                    line.lent = False
+
+    def _write(self, line: _Connection, pieces: Sequence[Data], lent: bool) -> None:
         if line.sock is not None and not line.unwritten:
             try:
                 while pieces:
@@ -373,7 +386,8 @@ class RunChannel:
                 self._stop_writing(line)
                 return
         if pieces:
-            line.unwritten.extend(memoryview(bytes(piece)) for piece in pieces)
+            line.lent |= lent
+            line.unwritten.extend(memoryview(p if lent else bytes(p)) for p in pieces)
             self._write_later(line)
 
     def _stop_writing(self, line: _Connection) -> None:
@@ -421,6 +435,7 @@ class RunChannel:
         except BaseException:
             self._break(line, interrupted=True)
             raise
+        line.lent = False
         self._poll.modify(line.sock, select.EPOLLIN)
 
     # -- who comes --------------------------------------------------------------------------------

@@ -43,6 +43,13 @@ def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) 
     return local.contiguous().clone() if local.data_ptr() == x.data_ptr() else local.contiguous()
 
 
+def lent_shard(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
+    """As `shard_of`, for who copies it at once: in the memory of ``x`` where it can be."""
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        return shard_of(x, spec, coordinates)
+    return block(x, held(spec, coordinates)).contiguous()
+
+
 def assemble(shards: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
     """The global tensor, from the shards of all ranks of ``spec.mesh`` in rank order.
 

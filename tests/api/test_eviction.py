@@ -1,0 +1,241 @@
+"""Plans and loaded programs of many shapes: the last used stay, and what is evicted works again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.api import plan_call
+from dtensor.api.plan_call import MOST_PLANS
+from dtensor.daft import Backend, TaskError
+from tests.api.test_recovery import lose
+
+MESH = dt.Mesh(dp=2)
+
+
+def loss_fn(model: Any, x: Tensor) -> Tensor:
+    return model(x).tanh().square().mean()
+
+
+def trained(mesh: dt.Mesh = MESH) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model = dt.parallelize(net, mesh)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return dt.train_step(model, loss_fn, opt, inputs=dict(dp=dt.Row()))
+
+
+def rows(number: int) -> Tensor:
+    return torch.arange(number * 3.0).reshape(number, 3).sin()
+
+
+def handles(run: Any) -> set[int]:
+    return set(run.launch.cluster._handles)
+
+
+def on_hosts(run: Any) -> list[int]:
+    """How many programs each host has loaded."""
+    cluster = run.launch.cluster
+    if cluster.immediate:
+        return [len(cluster._worker.engines)]
+    return cluster._wait_long(cluster.ask_all(_num_programs))
+
+
+def _num_programs(ranks: Any) -> int:
+    assert set(ranks._programs) == set(ranks._worker.engines)
+    assert {key[0] for key in ranks._plain} <= set(ranks._programs)
+    return len(ranks._programs)
+
+
+PLACES = ["inprocess", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Plans that are kept: what holds of so many holds of sixteen."""
+    from dtensor.api import loaded_program
+
+    for module in (plan_call, loaded_program):
+        monkeypatch.setattr(module, "MOST_PLANS", 3)
+    return 3
+
+
+def test_sixteen_stay() -> None:
+    assert MOST_PLANS == 16
+
+
+@pytest.mark.parametrize("backend", PLACES)
+def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) -> None:
+    """The bits are those of a launch in which nothing is evicted."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    lengths = [*range(2, 22), 2, 3, 21, 2]
+    step = trained()
+    with dt.launch(MESH, backend) as run:
+        found = []
+        for number, length in enumerate(lengths):
+            found.append(step(rows(length)).tensor())
+            assert len(handles(run)) <= few and len(step.plans) <= few
+            if number % 8 == 7:
+                assert on_hosts(run) == [len(handles(run))] * len(on_hosts(run))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("plan_call", "loaded_program"):
+            patch.setattr(f"dtensor.api.{module}.MOST_PLANS", 1000)
+        step = trained()
+        with dt.launch(MESH):
+            want = [step(rows(length)).tensor() for length in lengths]
+    assert len(step.plans) == 20
+    assert all(map(torch.equal, found, want))
+
+
+def test_those_used_last_stay(few: int) -> None:
+    f = dt.compile(lambda x: x * 2, MESH)
+    with dt.launch(MESH) as run:
+        for length in (2, 3, 4):
+            f(rows(length))
+        kept = handles(run)
+        f(rows(2))
+        f(rows(5))  # 3 was used longest ago
+        assert len(handles(run) & kept) == 2
+        before = handles(run)
+        for length in (4, 2, 5):
+            f(rows(length))
+        assert handles(run) == before
+        f(rows(3))
+        assert handles(run) != before and len(handles(run)) == few
+
+
+def test_each_function_has_its_own(few: int) -> None:
+    functions = [dt.compile(lambda x, k=k: x * k, MESH) for k in range(few + 2)]
+    with dt.launch(MESH) as run:
+        for f in functions:
+            f(rows(2))
+        before = handles(run)
+        assert len(before) == few + 2
+        for f in functions:
+            f(rows(2))
+        assert handles(run) == before
+
+
+def test_programs_of_a_function_that_is_gone_are_unloaded() -> None:
+    with dt.launch(MESH) as run:
+        for number in range(5):
+            f = dt.compile(lambda x, number=number: x * number, MESH)
+            f(rows(2))
+            del f
+            gc.collect()
+            assert len(handles(run)) == 1
+
+
+def test_constants_go_with_their_program(few: int) -> None:
+    caught = torch.arange(3.0)
+    f = dt.compile(lambda x: x + caught, MESH)
+    with dt.launch(MESH) as run:
+        for length in range(2, 9):
+            assert torch.equal(f(rows(length)).full_tensor(), rows(length) + caught)
+        run.drop()
+        held = [name for _, name in run.launch.cluster._worker._table if "constant" in name]
+        assert len(held) == few * MESH.size
+
+
+def test_gradients_and_a_step_of_one_shape_stay_together(few: int) -> None:
+    step = trained()
+    with dt.launch(MESH) as run:
+        for length in range(2, 8):
+            step(rows(length)).tensor()
+            step.gradients(rows(length))
+            assert len(handles(run)) <= 2 * few
+        before = handles(run)
+        step(rows(7)).tensor()
+        step.gradients(rows(7))
+        assert handles(run) == before
+
+
+def test_a_run_under_way_keeps_its_program(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtensor.daft.cluster.cluster import _Called
+
+    f = dt.compile(lambda x: x * 2, MESH)
+    with dt.launch(MESH) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Called, "done", lambda self: False)
+            for length in range(2, 8):
+                f(rows(length))
+            assert len(handles(run)) == 6
+        f(rows(9))
+        assert len(handles(run)) == few
+
+
+def test_a_failure_that_is_read_when_its_program_is_gone(few: int) -> None:
+    def look_up(x: Tensor, at: Tensor) -> Tensor:
+        return x[at]
+
+    f = dt.compile(look_up, MESH)
+    cluster: Any
+    with dt.launch(MESH, mode="compiled") as run:
+        cluster = run.launch.cluster
+        cluster.immediate = False  # as on Ray: nobody reads it at once
+        failed = f(rows(2), torch.tensor([7]))
+        for length in range(3, 9):
+            f(rows(length), torch.tensor([0]))
+        assert len(handles(run)) == few
+        with pytest.raises(TaskError, match="rank 0.*x\\[at\\]|index 7"):
+            failed.full_tensor()
+        cluster.immediate = True
+
+
+def test_models_on_the_meta_device_leave_no_program() -> None:
+    with torch.device("meta"):
+        net = torch.nn.Linear(3, 2)
+    model = dt.parallelize(net, MESH, init="reset")
+    f = dt.compile(lambda m, x: m(x), MESH)
+    with dt.launch(MESH, bring_home=False) as run:
+        f(model, rows(2))
+        assert len(handles(run)) == 1
+
+
+def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtensor.api.move_between_meshes.MOST_LOADED", 3)
+    other = dt.Mesh(tp=2, name="other")
+    with dt.launch(MESH, other) as run:
+        for length in [*range(2, 9), 2]:
+            x = dt.distribute(rows(length), MESH, dp=dt.Row())
+            y = dt.transfer(x, other, tp=dt.Column())
+            assert torch.equal(y.full_tensor(), rows(length))
+            assert len(handles(run)) <= 3
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:recovered")
+def test_a_rank_is_replaced_after_evictions(ray_session: None, few: int) -> None:
+    """What may have to run again is not evicted, and what was evicted works with who is new."""
+    lengths = [*range(2, 12), 2, 3, 4, 2]
+    step = trained()
+    with dt.launch(MESH, "ray", spares=1, snapshot_every=4) as run:
+        cluster: Any = run.launch.cluster
+        found = []
+        for number, length in enumerate(lengths):
+            found.append(step(rows(length)).tensor())
+            logged = {c.message.program for c in cluster._recovery.log.calls}
+            assert logged - {None} <= set(cluster._programs)
+            if number in (6, 11):
+                lose(run, number % 2)
+        assert len(run.recoveries) == 2 and run.recoveries[0].runs > 1
+        for _ in range(6):  # past what is kept to run it again
+            step(rows(2)).tensor()
+        cluster._recovery._wait_for_some()
+        assert set(cluster._programs) == handles(run)
+        assert on_hosts(run) == [few, few]
+        state = dt.gather_state_dict(step.model, step.optimizer)
+    step = trained()
+    with dt.launch(MESH):
+        want = [step(rows(length)).tensor() for length in [*lengths, *[2] * 6]]
+        same = dt.gather_state_dict(step.model, step.optimizer)
+    assert all(map(torch.equal, found, want))
+    for name, value in state["model"].items():
+        assert torch.equal(value, same["model"][name])
