@@ -2,7 +2,7 @@
 
     x = annotate(x, "b@dp t d@tp")        # or annotate(x, tp=Shard(-1))
 
-Outside a capture `annotate` returns x itself, at the cost of one context variable. While `capture`
+Outside a capture `annotate` returns x itself, at the cost of one question. While `capture`
 runs it inserts one identity op, `dt::annotate(x, text)`, whose backward applies
 `dt::annotate_backward(grad, text)`, so both values carry the mark; the result must be used, as in
 `x = annotate(x, ...)`. The planner erases both ops.
@@ -12,32 +12,12 @@ Not here: the meaning of the text. It is stored as given and parsed where axes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import torch
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers dt::annotate)
 from dtensor.errors import check_kind
+from dtensor.frontend.alone import is_capturing
 from dtensor.sharding.spec.placements import Placement
-
-_capturing: ContextVar[bool] = ContextVar("dtensor_capturing", default=False)
-
-
-@contextmanager
-def capturing_marks() -> Iterator[None]:
-    """Within: `annotate` records. Entered by `capture` alone."""
-    token = _capturing.set(True)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
-
-
-def is_capturing() -> bool:
-    return _capturing.get()
-
 
 def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) -> torch.Tensor:
     """Pins an activation's placement while planning; the identity on a plain tensor otherwise.
@@ -50,7 +30,7 @@ def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) 
     An axis that is named is stated for every dim; others are left to the planner. Raises TypeError
     for both or neither; PlanningError, at planning, for what does not fit the value.
     """
-    if not _capturing.get():
+    if not is_capturing():
         return x
     if (text is None) == (not placements):
         raise TypeError(

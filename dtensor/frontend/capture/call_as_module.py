@@ -6,22 +6,20 @@
 `torch.export` wants a root module and tensors; the user has a function, modules among its
 arguments, pytrees and numbers. The root rebuilds the arguments, calls the function and flattens
 what it returns, remembering the structure. Parameters, buffers and arguments are replaced by fake
-tensors on the CPU for the time of the capture, so a capture takes no memory, needs no GPU, and the
-graph does not depend on where the model lives.
+tensors on the CPU for the time of the capture, to the thread that captures, so a capture takes no
+memory, needs no GPU, and the graph does not depend on where the model lives.
 
-Invariants: the user's modules are as before when `faked` ends. Not here: differentiation.
+Invariants: to other threads the user's modules are as they were, and to all when `faked` ends. Not here: differentiation.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch import nn
@@ -29,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import PerThread, is_capturing
 from dtensor.frontend.capture.patches import region
 from dtensor.frontend.capture.refusals import (
     Watch,
@@ -37,6 +36,7 @@ from dtensor.frontend.capture.refusals import (
     planning_error,
     requires_grad_kept,
 )
+from dtensor.frontend.capture.replaced import replaced
 from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.reads.effects import Before, Change
 from dtensor.frontend.reads.ran import CodeRecorder
@@ -180,7 +180,6 @@ class CallAsModule(nn.Module):
         self.before = before
         self.seen: _Seen = _Seen()
         self.recorder: CodeRecorder = CodeRecorder()
-        self.pow = math.pow  # which the export replaces, as if the program had changed it
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         leaves = list(self.call.leaves)
@@ -188,12 +187,11 @@ class CallAsModule(nn.Module):
             leaves[arg.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
         held = _held(self.call)
-        with mock.patch.object(math, "pow", self.pow):
-            try:
-                with self.recorder, Watch(self.recorder), region(self.autocast):
-                    out = self.call.fn(*args, **kwargs)
-            finally:
-                self.seen.changes += self.before.changes()
+        try:
+            with self.recorder, Watch(self.recorder), region(self.autocast):
+                out = self.call.fn(*args, **kwargs)
+        finally:
+            self.seen.changes += self.before.changes()
         self._check_held(held)
         if self.grads == "loss":
             self._check_loss(out)
@@ -310,10 +308,9 @@ def refuse_hooks(call: FlatCall, grads: Grads) -> None:
 
 @contextmanager
 def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Within: the modules hold fake parameters and buffers; yields the fake tensor arguments."""
+    """Within: to this thread the modules hold fake parameters and buffers; yields the fake tensor
+    arguments. To others they are as they were, and what those assign stays."""
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[nn.Module, str, torch.Tensor]] = []
-    slots: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's dict, what was in it
 
     def fake(x: torch.Tensor) -> torch.Tensor:
         with mode:
@@ -321,23 +318,51 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
         wants = x.requires_grad and grads != "none"
         return nn.Parameter(y, wants) if isinstance(x, nn.Parameter) else y.requires_grad_(wants)
 
-    for module in {m: None for root in call.modules.values() for m in root.modules()}:
-        slots += [(d, dict(d)) for d in (module._parameters, module._buffers)]
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                if tensor.layout != torch.strided:
-                    raise PlanningError(f"{name} has layout {tensor.layout}, not strided.")
-                saved.append((module, name, tensor))
+    modules = list({m: None for root in call.modules.values() for m in root.modules()})
+    spaces = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
+    saved = [
+        (module, name, tensor)
+        for module in modules
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]
+        if tensor is not None
+    ]
+    for _, name, tensor in saved:
+        if tensor.layout != torch.strided:
+            raise PlanningError(f"{name} has layout {tensor.layout}, not strided.")
     try:
-        for module, name, tensor in saved:
-            if id(tensor) not in fakes:
-                fakes[id(tensor)] = fake(tensor)
-            setattr(module, name, fakes[id(tensor)])  # not the dict: nn.LSTM keeps a list as well
-        # One tensor passed twice is two arguments: the next call may pass two tensors.
-        yield tuple(fake(t) for t in call.tensors)
+        for space, name, held in spaces:
+            space[name] = PerThread(held)
+        with replaced([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
+            for module, name, tensor in saved:
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = fake(tensor)
+                setattr(module, name, fakes[id(tensor)])  # not the dict: an LSTM keeps a list, too
+            # One tensor passed twice is two arguments: the next call may pass two tensors.
+            yield tuple(fake(t) for t in call.tensors)
     finally:
-        for held, before in slots:  # without what forward made
-            held.clear()
-            held.update(before)
-        for module, name, tensor in saved:
-            setattr(module, name, tensor)
+        for space, name, held in spaces:
+            space[name] = held
+
+
+class _FlatWeights:
+    """The list in which nn.LSTM and its like keep their parameters a second time: to the thread
+    that captures a copy. Kernels read it past any method, so it is another list."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, list[Any]] = {}
+
+    def __get__(self, module: nn.Module | None, _kind: type) -> Any:
+        if module is None:
+            return self
+        space = vars(module)
+        if "_flat_weights" not in space:
+            raise AttributeError("_flat_weights")
+        if not is_capturing():
+            return space["_flat_weights"]
+        return self._own.setdefault(id(module), list(space["_flat_weights"]))
+
+    def __set__(self, module: nn.Module, value: list[Any]) -> None:
+        if is_capturing() and "_flat_weights" in vars(module):
+            self._own[id(module)] = value
+        else:
+            vars(module)["_flat_weights"] = value

@@ -29,8 +29,8 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtensor.frontend.alone import ONE_AT_A_TIME, capturing
 from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
@@ -60,7 +60,6 @@ from dtensor.frontend.capture.refusals import (
     draws,
 )
 from dtensor.frontend.graph import Const, Graph
-from dtensor.frontend.marks import capturing_marks
 from dtensor.frontend.reads.effects import Before, Change, line_of_change, redo, undo
 from dtensor.frontend.reads.reads import Reads
 from dtensor.frontend.reads.walk import walk
@@ -98,7 +97,11 @@ def capture(
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
-    call = flat_call(fn, args, kwargs or {}, main)
+    with ONE_AT_A_TIME:
+        return _captured(flat_call(fn, args, kwargs or {}, main), grads, each_call)
+
+
+def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
     refuse_hooks(call, grads)
     first = _Capture(call, grads, each_call=each_call)
     if each_call:
@@ -114,7 +117,7 @@ def capture(
         second.check()
         if second.changes:
             ran = second.ran
-            raise changes_outside(second.changes, ran, source_of_callable(fn))
+            raise changes_outside(second.changes, ran, source_of_callable(call.fn))
     except BaseException:
         undo(first.changes)
         raise
@@ -141,8 +144,8 @@ class _Capture:
         self.changes: list[Change] = root.seen.changes
         try:
             with (
+                capturing(),
                 torch.enable_grad(),
-                capturing_marks(),
                 patched(below=CallAsModule.forward) as functions,
                 faked(call, grads, mode) as tensors,
             ):
@@ -151,8 +154,7 @@ class _Capture:
                     met.restore(forward)
                 met = canonicalise(forward, itertools.count())
                 check_forward(forward, grads != "none")
-                # Attention that `canonicalise` leaves decomposes the same on every machine.
-                with sdpa_kernel(SDPBackend.MATH), whole_layers():
+                with whole_layers():
                     joint = _differentiate(forward, tensors, mode)
                     self.graph = to_graph(root, joint, forward, mode)
                 self.graph = _with(self.graph, met, call) if met else self.graph

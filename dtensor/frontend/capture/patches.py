@@ -29,21 +29,22 @@ gets a number, which torch carries from the traced op to the joint graph. With u
 torch makes no gradients where no argument requires grad: refused. So is `context_fn`, which says op
 by op what is saved. `preserve_rng_state` needs nothing: random numbers are counted.
 
-Invariants: outside a capture nothing behaves otherwise. These are private parts of torch, which the
-tests hold for each supported version. Not for several threads. Not here: what a region saves
-(sharding/plan/passes/recompute.py), what else is refused (refusals.py).
+Invariants: outside a capture, and for other threads, nothing behaves otherwise (replaced.py); what
+another thread compiles with `torch.compile` waits for the end, as it waits for others that compile.
+These are private parts of torch, which the tests hold for each supported version. Not here: what a
+region saves (sharding/plan/passes/recompute.py), what else is refused (refusals.py).
 """
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import itertools
 import traceback as python_traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
-from logging import LogRecord
+from functools import cache, partial
+from threading import Thread
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -52,18 +53,20 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch import fx
 from torch._C import DispatchKey
-from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx import _symbolic_trace as symbolic_trace
 from torch.fx import traceback
+from torch.fx._symbolic_trace import _Patcher
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.proxy import TracerBase
 from torch.utils._pytree import tree_leaves
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing, started
 from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
+from dtensor.frontend.capture.replaced import answered_here, filtered, here_alone, replaced, unlogged
 from dtensor.frontend.graph import type_text
-from dtensor.frontend.marks import is_capturing
 from dtensor.frontend.source import places_below, source_here
 
 if TYPE_CHECKING:
@@ -78,57 +81,110 @@ CAPTURED_ON = "cpu"
 def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     """Within a capture. ``below``: the function whose callees' lines are the user's."""
     # Not at the top: they load torch's compiler, and with it triton where that is installed.
+    from torch._decomp import decompositions
+    from torch._dynamo.convert_frame import compile_lock
     from torch.export import _trace
     from torch.fx.experimental import symbolic_shapes
 
     numbers = itertools.count()  # of checkpoints
     functions: list[AppliedFunctions] = []  # at most one, where there is a custom Function
+    explaining = ExitStack()
     changed: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (TracerBase, "_filter_traceback_frames", lambda _: _whole_traces(below)),
         (fx.GraphModule, "recompile", _when_called),
+        (torch.nn.Module, "_apply", lambda _: _unmoved),
+        (decompositions, "select_one_layer_lstm_function", lambda _: _written_lstm),
+        (_Patcher, "patch_method", _patched_here),
+        (Thread, "start", _noted),
+        (_trace, "_override_builtin_ops", lambda _: _builtins_here),
+        # What torch logs with a traceback it raises too; of a program that depends on data it
+        # prints the graph so far.
+        (_trace, "print", lambda _: _prints_nothing),
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
-        (torch.nn.Module, "_apply", _unmoved),
-        (_SingleLevelFunction, "apply", lambda _: _watched(numbers, functions, stack)),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
-            lambda plain: _numbered(plain, numbers),
+            lambda _: _numbered(numbers),
         ),
     ]
+    plains = [vars(owner).get(name, print) for owner, name, _ in changed]
+    changes = [
+        (owner, name, here_alone(change(plain), plain))
+        for (owner, name, change), plain in zip(changed, plains, strict=True)
+    ]
+    applying = _watched(numbers, functions, explaining)
     with ExitStack() as stack:
-        for owner, name, change in changed:
-            stack.enter_context(
-                mock.patch.object(owner, name, change(vars(owner).get(name)), create=True)
+        # Before anything is changed: torch changes the same as it compiles, in another thread.
+        stack.enter_context(ONE_AT_A_TIME.and_then(compile_lock))
+        stack.enter_context(replaced([*changes, (_SingleLevelFunction, "apply", applying)]))
+        stack.enter_context(answered_here(_FLAGS))
+        stack.enter_context(
+            unlogged(
+                (symbolic_shapes.log, lambda _: True),
+                (fake_tensor.log, lambda record: record.exc_info is not None),
             )
-        # What torch logs with a traceback it raises too; of a program that depends on data it
-        # prints the graph so far.
-        stack.enter_context(mock.patch.object(_trace, "print", _prints_nothing, create=True))
-        symbolic_shapes.log.addFilter(_says_nothing_at_all)
-        stack.callback(symbolic_shapes.log.removeFilter, _says_nothing_at_all)
-        fake_tensor.log.addFilter(_says_nothing)
-        stack.callback(fake_tensor.log.removeFilter, _says_nothing)
+        )
+        stack.enter_context(
+            filtered(
+                ("ignore", "", r"torch\..*"),
+                # nn.LSTM and its like keep their parameters a second time in a list, which the
+                # export itself swaps.
+                ("ignore", ASSIGNED, ""),
+                ("error", ASSIGNED + r".*self\.(?!\S*_flat_weights)", ""),
+            )
+        )
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
         if torch.get_default_device().type != CAPTURED_ON:  # `with torch.device("meta"):`
             stack.enter_context(torch.device(CAPTURED_ON))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", module=r"torch\..*")
-        # nn.LSTM and its like keep their parameters a second time in a list, which the export
-        # itself swaps.
-        warnings.filterwarnings("ignore", message=ASSIGNED)
-        warnings.filterwarnings("error", message=ASSIGNED + r".*self\.(?!\S*_flat_weights)")
-        # An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops
-        # that it is with gradients, and on every machine. (It warns of other flags: filtered.)
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        yield functions
+        with explaining:
+            yield functions
 
 
-def _says_nothing(record: LogRecord) -> bool:
-    return record.exc_info is None
+# What torch asks of the process, and what another thread's compiled functions ask at each call.
+_FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+_FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tracing)
 
 
-def _says_nothing_at_all(_: LogRecord) -> bool:
-    return False
+def _patched_here(plain: Any) -> Any:
+    """While it traces, torch replaces `__call__` and `__getattr__` of all modules."""
+
+    def patch_method(patcher: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
+        plain(patcher, cls, name, here_alone(new, getattr(cls, name)), deduplicate)
+
+    return patch_method
+
+
+def _noted(plain: Any) -> Any:
+    """What a thread of the program does, the program does."""
+
+    def start(thread: Thread) -> None:
+        started(thread)
+        plain(thread)
+
+    return start
+
+
+@contextmanager
+def _builtins_here() -> Iterator[None]:
+    """As torch has it, but for `math.pow`: to the program that is the plain one."""
+    from torch._export.non_strict_utils import _tensor_min_max
+
+    pairs = (("max", max, torch.maximum), ("min", min, torch.minimum))
+    made = [
+        (name, here_alone(partial(_tensor_min_max, real_callable=f, tensor_callable=of), f))
+        for name, f, of in pairs
+    ]
+    with replaced([(builtins, name, f) for name, f in made]):
+        yield
+
+
+def _written_lstm(*_: object) -> Any:
+    """An LSTM without gradients is one op of mkldnn where the CPU has it; here it is the ops that
+    it is with gradients, and on every machine."""
+    from torch._decomp.decompositions import one_layer_lstm
+
+    return one_layer_lstm
 
 
 def _prints_nothing(*_: object, **__: object) -> None:
@@ -188,7 +244,7 @@ def _checked_init(init: Any) -> Any:
     def checked(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
         dtype = kwargs.get("dtype", args[0] if args else None)
-        if is_capturing() and device_type != CAPTURED_ON and enabled:
+        if device_type != CAPTURED_ON and enabled:
             raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
         init(self, device_type, *args, **kwargs)
 
@@ -199,7 +255,7 @@ def _checked_enter(enter: Any) -> Any:
     def checked(self: Any) -> Any:
         # made before the capture, as a decorator is; or one that ends a region it does not reach
         here = torch.is_autocast_enabled(CAPTURED_ON)
-        if is_capturing() and self.device != CAPTURED_ON and (self._enabled or here):
+        if self.device != CAPTURED_ON and (self._enabled or here):
             given = f"dtype={self.fast_dtype}" if self._enabled else "enabled=False"
             raise _lost(self.device, given)
         return enter(self)
@@ -221,31 +277,27 @@ def _lost(device_type: str, given: str) -> PlanningError:
 # -- modules that are moved ------------------------------------------------------------------------
 
 
-def _unmoved(plain: Any) -> Any:
+def _unmoved(
+    module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True
+) -> torch.nn.Module:
     """Torch would swap each parameter for what `.to` returns, itself or not."""
+    # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-    def apply(self: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        if not is_capturing():
-            return plain(self, fn, recurse)
-        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
-        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-
-        named = [*self.named_parameters(recurse=recurse), *self.named_buffers(recurse=recurse)]
-        for name, x in named:
-            with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
-                made = fn(x)
-            if not is_same_memory(made, x):
-                now, then = (f"{type_text(y)} on {y.device}" for y in (x, made))
-                raise planning_error(
-                    "The program moves a module or changes its dtype.",
-                    f"{name}: {now} -> {then if then != now else 'other strides'}",
-                    source=source_here(),
-                    fix="do it once, before dt.parallelize; within the program, x.to(...) of "
-                    "tensors alone",
-                )
-        return self
-
-    return apply
+    named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
+    for name, x in named:
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
+            made = fn(x)
+        if not is_same_memory(made, x):
+            now, then = (f"{type_text(y)} on {y.device}" for y in (x, made))
+            raise planning_error(
+                "The program moves a module or changes its dtype.",
+                f"{name}: {now} -> {then if then != now else 'other strides'}",
+                source=source_here(),
+                fix="do it once, before dt.parallelize; within the program, x.to(...) of "
+                "tensors alone",
+            )
+    return module
 
 
 # -- checkpoints, and Functions of the user's ------------------------------------------------------
@@ -258,12 +310,9 @@ def _outermost(numbers: Iterator[int]) -> AbstractContextManager[object]:
     return traceback.annotate({CHECKPOINT: next(numbers)})
 
 
-def _numbered(plain: Any, numbers: Iterator[int]) -> Any:
+def _numbered(numbers: Iterator[int]) -> Any:
     def generator(function: Any, preserve: bool, context_fn: Any, *args: Any, **kw: Any) -> Any:
         """Torch runs the function where the generator stands still."""
-        if not is_capturing():
-            yield from plain(function, preserve, context_fn, *args, **kw)
-            return
         if context_fn is not checkpoints.noop_context_fn:
             raise planning_error(
                 "torch.utils.checkpoint with context_fn= cannot be captured: a plan saves what "
@@ -342,22 +391,50 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @contextmanager
 def whole_layers() -> Iterator[None]:
-    """Within it these ops reach the joint graph as they are; not reentrant."""
+    """Within it these ops reach the joint graph as they are, and attention that is left in the
+    forward as the ops that it is on every machine; not reentrant. Only who traces asks for these
+    kernels, and only one traces (`patched`)."""
     import torch._decomp
 
-    taken: list[tuple[OpOverload, DispatchKey, object]] = []
-    for packet in (getattr(torch.ops.aten, name) for name in _WHOLE):
-        for op in (getattr(packet, name) for name in packet.overloads() if "out" not in name):
-            for key in _KEYS:
-                if key in op.py_kernels:
-                    taken.append((op, key, op.py_kernels.pop(key)))
-            op._dispatch_cache.clear()
+    packets = [getattr(torch.ops.aten, name) for name in _WHOLE]
+    ops = [
+        getattr(packet, name)
+        for packet in packets
+        for name in packet.overloads()
+        if "out" not in name
+    ]
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    before = [(op, dict(op.py_kernels)) for op in (*ops, attention)]
     try:
+        for op in ops:
+            for key in _KEYS:
+                op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
+        attention.py_kernels.update(dict.fromkeys(_KEYS, _written_attention))
+        attention._dispatch_cache.clear()
         yield
     finally:
-        for op, key, kernel in taken:
-            op.py_kernels[key] = kernel  # type: ignore[assignment]
+        for op, kernels in before:
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+def _written_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """What SDPBackend.MATH would choose, which is a choice of the process."""
+    written = torch.ops.aten._scaled_dot_product_attention_math.default
+    return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                   enable_gqa=enable_gqa)[0]  # fmt: skip
 
 
 @cache

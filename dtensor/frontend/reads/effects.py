@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dtensor.frontend.alone import PerThread
 from dtensor.frontend.reads.walk import ITERATORS, MOST_ITEMS, PLAIN, RanCode, Reached
 from dtensor.frontend.source import Source, line_of
 
@@ -219,7 +220,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
+    if a is b or (isinstance(b, PerThread) and b.plain is a):
         return True
     return isinstance(a, PLAIN) and type(a) is type(b) and repr(a) == repr(b)
 
