@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -38,9 +37,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor.errors import PlanningError
-
-ONE_AT_A_TIME = threading.RLock()
-"""Held by a touch and by a step: another thread that reads meanwhile waits."""
+from dtensor.frontend.alone import ONE_AT_A_TIME
 
 
 class Holder(Protocol):

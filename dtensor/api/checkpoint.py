@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor.api.away import ONE_AT_A_TIME, at_hand, bring_back, holder_of
+from dtensor.api.away import at_hand, bring_back, holder_of
 from dtensor.api.kept import kept
 from dtensor.api.names_in_checkpoint import OWN, matched, matched_state
 from dtensor.api.on_disk import OnDisk
@@ -46,6 +46,7 @@ from dtensor.api.session import MeshSession, launched, session_at_hand
 from dtensor.api.state import check_optional
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors
 from dtensor.runtime.checkpoint import Checkpoint, latest
 from dtensor.runtime.saving import (

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from dtensor.api.away import ONE_AT_A_TIME
 from dtensor.api.eager.run import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
@@ -44,6 +43,7 @@ from dtensor.api.stating.placing import Stated, check_fit
 from dtensor.api.switched import mesh_since, num_switches
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
@@ -92,14 +92,14 @@ class CompiledFunction:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
-        return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
+        with ONE_AT_A_TIME:
+            return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, its tensors as DTensors. It does not wait for their values."""
         call = BoundCall.of(self.fn, args, kwargs)
-        planned = self._planned(call)
         with ONE_AT_A_TIME:
-            return self._run(call, planned)
+            return self._run(call, self._planned(call))
 
     def profile(self, n: int, *args: Any, **kwargs: Any) -> Profile:
         """Where the time of a call goes on each rank: of ``n`` timed ones, after a few to warm up.

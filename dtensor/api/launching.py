@@ -21,7 +21,6 @@ from typing import Any, get_args
 
 import torch
 
-from dtensor.api.away import ONE_AT_A_TIME
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.session import Launch, LocalKind, MeshSession, launches
 from dtensor.api.stating.roles_of_weights import StatedRoles
@@ -31,6 +30,7 @@ from dtensor.daft import Backend, DaftError, Mode, launch_cluster
 from dtensor.daft.launching import Offer
 from dtensor.daft.status.diagnosis import ranks_text
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
@@ -114,6 +114,10 @@ class LaunchSession(MeshSession):
             found = switch_of(self.launch, model, optimizer, mesh, how)
             found.carry_out()
             return found.plan
+
+
+_starting: list[object] = []
+"""The launch that starts, if one does."""
 
 
 @contextmanager
@@ -230,27 +234,33 @@ def launch(
             f"{what} on Ray: ranks that are lost can be replaced in compiled mode on CPUs alone.\n"
             f"fix: leave spares and snapshot_every out"
         )
-    if launches:
-        raise PlanningError("a launch is running already; leave it before starting another")
-    cluster = launch_cluster(
-        size,
-        backend=backend,
-        device=device,
-        address=address,
-        deadline_s=deadline_s,
-        call_deadline_s=call_deadline_s,
-        ranks_per_actor=ranks_per_actor,
-        spares=spares,
-        snapshot_every=snapshot_every,
-        max_restarts=max_restarts,
-        together=() if backend == "inprocess" else together(places),
-    )
-    running = Launch(cluster, mode, local)
-    (first, own), *others = places.items()
-    running.sessions[first] = run = LaunchSession(first, running.part(first, own), running)
-    for other, ranks_there in others:
-        running.add(other, ranks_there)
-    launches.append(running)
+    with ONE_AT_A_TIME:
+        if launches or _starting:
+            raise PlanningError("a launch is running already; leave it before starting another")
+        _starting.append(meshes)
+    try:  # without the lock: others go on meanwhile
+        cluster = launch_cluster(
+            size,
+            backend=backend,
+            device=device,
+            address=address,
+            deadline_s=deadline_s,
+            call_deadline_s=call_deadline_s,
+            ranks_per_actor=ranks_per_actor,
+            spares=spares,
+            snapshot_every=snapshot_every,
+            max_restarts=max_restarts,
+            together=() if backend == "inprocess" else together(places),
+        )
+        running = Launch(cluster, mode, local)
+        (first, own), *others = places.items()
+        running.sessions[first] = run = LaunchSession(first, running.part(first, own), running)
+        for other, ranks_there in others:
+            running.add(other, ranks_there)
+        with ONE_AT_A_TIME:
+            launches.append(running)
+    finally:
+        _starting.clear()
     actors = Offer(backend, address, deadline_s, call_deadline_s)
     try:
         yield run
@@ -298,7 +308,8 @@ def _check_inductor(device: str) -> None:
 
 
 def _leave(running: Launch, actors: Offer, bring_home: bool) -> None:
-    launches.remove(running)
+    with ONE_AT_A_TIME:
+        launches.remove(running)
     try:
         actors.end(quiet=True)
     finally:

@@ -32,6 +32,7 @@ from dtensor.api.several_meshes import listed
 from dtensor.daft import Cluster, Handle, Program, Stored
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.between_meshes import pieces_of, shard_from, transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
@@ -92,15 +93,16 @@ class _Transfer(torch.autograd.Function):
 
 
 def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
-    pending = _pending(x.spec)
-    x = x.redistribute(**pending) if pending else x
-    value = x.value()
-    plan = _plan(value.spec, x.session, target, spec)
-    name = fresh_name()
-    if plan.distinct:
-        _through_controller(value, target, plan, name)
-    else:
-        _among_actors(value, target, plan, name)
+    with ONE_AT_A_TIME:
+        pending = _pending(x.spec)
+        x = x.redistribute(**pending) if pending else x
+        value = x.value()
+        plan = _plan(value.spec, x.session, target, spec)
+        name = fresh_name()
+        if plan.distinct:
+            _through_controller(value, target, plan, name)
+        else:
+            _among_actors(value, target, plan, name)
     return DTensor(spec, target, name)
 
 

@@ -45,6 +45,7 @@ from dtensor.api.stating.stages import StagePlan, stage_at, with_parts
 from dtensor.api.together import Models
 from dtensor.daft import Future, GroupFuture
 from dtensor.errors import PlanningError, check_word
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
@@ -347,9 +348,13 @@ def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
     return f"the argument {name}: {a} -> {b}"
 
 
-@collector_paused()
 def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
     """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
+    with ONE_AT_A_TIME, collector_paused():
+        return _planned(call, mesh, grads, options, name)
+
+
+def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
     models = call.models(mesh)
     graph = options.graph or call.graph(grads)
     stages = models.stages if models else with_parts(models.stages, call.specs(), mesh)

@@ -20,6 +20,7 @@ from dtensor.api.plan_call import PlanCache
 from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError
 from dtensor.errors import check_kind, check_number
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.simulate.breakdown import (
     Measured,
     TimedStep,
@@ -42,11 +43,23 @@ def profiled(
 ) -> Profile:
     """``step``: takes one; ``read``: waits for what it gave, and raises; ``plans``: of the step.
 
-    Raises PlanningError for what is no number of steps, and what a step raises.
+    Raises PlanningError for what is no number of steps, and what a step raises. Calls of other
+    threads wait until all are timed.
     """
     fix = "step.profile(10, *batch): how many steps to time, then the batch"
     check_kind("n of profile", n, Integral, "a whole number", fix)
     check_number("n", n, least=1, whole=True, fix=fix)
+    with ONE_AT_A_TIME:
+        return _profiled(n, session, step, read, plans)
+
+
+def _profiled(
+    n: int,
+    session: MeshSession,
+    step: Callable[[], object],
+    read: Callable[[object], None],
+    plans: PlanCache,
+) -> Profile:
     for _ in range(NUM_WARM):
         _timed(session, step, read)
         _plain(session, step, read)

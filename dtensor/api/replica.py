@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from dtensor.api.away import ONE_AT_A_TIME, as_it_is
+from dtensor.api.away import as_it_is
 from dtensor.api.kept import Keeping, kept
 from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
@@ -42,6 +42,7 @@ from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
 from dtensor.daft import DaftError, Future, Handle
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.runtime.between_meshes import bucket_bytes, sync_program
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
@@ -112,6 +113,16 @@ def sync_plan(
     """
     _check_pair(policy, actor)
     check_topology(topology)
+    with ONE_AT_A_TIME:
+        return _plan_of(policy, actor, ranks, topology)
+
+
+def _plan_of(
+    policy: ParallelModule,
+    actor: ParallelModule,
+    ranks: Mapping[Mesh, Sequence[int]] | None,
+    topology: Topology | None,
+) -> SyncPlan:
     if launched() is None:
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
@@ -145,12 +156,16 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
             f"dt.sync runs in a launch that has the ranks of both meshes, and none is running.\n"
             f"fix: with dt.launch({policy.mesh!r}, {actor.mesh!r}): ..."
         )
-    with ONE_AT_A_TIME:
-        here, there = session_for(policy.mesh), session_for(actor.mesh)
-        link = _Pair.of(here, policy, there, actor)
-        link.run()
-        actor.version += 1
-        return actor.version
+    while True:
+        with ONE_AT_A_TIME:
+            here, there = session_for(policy.mesh), session_for(actor.mesh)
+            link = _Pair.of(here, policy, there, actor)
+            oldest = link.oldest()
+            if oldest is None:
+                link.run()
+                actor.version += 1
+                return actor.version
+        link.read(oldest)  # without the lock: others go on meanwhile
 
 
 class _Pair:
@@ -180,9 +195,12 @@ class _Pair:
                 known.cluster.unload(known.handle)
         return there.loaded[key]
 
+    def oldest(self) -> Future | None:
+        """What has to be read before another one runs."""
+        has = self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD)
+        return self.unread.pop(0) if has else None
+
     def run(self) -> None:
-        while self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD):
-            self._read(self.unread.pop(0))
         self.source.settle()
         here, where = kept(self.policy, self.source), kept(self.actor, self.target)
         if self.handle is None or self.made != (here, where):
@@ -191,7 +209,7 @@ class _Pair:
         empty: list[Mapping[str, object]] = [{}] * self.cluster.size
         future = self.cluster.run(self.handle, empty, mode=self.there.mode)
         if self.there.at_once:
-            self._read(future)
+            self.read(future)
         else:
             self.unread.append(future)
         target = self.target
@@ -222,9 +240,9 @@ class _Pair:
 
     def _settle(self) -> None:
         while self.unread:
-            self._read(self.unread.pop(0))
+            self.read(self.unread.pop(0))
 
-    def _read(self, future: Future) -> None:
+    def read(self, future: Future) -> None:
         try:
             future.check()
         except DaftError as error:

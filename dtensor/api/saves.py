@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from dtensor.api.away import (
-    ONE_AT_A_TIME,
     AwayState,
     holder_of,
 )
@@ -39,6 +38,7 @@ from dtensor.api.resident import Resident
 from dtensor.api.session import MeshSession, launched, session_at_hand
 from dtensor.daft import Future
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors
 from dtensor.runtime.checkpoint import (
     CheckpointError,

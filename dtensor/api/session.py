@@ -39,6 +39,7 @@ from dtensor.daft.cluster.cluster import Handle
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.simulate.trace import Noted
@@ -426,14 +427,15 @@ class Launch:
             return
         for saved in self.saves:
             saved.told()
-        try:
-            for resident in self.residents:
-                resident.end(bring_home)
-            if bring_home and self.cluster.failure is None:
-                self._tell_of_unsaved()
-        finally:
-            self.closed = True
-            self.cluster.close()
+        with ONE_AT_A_TIME:
+            try:
+                for resident in self.residents:
+                    resident.end(bring_home)
+                if bring_home and self.cluster.failure is None:
+                    self._tell_of_unsaved()
+            finally:
+                self.closed = True
+                self.cluster.close()
 
     def _tell_of_unsaved(self) -> None:
         own = (resident for resident in self.residents if resident.model.source is None)
@@ -464,19 +466,20 @@ _implicit: dict[Mesh, MeshSession] = {}
 
 def session_for(mesh: Mesh) -> MeshSession:
     """That of the running launch, or the implicit in-process one of the mesh."""
-    if launches:
-        launch = launches[-1]
-        if (session := launch.sessions.get(mesh)) is not None:
-            return session
-        from dtensor.api.several_meshes import not_launched
+    with ONE_AT_A_TIME:
+        if launches:
+            launch = launches[-1]
+            if (session := launch.sessions.get(mesh)) is not None:
+                return session
+            from dtensor.api.several_meshes import not_launched
 
-        raise not_launched(mesh, launch.places)
-    if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
-        _implicit.pop(mesh).launch.close()
-    if mesh not in _implicit:
-        launch = Launch(launch_cluster(mesh.size), "compiled")
-        _implicit[mesh] = launch.add(mesh)
-    return _implicit[mesh]
+            raise not_launched(mesh, launch.places)
+        if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
+            _implicit.pop(mesh).launch.close()
+        if mesh not in _implicit:
+            launch = Launch(launch_cluster(mesh.size), "compiled")
+            _implicit[mesh] = launch.add(mesh)
+        return _implicit[mesh]
 
 
 def session_at_hand(mesh: Mesh) -> MeshSession | None:

@@ -20,11 +20,12 @@ from typing import Any, cast
 
 import torch
 
-from dtensor.api.away import ONE_AT_A_TIME, AwayState, as_it_is, by_holder, label_of
+from dtensor.api.away import AwayState, as_it_is, by_holder, label_of
 from dtensor.api.initial import names_in_state
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.resident import Resident
 from dtensor.errors import PlanningError, check_kind
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors
 
 _OPTIMIZER = torch.optim.Optimizer | None
@@ -122,17 +123,18 @@ def load_state_dict(
             f"the state has no entry 'model', only {sorted(state)}; "
             f'fix: pass {{"model": ..., "optimizer": ...}}'
         )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
-        model.module.load_state_dict(state["model"])
-    model.initial.load(model.module, state["model"])
-    if "step" in state:
-        model.steps.restore(state["step"])
-    if optimizer is not None and "optimizer" in state:
-        # torch would keep the state's own tensors
-        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        _keep_values(optimizer, state["optimizer"])
-    model.loads += 1
+    with ONE_AT_A_TIME:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            model.module.load_state_dict(state["model"])
+        model.initial.load(model.module, state["model"])
+        if "step" in state:
+            model.steps.restore(state["step"])
+        if optimizer is not None and "optimizer" in state:
+            # torch would keep the state's own tensors
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            _keep_values(optimizer, state["optimizer"])
+        model.loads += 1
 
 
 def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.optim.optimizer as hooks
 
-from dtensor.api.away import ONE_AT_A_TIME, as_it_is
+from dtensor.api.away import as_it_is
 from dtensor.api.loaded_program import load, on_stage
 from dtensor.api.optimizer_on_ranks import place_optimizer
 from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
@@ -47,6 +47,7 @@ from dtensor.api.reads_as_float import ReadsAsFloat
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.daft import DaftError, Future, TaskError
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
 from dtensor.numerics import is_narrow
@@ -128,16 +129,22 @@ class Loss(ReadsAsFloat):
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned; does not count as reading it."""
-        ended, self._ended = self._ended, None
         try:
             found = self._future.get()
         except DaftError:
-            if ended is not None and self._session.cluster.failure is None:
-                ended(False)
+            if self._session.cluster.failure is None:
+                self._tell(well=False)
             raise
-        if ended is not None:
-            ended(True)
+        self._tell(well=True)
         return found
+
+    def _tell(self, *, well: bool) -> None:
+        if self._ended is None:
+            return
+        with ONE_AT_A_TIME:
+            ended, self._ended = self._ended, None
+            if ended is not None:
+                ended(well)
 
     def _result(self, index: int) -> torch.Tensor:
         name = f"result {index}"
@@ -281,6 +288,10 @@ class TrainStep:
         return BoundCall.of(self.loss_fn, (self.model, *batch), kwargs)
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
+        with ONE_AT_A_TIME:
+            return self._planned(call, graph)
+
+    def _planned(self, call: BoundCall, graph: Graph | None) -> Planned:
         groups = self._groups()
         _refuse_early_hooks(self.optimizer)
 
@@ -329,14 +340,22 @@ class TrainStep:
             self._running.clear()  # its launch raised what was not read when it ended
         self._raise_unread()
         call = self._call(batch, kwargs)
-        planned = self._plan(call)
-        while len(self._running) >= RUN_AHEAD:  # without the lock: others go on meanwhile
-            self._read(self._running.popleft())
         with ONE_AT_A_TIME:
+            planned, turn = self._plan(call), ONE_AT_A_TIME.turn
+        while (oldest := self._oldest()) is not None:  # without the lock: others go on meanwhile
+            self._read(oldest)
+        with ONE_AT_A_TIME:
+            if ONE_AT_A_TIME.turn != turn:  # another thread may have changed what was planned with
+                planned = self._plan(call)
             loss = self._run(call, planned)
         self._latest = (*map(_held, batch),), kwargs
         self._step_controller()
         return loss
+
+    def _oldest(self) -> Loss | None:
+        """Of as many as may be under way that which is read first."""
+        with ONE_AT_A_TIME:
+            return self._running.popleft() if len(self._running) >= RUN_AHEAD else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         session, groups = session_for(self.model.mesh), self._groups()
@@ -419,14 +438,16 @@ class TrainStep:
         gradients: dict[str, torch.Tensor] = {}
         if batch or kwargs:
             call = self._call(batch, kwargs)
-            planned = self._plan(call)
-            roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
-            program = load(session, planned, roles, planned.grid, owner=self)
-            session.place(planned.models, planned.plan, planned.stages)
-            name = f"{session.resident(self.model).prefix}steps"
-            counted = session.counted(name, self.model.steps, takes=False)
-            numbers = numbers_fed(self.model.steps.present(), "train")
-            found = program.run(program.feed(call, numbers), {}, counted).get()
+            with ONE_AT_A_TIME:
+                planned = self._plan(call)
+                roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
+                program = load(session, planned, roles, planned.grid, owner=self)
+                session.place(planned.models, planned.plan, planned.stages)
+                name = f"{session.resident(self.model).prefix}steps"
+                counted = session.counted(name, self.model.steps, takes=False)
+                numbers = numbers_fed(self.model.steps.present(), "train")
+                run = program.run(program.feed(call, numbers), {}, counted)
+            found = run.get()
             for label, spec in gradient_specs(planned).items():
                 shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)
@@ -457,11 +478,12 @@ class TrainStep:
     def _raise_unread(self) -> None:
         for loss in list(self._running):
             if loss.done() and not loss.was_read:
-                self._running = deque(other for other in self._running if other is not loss)
+                with suppress(ValueError):  # another thread reads it
+                    self._running.remove(loss)
                 self._read(loss)
 
     def _settle(self) -> None:
-        for loss in self._running:
+        for loss in list(self._running):
             if not loss.was_read:
                 loss.tensor()
 

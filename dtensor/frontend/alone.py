@@ -150,7 +150,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-# -- a dict that is another one for threads that capture --------------------------------------------
+# -- a dict that is another one for threads that capture -------------------------------------------
 
 
 class PerThread(dict[str, Any]):
@@ -196,5 +196,14 @@ def _write(name: str) -> Callable[..., Any]:
 _READS = "contains eq ge gt iter le len lt ne getitem or repr reversed ror"
 for _name in (*(f"__{n}__" for n in _READS.split()), "copy", "get", "items", "keys", "values"):
     setattr(PerThread, _name, _read(_name))
-for _name in "__delitem__ __ior__ __setitem__ clear pop popitem setdefault update".split():
+for _name in [
+    "__delitem__",
+    "__ior__",
+    "__setitem__",
+    "clear",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+]:
     setattr(PerThread, _name, _write(_name))

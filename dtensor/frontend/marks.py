@@ -19,6 +19,7 @@ from dtensor.errors import check_kind
 from dtensor.frontend.alone import is_capturing
 from dtensor.sharding.spec.placements import Placement
 
+
 def annotate(x: torch.Tensor, text: str | None = None, /, **placements: object) -> torch.Tensor:
     """Pins an activation's placement while planning; the identity on a plain tensor otherwise.
 

@@ -19,8 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor.api.eager.graph import CallKey, OpGraph, placed
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.alone import is_capturing
+from dtensor.frontend.capture.canonical import canonicalise
 
 aten: Any = torch.ops.aten
 

@@ -40,6 +40,7 @@ from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import STEP
@@ -114,6 +115,19 @@ def execute(
         like: says where an op without operands runs.
         told: the user asked for what is sent.
     """
+    with ONE_AT_A_TIME:
+        return _executed(target, args, kwargs, write, pinned, like, told)
+
+
+def _executed(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    write: CellTensor | None,
+    pinned: Mapping[str, Placement] | None,
+    like: Cell | None,
+    told: bool,
+) -> Ran:
     call = CallKey()
     open_numbers = _open(target)
     key = (

@@ -41,6 +41,7 @@ from dtensor.api.stating.placing import check_fit, restated
 from dtensor.daft import Future, GroupFuture
 from dtensor.daft.tasks.values import SENT_AS
 from dtensor.errors import PlanningError, check_kind
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -293,7 +294,8 @@ def placed(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTen
     values: list[dict[str, object]] = [{} for _ in range(mesh.size)]
     for rank in holders_of(spec):
         values[rank][name] = shard_of(tensor, spec, mesh.coordinates(rank))
-    session.put(values)
+    with ONE_AT_A_TIME:
+        session.put(values)
     return DTensor(spec, session, name)
 
 

@@ -36,7 +36,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dtensor.api.away import ONE_AT_A_TIME
 from dtensor.api.eager.run import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.generation.forwards import Forward, evaluating, forward_of
@@ -56,6 +55,7 @@ from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.several_meshes import listed, ranks_of_meshes
 from dtensor.daft import DaftError, Future, Handle, Stored
 from dtensor.errors import PlanningError, check_number
+from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.between_meshes import bucket_bytes
 from dtensor.runtime.cache_rows import FROM, TO, RowTables, row_program
 from dtensor.sharding.plan.plan import Plan
@@ -127,7 +127,7 @@ class Apart:
 
     def plan(self, arguments: tuple[Tensor, ...]) -> Plan:
         """Of prefill, as its mesh has it."""
-        with evaluating(self.other.module):
+        with ONE_AT_A_TIME, evaluating(self.other.module):
             self._settle()
             return self._prefill.plan(self.other, self.own, self._nowhere, *arguments)
 
@@ -135,7 +135,7 @@ class Apart:
         self, length: int, slot: int, ranks: Mapping[Mesh, Sequence[int]] | None = None
     ) -> SyncPlan:
         """From the first row; the caches that decode are settled."""
-        with evaluating(self.other.module):
+        with ONE_AT_A_TIME, evaluating(self.other.module):
             self._settle()
         if launched() is None:
             places = ranks_of_meshes((self.other.mesh, self.model.mesh), ranks)
@@ -200,12 +200,18 @@ class Apart:
         changed in place.
         """
         self._sent = {request: run for request, run in self._sent.items() if not request.done}
-        with evaluating(self.other.module):
-            self._settle()
-            while self._seat(seats, live) and waiting and self._free:
-                self._begin(waiting[0], self._free[0], arguments)
-                waiting.popleft()
-                self._free.popleft()
+        if not self._settled:
+            with ONE_AT_A_TIME, evaluating(self.other.module):
+                self._settle()
+        while self._seat(seats, live) and waiting and self._free:
+            request = waiting.popleft()
+            try:
+                with ONE_AT_A_TIME, evaluating(self.other.module):
+                    self._begin(request, self._free[0], arguments)
+            except BaseException:
+                waiting.appendleft(request)  # so that a recovery knows of it
+                raise
+            self._free.popleft()
 
     def check(self, request: TextRequest) -> None:
         """Raises where its transfer has failed; waits for that."""

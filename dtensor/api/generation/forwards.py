@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +40,10 @@ from torch.nn.modules.module import (
 
 from dtensor.api.generation.caches import Cache, LayerShape, causal
 from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME, capturing, is_capturing
+from dtensor.frontend.capture.call_as_module import held_per_thread
+from dtensor.frontend.capture.patches import FLAGS, load_compiler
+from dtensor.frontend.capture.replaced import answered_here, replaced
 from dtensor.frontend.graph import type_text
 
 PROTOCOL = "forward(tokens, cache, pos), as docs/generation.md has it"
@@ -295,10 +298,24 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
     def whole(*args: Any, **kwargs: Any) -> Any:
         return functional_call(module, held, args, kwargs)
 
-    exporting = mock.patch.multiple(
-        torch.compiler, _is_exporting_flag=True, _is_compiling_flag=True
+    load_compiler()
+    from torch._dynamo.convert_frame import compile_lock
+
+    exporting = replaced(
+        [(torch.compiler, f"_is_{what}_flag", True) for what in ("exporting", "compiling")]
     )  # as in the capture: models look
-    with fake, torch.no_grad(), exporting, evaluating(module), _noted(names, stack):
+    with (
+        ONE_AT_A_TIME,
+        ONE_AT_A_TIME.and_then(compile_lock),
+        capturing(),
+        held_per_thread(list(module.modules())),
+        answered_here(FLAGS),
+        exporting,
+        fake,
+        torch.no_grad(),
+        evaluating(module),
+        _noted(names, stack),
+    ):
         held = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named.items()}
         tokens = torch.zeros(1, _PROBED, dtype=torch.int64)
         probe.pos = torch.arange(_PROBED)[None]
@@ -331,10 +348,12 @@ def _noted(names: Mapping[int, str], stack: list[str]) -> Iterator[None]:
     """Within, ``stack`` ends in the name of the module whose forward runs."""
 
     def enter(module: nn.Module, args: Any) -> None:
-        stack.append(names.get(id(module), ""))
+        if is_capturing():  # and not what another thread calls
+            stack.append(names.get(id(module), ""))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        stack.pop()
+        if is_capturing():
+            stack.pop()
 
     handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
     try:

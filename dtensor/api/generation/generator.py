@@ -26,7 +26,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -61,6 +63,7 @@ from dtensor.api.randomness import Counter, initial_seed, key_of
 from dtensor.api.session import MeshSession, session_for
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_number, check_word
+from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing
 from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
@@ -129,6 +132,7 @@ class Generator:
             self._apart = Apart(model, self.caches, forward, length, prefill, topology)
         self._switches = self._now_switches()
         self._settled = False
+        self._one = RLock()  # taken before ONE_AT_A_TIME
         self._asked = Counter("generate")  # requests, for seeds that nobody states
         self._numbers = 0
         self._session: MeshSession | None = None
@@ -153,7 +157,7 @@ class Generator:
         Nothing is launched."""
         check_word("which", which, ("prefill", "decode"))
         self._check_placed()
-        with evaluating(self.model.module):
+        with ONE_AT_A_TIME, evaluating(self.model.module):
             self._settle()
             live = live_spec(self.model, self.rows, self.rows_over)
             if which == "decode":
@@ -197,7 +201,7 @@ class Generator:
             refuse_no_prefill()
         check_length(t, slot, min(self.buckets[-1], self.length - 1), self.slots)
         self._check_placed()
-        with evaluating(self.model.module):
+        with ONE_AT_A_TIME, evaluating(self.model.module):
             self._settle()
         return self._apart.transfer_plan(t, slot, ranks)
 
@@ -302,11 +306,13 @@ class Generator:
 
     def cancel(self, request: TextRequest) -> None:
         """The request gets no more tokens; its slot is free."""
-        if not request.done and request in self._waiting:
-            self._waiting.remove(request)
-        self._seats = [None if seat is request else seat for seat in self._seats]
         if not request.done:
             request.reason = "dropped"
+            with suppress(ValueError):  # it waits no more
+                self._waiting.remove(request)
+        for row, seated in enumerate(self._seats):
+            if seated is request:
+                self._seats[row] = None
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -371,29 +377,44 @@ class Generator:
     # -- runs -------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Prefills who can sit, decodes for all who sit, and reads what is older than ``ahead``."""
-        self._check_placed()
-        try:
-            self._enter()
-            self._advance_once()
-        except BaseException:
-            self._clear()
-            raise
+        """Prefills who can sit, decodes for all who sit, and reads what is older than ``ahead``.
+
+        One thread at a time; each run is asked for with the lock of all calls, and read without it:
+        others go on meanwhile.
+        """
+        if is_capturing():
+            raise PlanningError(
+                "Texts are generated within a program that is being captured.\n"
+                "fix: generate before, and pass the tokens as an argument"
+            )
+        with self._one:
+            self._check_placed()
+            try:
+                with ONE_AT_A_TIME:
+                    self._enter()
+                self._advance_once()
+            except BaseException:
+                self._clear()
+                raise
 
     def _advance_once(self) -> None:
         assert self._session is not None
         cluster = self._session.cluster
         if cluster.recovered != self._recovered:
-            self._begin_again()
+            with ONE_AT_A_TIME:
+                self._begin_again()
         try:
-            with evaluating(self.model.module):
-                self._settle()
-                asked = self._admit()
-                sitting = tuple((row, r) for row, r in enumerate(self._seats) if r is not None)
-                if sitting:
+            if not self._settled:
+                with ONE_AT_A_TIME, evaluating(self.model.module):
+                    self._settle()
+            asked = self._admit()
+            seated = ((row, r) for row, r in enumerate(self._seats) if r is not None)
+            sitting = tuple((row, r) for row, r in seated if not r.done)
+            if sitting:
+                with ONE_AT_A_TIME, evaluating(self.model.module):
                     made = self._decode(self.model, self.caches, self._live)
                     self._went(sitting, made, whole=True)
-                self._read(self.ahead if asked or sitting else 0)
+            self._read(self.ahead if asked or sitting else 0)
         except DaftError:
             if cluster.recovered == self._recovered:
                 raise
@@ -432,8 +453,9 @@ class Generator:
             for first in range(0, len(group), self.prefill_batch):
                 some = group[first : first + self.prefill_batch]
                 asked = [self._arguments(request, row) for row, request in some]
-                made = self._prefill(self.model, self.caches, self._live, *self._filled(asked))
-                self._went(tuple(some), made, whole=False)
+                with ONE_AT_A_TIME, evaluating(self.model.module):
+                    made = self._prefill(self.model, self.caches, self._live, *self._filled(asked))
+                    self._went(tuple(some), made, whole=False)
                 self._read(self.ahead)
         return bool(entering)
 

@@ -9,13 +9,14 @@ what it returns, remembering the structure. Parameters, buffers and arguments ar
 tensors on the CPU for the time of the capture, to the thread that captures, so a capture takes no
 memory, needs no GPU, and the graph does not depend on where the model lives.
 
-Invariants: to other threads the user's modules are as they were, and to all when `faked` ends. Not here: differentiation.
+Invariants: to other threads the user's modules are as they were, and to all when `faked` ends. Not
+here: differentiation.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -319,7 +320,6 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
         return nn.Parameter(y, wants) if isinstance(x, nn.Parameter) else y.requires_grad_(wants)
 
     modules = list({m: None for root in call.modules.values() for m in root.modules()})
-    spaces = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
     saved = [
         (module, name, tensor)
         for module in modules
@@ -329,16 +329,25 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
     for _, name, tensor in saved:
         if tensor.layout != torch.strided:
             raise PlanningError(f"{name} has layout {tensor.layout}, not strided.")
+    with held_per_thread(modules):
+        for module, name, tensor in saved:
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = fake(tensor)
+            setattr(module, name, fakes[id(tensor)])  # not the dict: nn.LSTM keeps a list as well
+        # One tensor passed twice is two arguments: the next call may pass two tensors.
+        yield tuple(fake(t) for t in call.tensors)
+
+
+@contextmanager
+def held_per_thread(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within: what a thread that captures assigns to their parameters and buffers is for it alone,
+    and gone at the end."""
+    spaces = [(vars(m), n, vars(m)[n]) for m in modules for n in ("_parameters", "_buffers")]
     try:
         for space, name, held in spaces:
             space[name] = PerThread(held)
         with replaced([(nn.RNNBase, "_flat_weights", _FlatWeights())]):
-            for module, name, tensor in saved:
-                if id(tensor) not in fakes:
-                    fakes[id(tensor)] = fake(tensor)
-                setattr(module, name, fakes[id(tensor)])  # not the dict: an LSTM keeps a list, too
-            # One tensor passed twice is two arguments: the next call may pass two tensors.
-            yield tuple(fake(t) for t in call.tensors)
+            yield
     finally:
         for space, name, held in spaces:
             space[name] = held

@@ -72,7 +72,6 @@ from dtensor.frontend.source import (
 from dtensor.sharding.gc_pause import collector_paused
 
 
-@collector_paused()
 def capture(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -97,7 +96,7 @@ def capture(
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
-    with ONE_AT_A_TIME:
+    with ONE_AT_A_TIME, collector_paused():
         return _captured(flat_call(fn, args, kwargs or {}, main), grads, each_call)
 
 

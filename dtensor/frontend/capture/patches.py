@@ -65,7 +65,13 @@ from torch.utils._pytree import tree_leaves
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing, started
 from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
-from dtensor.frontend.capture.replaced import answered_here, filtered, here_alone, replaced, unlogged
+from dtensor.frontend.capture.replaced import (
+    answered_here,
+    filtered,
+    here_alone,
+    replaced,
+    unlogged,
+)
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
 
@@ -118,7 +124,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         # Before anything is changed: torch changes the same as it compiles, in another thread.
         stack.enter_context(ONE_AT_A_TIME.and_then(compile_lock))
         stack.enter_context(replaced([*changes, (_SingleLevelFunction, "apply", applying)]))
-        stack.enter_context(answered_here(_FLAGS))
+        stack.enter_context(answered_here(FLAGS))
         stack.enter_context(
             unlogged(
                 (symbolic_shapes.log, lambda _: True),
@@ -141,16 +147,16 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
             yield functions
 
 
-# What torch asks of the process, and what another thread's compiled functions ask at each call.
-_FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
-_FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tracing)
+FLAGS = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+FLAGS += (symbolic_trace.is_fx_tracing, symbolic_trace.is_fx_symbolic_tracing)
+"""What torch asks of the process, and another thread's compiled functions at each call."""
 
 
 def _patched_here(plain: Any) -> Any:
     """While it traces, torch replaces `__call__` and `__getattr__` of all modules."""
 
-    def patch_method(patcher: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
-        plain(patcher, cls, name, here_alone(new, getattr(cls, name)), deduplicate)
+    def patch_method(patcher: Any, cls: type, name: str, new: Any, **options: Any) -> None:
+        plain(patcher, cls, name, here_alone(new, getattr(cls, name)), **options)
 
     return patch_method
 

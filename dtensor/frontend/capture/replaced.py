@@ -131,7 +131,9 @@ def _filters_changed() -> None:
 
 
 @contextmanager
-def unlogged(*silences: tuple[logging.Logger, Callable[[logging.LogRecord], bool]]) -> Iterator[None]:
+def unlogged(
+    *silences: tuple[logging.Logger, Callable[[logging.LogRecord], bool]],
+) -> Iterator[None]:
     """Within, these loggers do not say what the thread that captures logs, where the function is
     true of it."""
     added = [
