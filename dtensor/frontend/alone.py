@@ -61,6 +61,11 @@ def started(thread: threading.Thread) -> None:
     _started.add(thread)
 
 
+def has_started() -> bool:
+    """Whether the program that is captured has started threads."""
+    return bool(_started)
+
+
 class OneAtATime:
     """A lock that a thread may take again."""
 

@@ -48,6 +48,7 @@ from dtensor.frontend.reads.walk import (
     Roots,
     has_hooks,
 )
+from dtensor.frontend.reads.wrote import Wrote, is_alone
 from dtensor.frontend.source import source_of_callable
 
 Grads = Literal["none", "loss", "tangents"]
@@ -160,6 +161,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self.wrote: Wrote | None = None  # before it has run
 
 
 class CallAsModule(nn.Module):
@@ -192,7 +194,8 @@ class CallAsModule(nn.Module):
             with self.recorder, Watch(self.recorder), region(self.autocast):
                 out = self.call.fn(*args, **kwargs)
         finally:
-            self.seen.changes += self.before.changes()
+            self.seen.wrote = Wrote(self.recorder, alone=self.before.alone and is_alone())
+            self.seen.changes += filter(self.seen.wrote.may, self.before.changes())
         self._check_held(held)
         if self.grads == "loss":
             self._check_loss(out)

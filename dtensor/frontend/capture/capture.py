@@ -141,6 +141,7 @@ class _Capture:
         before = Before(walk(call.roots))
         root = CallAsModule(call, grads, before, surrounding())
         self.changes: list[Change] = root.seen.changes
+        self.moved: list[str] = []
         try:
             with (
                 capturing(),
@@ -159,10 +160,11 @@ class _Capture:
                 self.graph = _with(self.graph, met, call) if met else self.graph
         finally:
             undo(self.changes)
-            before.forget_cached()
-            self.moved = before.moved()
-            if not each_call:
-                before.put_back()
+            if (wrote := root.seen.wrote) is not None:
+                before.forget_cached(wrote)
+                self.moved = before.moved(wrote)
+                if not each_call:
+                    before.put_back(wrote)
         self.ran = root.recorder.codes()
         self.outside = root.recorder.outside()
 

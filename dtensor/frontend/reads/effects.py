@@ -9,7 +9,7 @@ would be lost (capture.py tells them apart by a second capture). Tensors in a mo
 and buffers are not looked at here.
 
 Invariants: `undo` puts back what `changes` names but for lists of more than 10,000 items, and
-`put_back` generators of random numbers.
+`put_back` generators of random numbers; what another thread has written or drawn stays (wrote.py).
 Not seen: what the walk does not reach, as the insides of a library that is no model.
 """
 
@@ -30,6 +30,7 @@ from torch import nn
 
 from dtensor.frontend.alone import PerThread
 from dtensor.frontend.reads.walk import ITERATORS, MOST_ITEMS, PLAIN, RanCode, Reached
+from dtensor.frontend.reads.wrote import Wrote, is_alone
 from dtensor.frontend.source import Source, line_of
 
 _RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # an LSTM's parameters a second time
@@ -53,7 +54,16 @@ class Change:
     def has_tensors(self) -> bool:
         return _has_tensor(self.after, 4)
 
-    def put(self, value: Any) -> None:
+    def undo(self) -> None:
+        self._put(self.before, self.after)
+
+    def redo(self) -> None:
+        self._put(self.after, self.before)
+
+    def _put(self, value: Any, left: Any) -> None:
+        """Unless it is no longer as it was left: another thread has written since."""
+        if self.holder is None or not _is_as(_now(self.holder, self.key), left):
+            return
         match self.holder:
             case CellType():
                 self.holder.cell_contents = value
@@ -72,8 +82,6 @@ class Change:
                 delattr(self.holder, self.key)
             case type():
                 setattr(self.holder, self.key, value)
-            case None:  # a long list, which is not put back
-                pass
             case _:
                 raise AssertionError(f"nothing is changed in a {type(self.holder).__name__}")
 
@@ -82,6 +90,7 @@ class Before:
     """What `walk` found, as it was."""
 
     def __init__(self, found: Reached) -> None:
+        self.alone: bool = is_alone()
         weights = {
             id(held) for module in found.modules for held in (module._parameters, module._buffers)
         }
@@ -116,32 +125,39 @@ class Before:
                 made.append(Change(path=path, holder=cell, key=None, before=value, after=now))
         return made
 
-    def moved(self) -> list[str]:
-        """The generators of random numbers and the iterators that values were taken from."""
+    def moved(self, wrote: Wrote) -> list[str]:
+        """The generators of random numbers and the iterators that the program took values from."""
+        return [path for path, _, _ in self._moved(wrote)]
+
+    def put_back(self, wrote: Wrote) -> None:
+        """Generators of random numbers that the program took from, as they were."""
+        for _, generator, state in self._moved(wrote):
+            _restore(generator, state)
+
+    def _moved(self, wrote: Wrote) -> list[tuple[str, Any, Any]]:
         pairs = zip(self._generators, self._states, strict=True)
-        return [path for (path, generator), state in pairs if _state(generator) != state]
+        return [
+            (path, generator, state)
+            for (path, generator), state in pairs
+            if _state(generator) != state and wrote.drew(path, generator)
+        ]
 
-    def put_back(self) -> None:
-        """Generators of random numbers, as they were."""
-        for (_, generator), state in zip(self._generators, self._states, strict=True):
-            if _state(generator) != state:
-                _restore(generator, state)
-
-    def forget_cached(self) -> None:
+    def forget_cached(self, wrote: Wrote) -> None:
         """Empties the caches of functions that grew: what they hold is of this capture."""
         for cached, size in self._caches:
-            if cached.cache_info().currsize != size:
+            code = getattr(cached.__wrapped__, "__code__", None)
+            if cached.cache_info().currsize != size and (code is None or wrote.ran(code)):
                 cached.cache_clear()
 
 
 def undo(changes: Iterable[Change]) -> None:
     for change in changes:
-        change.put(change.before)
+        change.undo()
 
 
 def redo(changes: Iterable[Change]) -> None:
     for change in changes:
-        change.put(change.after)
+        change.redo()
 
 
 def line_of_change(change: Change, ran: RanCode | None) -> Source | None:
@@ -210,6 +226,26 @@ def _owner_of(space: Any) -> type:
     """The class whose attributes a read-only view shows."""
     shown = space.get("__dict__")
     return shown.__objclass__ if isinstance(shown, GetSetDescriptorType) else type(None)
+
+
+def _now(holder: Any, key: Any) -> Any:
+    match holder:
+        case CellType():
+            return _content(holder)
+        case dict():
+            return holder.get(key, _ABSENT)
+        case type():
+            return vars(holder).get(key, _ABSENT)
+        case _:
+            return _copy(holder)
+
+
+def _is_as(now: Any, left: Any) -> bool:
+    if type(now) is not type(left) or not isinstance(now, list | set):
+        return _same(left, now)
+    if isinstance(now, set):
+        return now == left
+    return len(now) == len(left) and all(map(_same, left, now))
 
 
 def _content(cell: CellType) -> Any:

@@ -84,6 +84,15 @@ class CodeRecorder:
         entries = self._profile.getstats()
         return RanCode.of(e.code for e in entries if isinstance(e.code, CodeType))
 
+    def everything(self) -> tuple[list[CodeType], set[str]] | None:
+        """All code that ran, torch's too but for what runs inside an op, and what it called of C;
+        None where it was not to be seen."""
+        if self._profile is None:
+            return None
+        entries = self._profile.getstats()
+        codes = [e.code for e in entries if isinstance(e.code, CodeType)]
+        return codes, {e.code for e in entries if isinstance(e.code, str)}
+
     def outside(self) -> list[tuple[str, CodeType]]:
         """What the user's own code read that is not Python's state, and where."""
         if self._profile is None:
