@@ -84,14 +84,16 @@ class CodeRecorder:
         entries = self._profile.getstats()
         return RanCode.of(e.code for e in entries if isinstance(e.code, CodeType))
 
-    def everything(self) -> tuple[list[CodeType], set[str]] | None:
-        """All code that ran, torch's too but for what runs inside an op, and what it called of C;
-        None where it was not to be seen."""
+    def calls(self) -> dict[CodeType, list[CodeType | str]] | None:
+        """All code that ran, torch's too but for what runs inside an op, with what it called, of C
+        by its text; None where it was not to be seen."""
         if self._profile is None:
             return None
-        entries = self._profile.getstats()
-        codes = [e.code for e in entries if isinstance(e.code, CodeType)]
-        return codes, {e.code for e in entries if isinstance(e.code, str)}
+        return {
+            entry.code: [call.code for call in entry.calls or ()]
+            for entry in self._profile.getstats()
+            if isinstance(entry.code, CodeType)
+        }
 
     def outside(self) -> list[tuple[str, CodeType]]:
         """What the user's own code read that is not Python's state, and where."""

@@ -16,13 +16,16 @@ program wrote is never taken for another's. Not here: what has changed (effects.
 from __future__ import annotations
 
 import dis
+import os
 import random
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from types import CellType, CodeType, GeneratorType
+from itertools import chain, pairwise
+from types import CellType, CodeType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,59 +34,82 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor.frontend.alone import has_started
 from dtensor.frontend.reads.ran import CodeRecorder
+from dtensor.frontend.reads.walk import _counts as is_counted
 from dtensor.frontend.source import OURS, owner_of_file
 
 _ANY: Any = object()  # a key that is known when it runs
 _NAMED = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"}
 _CELLS = {"STORE_DEREF", "DELETE_DEREF"}
-_MUTATING = {"add", "append", "appendleft", "clear", "difference_update", "discard", "extend"}
-_MUTATING |= {"extendleft", "insert", "intersection_update", "pop", "popitem", "popleft", "remove"}
-_MUTATING |= {"reverse", "rotate", "setdefault", "sort", "symmetric_difference_update", "update"}
-_MUTATING |= {"__setitem__", "__delitem__", "__ior__", "__iadd__"}
-_ANY_NAME = {"setattr", "delattr", "__dict__", "__setattr__", "__delattr__", "vars", "globals"}
+_ANY_NAME = ("setattr", "delattr", "__dict__", "__setattr__", "__delattr__", "vars", "globals")
 _SETTERS = {f"<built-in method builtins.{name}>" for name in ("setattr", "delattr")}
+_OF_SEQUENCES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "+=", "*="}
+_CHANGING: dict[type, set[str]] = {
+    dict: {"clear", "pop", "popitem", "setdefault", "update", "|="},
+    list: _OF_SEQUENCES | {"sort"},
+    set: {"add", "clear", "discard", "pop", "remove", "update", "|=", "&=", "-=", "^="}
+    | {f"{of}_update" for of in ("difference", "intersection", "symmetric_difference")},
+    deque: _OF_SEQUENCES | {"appendleft", "extendleft", "popleft", "rotate"},
+}
+"""Of a container, by its class, the methods and operators that change it in place."""
+_SLOTS = {"__setitem__", "__delitem__", "__ior__", "__iadd__", "__imul__"}  # Python sees no call
+_ALL_CHANGING = {*chain.from_iterable(_CHANGING.values()), *_SLOTS}
 _OF_MODULES = {"add_module", "register_module", "append", "extend", "insert", "pop", "update"}
 _OF_MODULES |= {"__setitem__", "__delitem__"}  # of nn.ModuleList and nn.ModuleDict
+_TO_THEMSELVES = {"threading", "queue", "logging", "concurrent", "contextlib", "warnings", "re"}
+_TO_THEMSELVES |= {"inspect", "traceback", "tokenize", "linecache", "asyncio", "selectors"}
+"""Parts of Python whose code stores in their own objects alone."""
 _FRESH = {"BUILD_MAP", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SET", "LIST_EXTEND"}
 _FRESH |= {"DICT_MERGE", "DICT_UPDATE", "SET_UPDATE"}
 _LOADS = {"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"}
-_INPLACE = 13  # the first of the numbers of BINARY_OP that write in place
 
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """What a code stores: under names, in cells, under keys, and whether it may in place."""
+    """What a code stores: under names, in cells, under keys; and how it changes what there is."""
 
     names: frozenset[str]
     cells: frozenset[str]
     keys: tuple[Any, ...]
-    in_place: bool
+    in_place: frozenset[str]
 
 
 class Wrote:
     """``recorder``: of what ran; ``alone``: whether no other thread was there."""
 
     def __init__(self, recorder: CodeRecorder, *, alone: bool) -> None:
-        seen = None if alone or has_started() else recorder.everything()
-        self._codes = None if seen is None else [c for c in seen[0] if not _is_ours(c)]
-        self._called: set[str] = set() if seen is None else seen[1]
+        calls = None if alone or has_started() else recorder.calls()
+        self._codes = None if calls is None else [c for c in calls if not _is_ours(c)]
+        self._others: list[CodeType] = []  # of these what may store in what the user holds
+        self._called: set[str] = set()  # of C, by these
+        if calls is not None:
+            counted = [c for c in calls if is_counted(c) and not _is_torchs(c)]
+            self._others = _below(counted, calls)
+            called = (call for code in self._others for call in calls.get(code, ()))
+            self._called = {call for call in called if isinstance(call, str)}
+            every = (call for found in calls.values() for call in found)
+            self._seeded = any("torch._C.Generator" in call for call in every if type(call) is str)
 
     def may(self, change: Any) -> bool:
         """Whether the program may have made a change of `effects`."""
         if self._codes is None or _holds_fakes(change.after, 4):
             return True
-        stores = [_stores(code) for code in self._codes]
+        named = [_stores(code) for code in self._codes]
         if isinstance(change.holder, CellType):
             name = change.path.partition(" (closure")[0]
-            return any(name in s.cells for s in stores) or self._names("cell_contents")
+            return any(name in s.cells for s in named) or self._names("cell_contents")
+        stores = [_stores(code) for code in self._others]
         if change.key is None:  # a list, a set
-            return any(s.keys or s.in_place for s in stores)
+            kind = list if change.holder is None else type(change.holder)
+            places = (key for s in stores for key in s.keys)
+            stored = any(key is _ANY or isinstance(key, int) for key in places)
+            return stored or self._changes(kind, stores)
         if hasattr(type(change.holder), "__missing__"):  # reading is enough
             return True
         if change.path.endswith("]"):
-            return any(s.in_place or any(_fits(k, change.key) for k in s.keys) for s in stores)
+            stored = any(_fits(key, change.key) for s in stores for key in s.keys)
+            return stored or self._changes(type(change.holder), stores)
         return (
-            any(change.key in s.names for s in stores)
+            any(change.key in s.names for s in named)
             or self._names(*_ANY_NAME)
             or not self._called.isdisjoint(_SETTERS)
             or any(c.co_name in _OF_MODULES and "modules" in c.co_filename for c in self._codes)
@@ -96,17 +122,18 @@ class Wrote:
         name = path.partition(" (")[0].rpartition(".")[2].partition("[")[0]
         match generator:
             case torch.Generator():
-                return any("torch._C.Generator" in text for text in self._called)
+                return self._seeded
             case GeneratorType():
-                return any(code is generator.gi_code for code in self._codes)
-            case _ if generator is np.random:
-                return self._names("random", "RandomState") or self._calls(np.random.mtrand._rand)
+                return self.ran(generator.gi_code)
             case np.random.Generator() | np.random.RandomState():
                 return self._names(name)
+            case _ if generator is np.random:
+                return self._names("numpy") or self._reaches(np, np.random, np.random.mtrand._rand)
             case _ if generator is random or isinstance(generator, random.Random):
-                drawn = any("_random.Random" in text or "Random." in text for text in self._called)
+                drawn = any("Random." in text or "_random." in text for text in self._called)
                 if generator is random:
-                    return drawn and (self._names("random") or self._calls(random._inst))  # type: ignore[attr-defined]
+                    own: Any = random._inst  # type: ignore[attr-defined]
+                    return drawn and (self._names("random") or self._reaches(random, own))
                 return drawn and self._names(name)
             case _:
                 return True
@@ -124,17 +151,33 @@ class Wrote:
             if c.co_filename.startswith("<") or owner_of_file(c.co_filename) is not None
         )
 
-    def _calls(self, instance: Any) -> bool:
-        """Whether one of these codes has a bound method of it among its globals, by the name."""
+    def _changes(self, kind: type, stores: Sequence[_Stores]) -> bool:
+        """Whether something changes such a container in place."""
+        found = set[str]().union(*(s.in_place for s in stores))
+        known = next((of for of in _CHANGING if issubclass(kind, of)), None)
+        if kind is not known or not found.isdisjoint(_SLOTS):  # of a class of the user's
+            return not found.isdisjoint(_CHANGING[known or dict] | _SLOTS)
+        module = "collections." if kind is deque else ""
+        return any(
+            not name.isalpha()
+            or f"<method {name!r} of '{module}{kind.__name__}' objects>" in self._called
+            for name in found & _CHANGING[kind]
+        )
+
+    def _reaches(self, *wanted: object) -> bool:
+        """Whether one of these codes names a global that is one of these, or a method of it."""
         assert self._codes is not None
-        files = {code.co_filename: code for code in self._codes}
-        for module in list(sys.modules.values()):
-            space = getattr(module, "__dict__", {})
-            if space.get("__file__") in files or space.get("__name__") == "__main__":
-                names = {n for c in self._codes for n in c.co_names}
-                if any(getattr(space.get(n), "__self__", None) is instance for n in names):
-                    return True
-        return False
+        files = {code.co_filename for code in self._codes}
+        names = {name for code in self._codes for name in code.co_names}
+        spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
+        held = [
+            space[name]
+            for space in spaces
+            if space.get("__file__") in files or space.get("__name__") == "__main__"
+            for name in names & space.keys()
+        ]
+        owners = [getattr(x, "__self__", None) for x in held if not isinstance(x, ModuleType)]
+        return any(x is one for x in (*held, *owners) for one in wanted)
 
 
 def is_alone() -> bool:
@@ -142,8 +185,38 @@ def is_alone() -> bool:
     return len(sys._current_frames()) == 1
 
 
+def _is_torchs(code: CodeType) -> bool:
+    return f"{os.sep}torch{os.sep}" in code.co_filename
+
+
 def _is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith(OURS)
+
+
+def _below(
+    codes: list[CodeType], calls: Mapping[CodeType, Sequence[CodeType | str]]
+) -> list[CodeType]:
+    """The user's and libraries' code, and what that calls of Python's: not the insides of torch."""
+    found, todo = dict.fromkeys(codes), list(codes)
+    while todo:
+        for call in calls.get(todo.pop(), ()):
+            if isinstance(call, CodeType) and call not in found and _stores_in_others(call):
+                found[call] = None
+                todo.append(call)
+    return list(found)
+
+
+def _stores_in_others(code: CodeType) -> bool:
+    """Whether what it stores may be in what the user holds."""
+    if _is_torchs(code) or _is_ours(code):
+        return False
+    if is_counted(code):
+        return True
+    parts = os.path.relpath(code.co_filename, _PYTHON).split(os.sep)
+    return parts[0].removesuffix(".py") not in _TO_THEMSELVES
+
+
+_PYTHON = sysconfig.get_path("stdlib")
 
 
 def _fits(known: Any, key: Any) -> bool:
@@ -154,7 +227,7 @@ def _fits(known: Any, key: Any) -> bool:
 def _stores(code: CodeType) -> _Stores:
     instructions = list(dis.get_instructions(code))
     fresh = _made_here(code, instructions)
-    names, cells, keys, in_place = set[str](), set[str](), list[Any](), False
+    names, cells, keys, in_place = set[str](), set[str](), list[Any](), set[str]()
     for at, one in enumerate(instructions):
         match one.opname:
             case name if name in _NAMED:
@@ -165,13 +238,14 @@ def _stores(code: CodeType) -> _Stores:
                 container, key = _operands(instructions, at)
                 if not _is_fresh(container, fresh):
                     keys.append(key)
-            case "BINARY_OP" if one.arg is not None and one.arg >= _INPLACE:
-                in_place |= _follows_load(instructions, at)
-            case "LOAD_METHOD" | "LOAD_ATTR" if one.argval in _MUTATING:
-                in_place |= not _is_fresh(instructions[at - 1], fresh)
+            case "BINARY_OP" if one.argrepr.endswith("=") and _may_add_items(instructions[at - 1]):
+                in_place.add(one.argrepr)
+            case "LOAD_METHOD" | "LOAD_ATTR" if one.argval in _ALL_CHANGING:
+                if not _is_fresh(instructions[at - 1], fresh):
+                    in_place.add(one.argval)
             case _:
                 pass
-    return _Stores(frozenset(names), frozenset(cells), tuple(keys), in_place)
+    return _Stores(frozenset(names), frozenset(cells), tuple(keys), frozenset(in_place))
 
 
 Instructions = list[dis.Instruction]
@@ -190,11 +264,9 @@ def _operands(found: Instructions, at: int) -> tuple[dis.Instruction | None, Any
     return found[key - 1], found[key].argval if constant else _ANY
 
 
-def _follows_load(found: Instructions, at: int) -> bool:
-    """Whether what is written in place may be a container: not where a number follows."""
-    return not (
-        found[at - 1].opname == "LOAD_CONST" and isinstance(found[at - 1].argval, int | float)
-    )
+def _may_add_items(operand: dis.Instruction) -> bool:
+    """Whether it may leave a container on the stack: not a number, or what is compared."""
+    return operand.opname not in ("LOAD_CONST", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP")
 
 
 def _is_fresh(one: dis.Instruction | None, fresh: set[str]) -> bool:
