@@ -59,6 +59,18 @@ def program(
     )
 
 
+def precisions(size: int) -> Program:
+    """Each rank gives `x` where its matrix products may be less precise, else 0."""
+    source = "def forward(x):\n    return (x * (precision() == 'high'),)"
+    asks = function("asks", source, precision=torch.get_float32_matmul_precision)
+    return program(
+        *[[Call("asks", ("x",), ("y",))]] * size,
+        functions=[asks],
+        inputs=[("x",)] * size,
+        outputs=[("y",)] * size,
+    )
+
+
 def values(rank: int, *shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
     made = torch.Generator().manual_seed(1000 * seed + rank)
     real = torch.randn(shape, generator=made) * 10

@@ -34,7 +34,7 @@ from dtensor.daft.ray.joining import check_routes
 from dtensor.daft.ray.run_channel import RunChannel
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
-from tests.daft.programs import Collectives, function, pipeline, program, same_bits
+from tests.daft.programs import Collectives, function, pipeline, precisions, program, same_bits
 from tests.daft.test_several_programs import run_alternately, submit_from_threads
 
 pytest.importorskip("ray")
@@ -114,6 +114,22 @@ def test_threads_submit_in_one_order(three: Cluster, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(RayCluster, "_call", slowly)
     submit_from_threads(three)
+
+
+@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
+def test_kernels_on_hosts_obey_what_the_controllers_do(three: Cluster, mode: Any) -> None:
+    handle = three.load(precisions(3))
+    found: list[list[float]] = []
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            made = three.run(handle, [{"x": torch.ones(())}] * 3, mode=mode)
+            torch.set_float32_matmul_precision(before)  # it was asked for before this
+            found.append([rank["y"].item() for rank in made.get()])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == [[0.0] * 3, [1.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
 def test_an_interrupt_between_the_calls_of_a_run(

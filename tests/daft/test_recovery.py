@@ -30,7 +30,7 @@ from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.own_folder import OwnFolder
 from tests.chaos.watch import running
-from tests.daft.programs import function, pipeline, program
+from tests.daft.programs import function, pipeline, precisions, program
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -91,6 +91,24 @@ def test_a_rank_is_replaced(ray_session: None, spares: int, how: signal.Signals)
         assert found.ranks == (1,) and found.by == (("a spare",) if spares else ("a new process",))
         assert [n[0][0].item() for n in cluster.get([("n",)] * 2).get()] == [222.0, 222.0]
         cluster.unload(handle)
+
+
+def test_kernels_on_a_replaced_rank_obey_what_the_controllers_do(ray_session: None) -> None:
+    before = torch.get_float32_matmul_precision()
+    with launched() as cluster:
+        handle = cluster.load(precisions(2))
+        given: list[dict[str, object]] = [{"x": torch.ones(())}] * 2
+        try:
+            torch.set_float32_matmul_precision("high")
+            assert cluster.run(handle, given).get()[1]["y"] == 1.0
+            lose(cluster, 1)
+            late = cluster.run(handle, given)
+            torch.set_float32_matmul_precision("highest")
+            assert [rank["y"] for rank in late.get()] == [1.0, 1.0]
+            assert [rank["y"] for rank in cluster.run(handle, given).get()] == [0.0, 0.0]
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert [found.ranks for found in cluster.recoveries] == [(1,)]
 
 
 def test_all_ranks_at_once_and_again(ray_session: None) -> None:

@@ -15,6 +15,7 @@ if for `deadline_s` no host moves that has to do something yet before it can end
 
 from __future__ import annotations
 
+import marshal
 import threading
 import time
 from collections import deque
@@ -54,6 +55,7 @@ from dtensor.daft.status.diagnosis import Waits, ranks_text, waits_at
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
+from dtensor.kernel_flags import kernel_flags
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class RayCluster(HostedCluster):
             )
         self._tags: dict[Key, int] = {}
         self._sent = SentInputs()
+        self._flags_of = -1, b""  # the last run that was asked for
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
         self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
@@ -258,6 +261,8 @@ class RayCluster(HostedCluster):
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
         kind = ASKED if read else TOLD
         plain: Plain = {}
+        if method is Worker.begin:
+            self._tell(self.crew.host(host), Ranks.obey, marshal.dumps(kernel_flags(), 2))
         if run is None:
             functions, given = (Ranks.ask, method), part
             if method in (Ranks.unload, Ranks.provide):
@@ -265,6 +270,7 @@ class RayCluster(HostedCluster):
         elif method is Worker.run:
             handle, inputs, *rest = part
             inputs, plain = self._sent.split(handle, inputs)
+            plain |= self._sent.flags(host, handle, self._flags(run))
             functions, given = (Ranks.run_program,), (run, handle, inputs, plain, *rest)
         else:
             functions, given = (Ranks.run, method), (run, *part)
@@ -287,6 +293,12 @@ class RayCluster(HostedCluster):
         if run is not None and plain:
             self._sent.note(run, part[0], plain)
         return asked
+
+    def _flags(self, run: int) -> bytes:
+        """What torch's kernels obey here, as it was when the run was asked for."""
+        if run != self._flags_of[0]:
+            self._flags_of = run, marshal.dumps(kernel_flags(), 2)
+        return self._flags_of[1]
 
     def _send(self, host: int, call: HostCall) -> Asked:
         process = self.crew.host(host)

@@ -1,7 +1,8 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
 Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
-(`SentInputs`): by what was sent, not by what became of the run.
+(`SentInputs`): by what was sent, not by what became of the run. So do the controller's settings that
+torch's kernels obey (`kernel_flags.py`), before the run.
 
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
@@ -41,9 +42,15 @@ from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.worker import Values, Worker
 from dtensor.daft.verification.pairing import Site
+from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
 """By rank and name, data as marshal has it, or the run of the program that had the same."""
+
+
+FLAGS = "kernel flags"
+_FLAGS_AT = -1
+"""They go with the plain data as if of a rank: -1 of host 0, -2 of host 1."""
 
 
 class SentInputs:
@@ -62,10 +69,18 @@ class SentInputs:
             for name, value in tuple(own.items()):
                 if type(value) in _CONTAINERS and _is_plain(value):
                     data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
-                    run, known = self._sent.get((handle, rank, name), (-1, b""))
-                    plain.setdefault(rank, {})[name] = run if known == data else data
+                    plain.setdefault(rank, {})[name] = self._new(handle, rank, name, data)
                     del own[name]
         return rest, plain
+
+    def flags(self, host: int, handle: int, data: bytes) -> Plain:
+        """What the kernels of a host are to obey in a run of a program, if that is not known."""
+        at = _FLAGS_AT - host
+        return {at: {FLAGS: self._new(handle, at, FLAGS, data)}}
+
+    def _new(self, handle: int, rank: int, name: str, data: bytes) -> bytes | int:
+        run, known = self._sent.get((handle, rank, name), (-1, b""))
+        return run if known == data else data
 
     def note(self, run: int, handle: int, plain: Plain) -> None:
         """This was sent."""
@@ -138,6 +153,7 @@ class Ranks:
         self._worker: Worker | None = None
         self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
         self._programs: dict[int, Program] = {}
+        self._flags = b""
 
     def connect(self, join: Join, index: int) -> None:
         self._worker = self._made(self._connect(join, index, self._ranks))
@@ -307,7 +323,16 @@ class Ranks:
                 since, known = self._plain[handle, rank, name]
                 if since != (run if isinstance(data, bytes) else data):
                     raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
-                inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+                if rank <= _FLAGS_AT:
+                    self.obey(known)
+                else:
+                    inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+
+    def obey(self, flags: bytes) -> None:
+        """What torch's kernels obey on the controller, they obey here."""
+        if flags != self._flags:
+            obey(marshal.loads(flags))
+            self._flags = flags
 
     @property
     def _connected(self) -> tuple[Joined, Worker]:

@@ -1,0 +1,112 @@
+"""What torch's kernels obey besides their arguments: deterministic algorithms, precisions, backends.
+
+    flags = kernel_flags()                 # (("deterministic algorithms", (False, False)), ...)
+    obey(flags)                            # in another process: its kernels obey the same
+
+They are settings of a process. The controller's count: ranks in other processes are sent them with
+a run (`daft/ray`), and a program that reads one is captured again where it has changed
+(`frontend/reads`).
+
+Invariants: plain data, in one order; of precisions what holds where none was set of its own. Not
+here: the number of threads, which each process has its own of; flushing denormal numbers, which
+torch sets for a thread and cannot be asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+Flags: TypeAlias = tuple[tuple[str, Any], ...]
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage] - public names load torch's compiler
+_cuda: Any = torch.backends.cuda
+_OPS = ("all", "matmul", "conv", "rnn")
+_PRECISIONS = (("generic", "all"), *((b, op) for b in ("mkldnn", "cuda") for op in _OPS))
+
+
+def _of_matmul() -> str:
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # set for some backends alone: those are asked below
+        return ""
+
+
+def _set_matmul(precision: str) -> None:
+    if precision:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warn_only
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    _C._set_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _set_fp16_sums(allowed: tuple[bool, bool]) -> None:
+    _C._set_cublas_allow_fp16_reduced_precision_reduction(*allowed)
+
+
+def _set_bf16_sums(allowed: tuple[bool, bool]) -> None:
+    _C._set_cublas_allow_bf16_reduced_precision_reduction(*allowed)
+
+
+_FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "deterministic algorithms": (_deterministic, _set_deterministic),
+    "fill of uninitialized memory": (
+        _C._get_deterministic_fill_uninitialized_memory,
+        _C._set_deterministic_fill_uninitialized_memory,
+    ),
+    "float32 matmul precision": (_of_matmul, _set_matmul),
+    **{  # after that of matmul, which sets some of them
+        f"float32 precision of {op}, {backend}": (
+            partial(_C._get_fp32_precision_getter, backend, op),
+            partial(_C._set_fp32_precision_setter, backend, op),
+        )
+        for backend, op in _PRECISIONS
+    },
+    "mkldnn": (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    "mkldnn deterministic": (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    "nnpack": (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    "cudnn": (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    "cudnn benchmark": (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    "cudnn deterministic": (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    "sums of float16, and in parts": (
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        _set_fp16_sums,
+    ),
+    "sums of bfloat16, and in parts": (
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        _set_bf16_sums,
+    ),
+    "float16 sums of products": (
+        _C._get_cublas_allow_fp16_accumulation,
+        _C._set_cublas_allow_fp16_accumulation,
+    ),
+    "float16 sums on the CPU": (
+        _C._get_cpu_allow_fp16_reduced_precision_reduction,
+        _C._set_cpu_allow_fp16_reduced_precision_reduction,
+    ),
+    "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    "memory-efficient attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    "attention by its formula": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    "cudnn attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+}
+
+
+def kernel_flags() -> Flags:
+    """Those of this process, now."""
+    return tuple((name, ask()) for name, (ask, _) in _FLAGS.items())
+
+
+def obey(flags: Flags) -> None:
+    """From now on this process has these."""
+    for (name, value), (_, before) in zip(flags, kernel_flags(), strict=True):
+        if value != before or name.startswith("float32"):  # one of a precision changes others
+            _FLAGS[name][1](value)

@@ -1,0 +1,47 @@
+"""What torch's kernels obey, taken from one process and set in another."""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dtensor.kernel_flags import kernel_flags, obey
+
+CHANGES: dict[str, Callable[[], object]] = {
+    "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "fill": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "tf32 of cudnn": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "every precision": lambda: setattr(torch.backends, "fp32_precision", "ieee"),
+    "precision of mkldnn": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "precision of cudnn": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "bfloat16 sums": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
+    ),
+    "mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
+    "cudnn benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
+}
+
+
+@pytest.fixture
+def before() -> Iterator[bytes]:
+    kept = marshal.dumps(kernel_flags(), 2)
+    yield kept
+    obey(marshal.loads(kept))
+    assert marshal.dumps(kernel_flags(), 2) == kept
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_and_can_be_set(name: str, before: bytes) -> None:
+    CHANGES[name]()
+    changed = marshal.dumps(kernel_flags(), 2)
+    assert changed != before
+    obey(marshal.loads(before))
+    assert marshal.dumps(kernel_flags(), 2) == before
+    obey(marshal.loads(changed))
+    assert marshal.dumps(kernel_flags(), 2) == changed
