@@ -35,6 +35,7 @@ from dtensor.api.timing import calibrate, simulate, trace
 from dtensor.api.training import Loss, TrainStep, train_step
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
+from dtensor.frontend.reads.ran import constant
 from dtensor.kernels.register import kernel
 from dtensor.runtime.schedule import (
     ZBH1,
@@ -110,6 +111,7 @@ __all__ = [
     "compare",
     "compare_traces",
     "compile",
+    "constant",
     "daft",
     "distribute",
     "gather_state_dict",

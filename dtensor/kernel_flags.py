@@ -1,4 +1,4 @@
-"""What torch's kernels obey besides their arguments: deterministic algorithms, precisions, backends.
+"""What torch's kernels obey besides their arguments: deterministic algorithms, precisions.
 
     flags = kernel_flags()                 # (("deterministic algorithms", (False, False)), ...)
     obey(flags)                            # in another process: its kernels obey the same

@@ -79,6 +79,21 @@ def owner_of_file(file: str) -> str | None:
     return None if path.startswith(_PYTHON) else OWN
 
 
+@lru_cache(maxsize=4096)
+def module_of_file(file: str) -> str:
+    """The name of the module, of torch's, of Python's or of a library's, that a file has."""
+    if file.startswith("<"):  # <frozen posixpath>
+        return file.strip("<>").partition(" ")[2] or file
+    path = os.path.abspath(file)
+    library = _INSTALLED.match(path)
+    root = next((root for root in (OURS, *_PYTHON) if path.startswith(root)), "")
+    start = library.start(1) if library is not None else len(root)
+    if root == OURS:
+        start -= len("dtensor") + 1
+    name = os.path.splitext(path[start:])[0].replace(os.sep, ".")
+    return name.removesuffix(".__init__")
+
+
 def owner_of_frame(frame: FrameType) -> str | None:
     file = frame.f_code.co_filename
     if file.startswith("<"):  # typed, or generated

@@ -1,8 +1,8 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
 Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
-(`SentInputs`): by what was sent, not by what became of the run. So do the controller's settings that
-torch's kernels obey (`kernel_flags.py`), before the run.
+(`SentInputs`): by what was sent, not by what became of the run. So do the controller's settings
+that torch's kernels obey (`kernel_flags.py`), before the run.
 
 Example (the controller does this, `cluster.py`, through `Host.call`):
 

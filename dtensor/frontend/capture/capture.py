@@ -61,11 +61,10 @@ from dtensor.frontend.capture.refusals import (
 )
 from dtensor.frontend.graph import Const, Graph
 from dtensor.frontend.reads.effects import Before, Change, line_of_change, redo, undo
+from dtensor.frontend.reads.outside import outside
 from dtensor.frontend.reads.reads import Reads
 from dtensor.frontend.reads.walk import walk
 from dtensor.frontend.source import (
-    caller_level,
-    line_of,
     source_of_callable,
     source_of_exception,
 )
@@ -109,7 +108,7 @@ def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
         return first.with_reads()
     first.check()
     if not first.changes:
-        return first.with_reads()
+        return _warned(first.with_reads())
     redo(first.changes)
     try:  # a cache that is filled once is filled now; what changes again would be lost
         second = _Capture(call, grads)
@@ -121,11 +120,34 @@ def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
         undo(first.changes)
         raise
     if second.text() == first.text():
-        return second.with_reads()
+        return _warned(second.with_reads())
     undo(first.changes)
-    graph = first.with_reads()  # as before the cache was filled: the next call is captured again
+    graph = _warned(
+        first.with_reads()
+    )  # as before the cache was filled: the next call is captured again
     redo(first.changes)
     return graph
+
+
+def _warned(graph: Graph) -> Graph:
+    """Warns of what was read and cannot be compared, once for each line."""
+    reads = graph.reads
+    assert reads is not None
+    for read in () if reads.ran is None else outside(reads.found, reads.ran):
+        warnings.warn_explicit(
+            f"The program reads {read.what}, once: when it is captured. What changes there is not "
+            f"noticed ({read.line}: {read.line.text})\n"
+            f"fix: pass it as an argument, or state that it stays as it is: dt.constant(function)",
+            UserWarning,
+            read.line.file,
+            read.line.line,
+            registry=_TOLD.setdefault(read.line.file, {}),
+        )
+    return graph
+
+
+_TOLD: dict[str, dict[Any, Any]] = {}
+"""By file, what Python keeps of warnings, so that a line is told once."""
 
 
 class _Capture:
@@ -166,7 +188,6 @@ class _Capture:
                 if not each_call:
                     before.put_back(wrote)
         self.ran = root.recorder.codes()
-        self.outside = root.recorder.outside()
 
     def check_tensors(self) -> None:
         if lost := [change for change in self.changes if change.has_tensors]:
@@ -174,12 +195,6 @@ class _Capture:
             raise assigned_attribute([change.path for change in lost], line)
 
     def check(self) -> None:
-        for what, code in self.outside:
-            line = line_of(code.co_filename, code.co_firstlineno, code.co_name)
-            warnings.warn(
-                f"the program reads {what}, once: when it is captured ({line}: {line.text})",
-                stacklevel=caller_level(),
-            )
         self.check_tensors()
         if self.moved:
             raise draws(self.moved, source_of_callable(self.call.fn))

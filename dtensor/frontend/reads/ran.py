@@ -8,8 +8,9 @@ Python's own profiler sees every call at a few tens of nanoseconds; what runs wh
 not seen. Where another profiler runs (two cannot) nothing is recorded, and `codes` is None: then
 all functions that can be reached count as run.
 
-A clock, a file or the system's random numbers that the user's own code reads are seen as well
-(`outside`): what they give cannot be compared, so it is said.
+What that code calls and is not code that counts itself, as functions of C and of Python's own
+modules, is noted by its name (`RanCode.calls`); `known.py` says what that means. After a pause the
+profiler has forgotten who was running: then a call has no caller.
 
 Not here: what that code reads (walk.py).
 """
@@ -17,23 +18,22 @@ Not here: what that code reads (walk.py).
 from __future__ import annotations
 
 import cProfile
+import re
 import sys
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType, TracebackType
+from typing import Any, ParamSpec, TypeVar
 
-from dtensor.frontend.reads.walk import RanCode, is_own
+from dtensor.frontend.reads.walk import RanCode, counts
+from dtensor.frontend.source import module_of_file
 
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
-_OUTSIDE: dict[object, str] = {
-    **{f"<built-in method time.{name}{ns}>": "the clock" for name in _CLOCKS for ns in ("", "_ns")},
-    "<built-in method now>": "the clock",
-    "<built-in method today>": "the clock",
-    "<built-in method utcnow>": "the clock",
-    "<built-in method _io.open>": "a file",
-    "<built-in method io.open>": "a file",
-    "<built-in method posix.urandom>": "the system's random numbers",
-}
+P = ParamSpec("P")
+R = TypeVar("R")
+_now = threading.local()
 
 
 class CodeRecorder:
@@ -44,6 +44,8 @@ class CodeRecorder:
     def __enter__(self) -> CodeRecorder:
         if sys.getprofile() is not None:
             self._profile = None
+        self._outer = getattr(_now, "recorder", None)
+        _now.recorder = self
         self._start()
         return self
 
@@ -54,6 +56,7 @@ class CodeRecorder:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
+        _now.recorder = self._outer
 
     def _start(self) -> None:
         if self._profile is not None:
@@ -82,7 +85,19 @@ class CodeRecorder:
         if self._profile is None:
             return None
         entries = self._profile.getstats()
-        return RanCode.of(e.code for e in entries if isinstance(e.code, CodeType))
+        ran = RanCode.of(e.code for e in entries if isinstance(e.code, CodeType))
+        with_caller: Counter[Any] = Counter()
+        found: dict[str, dict[CodeType | None, None]] = {}
+        for entry in entries:
+            own = entry.code if id(entry.code) in ran.codes else None
+            for call in entry.calls or ():
+                with_caller[_key(call.code)] += call.callcount
+                if isinstance(own, CodeType) and (name := _name(call.code)):
+                    found.setdefault(name, {})[own] = None
+        for entry in entries:
+            if entry.callcount > with_caller[_key(entry.code)] and (name := _name(entry.code)):
+                found.setdefault(name, {})[None] = None
+        return RanCode(ran.codes, {name: tuple(callers) for name, callers in found.items()})
 
     def calls(self) -> dict[CodeType, list[CodeType | str]] | None:
         """All code that ran, torch's too but for what runs inside an op, with what it called, of C
@@ -95,14 +110,48 @@ class CodeRecorder:
             if isinstance(entry.code, CodeType)
         }
 
-    def outside(self) -> list[tuple[str, CodeType]]:
-        """What the user's own code read that is not Python's state, and where."""
-        if self._profile is None:
-            return []
-        return [
-            (_OUTSIDE[call.code], entry.code)
-            for entry in self._profile.getstats()
-            if isinstance(entry.code, CodeType) and is_own(entry.code)
-            for call in entry.calls or ()
-            if call.code in _OUTSIDE
-        ]
+
+def _key(code: CodeType | str) -> object:
+    return code if isinstance(code, str) else id(code)
+
+
+_OF_C = (
+    re.compile(r"<(?:method|slot wrapper) '(?P<name>\w+)' of '(?P<of>[^']+)' objects>"),
+    re.compile(r"<built-in method (?P<name>[\w.]+)(?: of .*)?>"),
+)
+
+
+def _name(code: CodeType | str) -> str:
+    """Of what is called: "time.time", "pathlib.Path.read_text"; "" for code that counts."""
+    if isinstance(code, CodeType):
+        return "" if counts(code) else _name_of(code.co_filename, code.co_qualname)
+    return _name_in_c(code)
+
+
+@cache
+def _name_of(file: str, words: str) -> str:
+    return f"{module_of_file(file)}.{words}"
+
+
+@cache
+def _name_in_c(text: str) -> str:
+    for pattern in _OF_C:
+        if (found := pattern.fullmatch(text)) is not None:
+            of = found.groupdict().get("of")
+            return f"{of}.{found['name']}" if of else found["name"]
+    return ""  # a function of a library that was given another one's methods
+
+
+def constant(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What ``function(*args, **kwargs)`` gives, stated to be the same at each call of a program.
+
+    A captured step runs this Python once, and what it reads is compared before each later call, or
+    a warning says that it cannot be. What ``function`` reads, and all that it calls, is neither
+    compared nor warned of: `table = dt.constant(Path("table.txt").read_text)`. Outside a capture it
+    is a plain call. Its tensors are constants of the step.
+    """
+    recorder: CodeRecorder | None = getattr(_now, "recorder", None)
+    if recorder is None:
+        return function(*args, **kwargs)
+    with recorder.paused():
+        return function(*args, **kwargs)

@@ -112,6 +112,7 @@ class Reads:
         self._containers = [(c, items_of(c) or []) for c in found.containers]
         self._variables = [(v, v.get(None)) for _, v in found.variables]
         self._arrays = [(a, bytes(a)) for _, a in found.arrays]
+        self._asked = [(asked, asked()) for _, asked in found.getters]
         self._weights = [x for _, x in found.parameters]
         self._flags = self._now_flags()
         self._hooks = RemovableHandle.next_id
@@ -156,6 +157,7 @@ class Reads:
                 for c, kept in self._containers
             )
             and all(bytes(array) == kept for array, kept in self._arrays)
+            and all(asked() == given for asked, given in self._asked)
             and self._around == _around(self.found)
         )
 
@@ -245,4 +247,6 @@ def _words(entry: Any) -> str:
     kind, *rest = words
     if isinstance(kind, type) and len(rest) == 1:
         return repr(rest[0]) if kind is str else str(rest[0])
+    if kind == "gives":
+        return str(rest[0])
     return {"is": "another object"}.get(str(kind), " ".join(map(str, (kind, *rest))))

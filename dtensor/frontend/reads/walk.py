@@ -31,7 +31,9 @@ import contextvars
 import enum
 import functools
 import gc
+import io
 import itertools
+import mmap
 import random
 import sys
 import weakref
@@ -45,6 +47,7 @@ from types import (
     GeneratorType,
     MappingProxyType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any, TypeVar
@@ -54,7 +57,17 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from dtensor.frontend.reads.known import (
+    Getter,
+    Opened,
+    Outside,
+    is_foreign,
+    is_plain_all_through,
+    kept,
+    said,
+)
 from dtensor.frontend.source import OWN, owner_of_file
+from dtensor.kernel_flags import kernel_flags
 
 MOST_LOOKED_AT = 100_000
 MOST_ITEMS = 10_000
@@ -69,13 +82,11 @@ Paths = list[tuple[str, T]]
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_CLOSED = {"logging", "threading", "weakref", "_weakref", "io", "_io", "re", "abc", "typing"}
-_CLOSED |= {"warnings", "inspect", "asyncio", "concurrent", "multiprocessing", "contextlib", "ast"}
-"""Parts of Python whose objects hold nothing of the user's."""
-_FOREIGN = {"torch", "numpy", "dtensor", "triton", "builtins", *sys.stdlib_module_names}
-_FOREIGN -= {"__main__"}
+_CLOSED = {"logging", "threading", "_thread", "io", "_io", "re", "abc", "typing", "builtins", "ast"}
+_CLOSED |= {"warnings", "inspect", "asyncio", "concurrent", "multiprocessing", "contextlib"}
+"""Parts of Python whose objects are not entered before it is known what runs."""
 _LOOKS_UP = {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "globals", "locals", "eval"}
 _LOOKS_UP |= {"exec", "__getattribute__", "methodcaller", "setattr"}
 _OF_TORCH = set(vars(nn.Module())) - {"training"}
@@ -88,8 +99,23 @@ GLOBAL_BACKWARD_HOOKS = (
 ITERATORS = (
     *(GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice),
     *(enumerate, zip, map, filter, type(iter([])), type(iter(())), type(iter({}))),
-    *(type(iter({}.values())), type(iter({}.items())), type(iter(range(0)))),
+    *(type(iter({}.values())), type(iter({}.items())), type(iter(range(0))), type(iter(set()))),
+    *(itertools.accumulate, itertools.compress, itertools.dropwhile, itertools.filterfalse),
+    *(itertools.starmap, itertools.takewhile, itertools.zip_longest, itertools.product, reversed),
+    *(itertools.repeat, itertools.permutations, itertools.combinations, itertools.groupby),
+    *(type(iter("")), type(iter(b"")), type(iter(bytearray()))),
 )
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_DATA = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, frozenset, tuple, collections.deque)
+_ENTERED = Opened()
+_BUILTINS = vars(builtins)
+_OF_BUILTINS = (BuiltinFunctionType, type, type(None))
+_OF_PYTHON = 1 << 9
+"""A flag of classes: made by a class statement, so that objects may have attributes."""
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+_IMPORTS = {"import_module", "__import__"}
+_OF_ENUMS = {"_name_", "_value_", "__objclass__", "_sort_order_"}
 _OF_CLASSES = {"__module__", "__dict__", "__init__", "__doc__", "__name__", "__qualname__"}
 _OF_CLASSES |= {"__class__", "__weakref__", "__annotations__", "__new__"}
 _PLAIN_LOOKUPS = (dict.__getitem__, MappingProxyType.__getitem__)
@@ -120,6 +146,8 @@ class Reached:
     arrays: Paths[Any] = field(default_factory=list)
     randoms: Paths[Any] = field(default_factory=list)  # generators of numbers, and iterators
     caches: Paths[Any] = field(default_factory=list)  # functools.lru_cache
+    getters: Paths[Getter] = field(default_factory=list)  # what else is asked
+    unknown: Paths[Any] = field(default_factory=list)  # objects that cannot be compared
     variables: Paths[contextvars.ContextVar[Any]] = field(default_factory=list)
     kept: list[object] = field(default_factory=list)
     others: Roots = ()  # that the walk has not come to, though they ran
@@ -128,13 +156,17 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class RanCode:
-    """The code that a capture ran, the user's and torch's layers': by id, and kept alive."""
+    """The code that a capture ran, the user's and torch's layers': by id, and kept alive.
+
+    ``calls``: by name, what it called that is not its own, and who: None where that was not seen.
+    """
 
     codes: Mapping[int, CodeType]
+    calls: Mapping[str, Sequence[CodeType | None]] = field(default_factory=dict)
 
     @staticmethod
     def of(codes: Iterable[CodeType]) -> RanCode:
-        return RanCode({id(code): code for code in codes if _counts(code)})
+        return RanCode({id(code): code for code in codes if counts(code)})
 
 
 def walk(roots: Roots, ran: RanCode | None = None, *, search: bool = True) -> Reached:
@@ -155,19 +187,17 @@ def walk(roots: Roots, ran: RanCode | None = None, *, search: bool = True) -> Re
     if search and missing:  # made on the way, or kept where the walk does not look
         walker.found.others = _holders_of(missing)
         walker.run(walker.found.others)
-    walker.found.reads_environment = not names.names.isdisjoint(("environ", "getenv"))
+    for name in sorted(ran.calls):
+        if callable(asked := said(name)):
+            walker.asks(name, asked)
+    walker.found.reads_environment = not names.names.isdisjoint(("environ", "getenv", "environb"))
     return walker.found
 
 
 # -- whose code, and the names in it -------------------------------------------------------------
 
 
-def is_foreign(module_name: str | None) -> bool:
-    """Whether a module is Python's, torch's, numpy's or ours: its insides are not looked at."""
-    return (module_name or "builtins").partition(".")[0] in _FOREIGN
-
-
-def _counts(code: CodeType) -> bool:
+def counts(code: CodeType) -> bool:
     file = code.co_filename
     if file.startswith("<"):
         return not file.startswith("<frozen")
@@ -177,7 +207,7 @@ def _counts(code: CodeType) -> bool:
 
 def is_own(code: CodeType) -> bool:
     file = code.co_filename
-    return _counts(code) and (file.startswith("<") or owner_of_file(file) == OWN)
+    return counts(code) and (file.startswith("<") or owner_of_file(file) == OWN)
 
 
 @functools.cache
@@ -190,11 +220,11 @@ def _is_a_layer(code: CodeType) -> bool:
     return _is_layers_file(code.co_filename)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)
 
 
 class _Names:
@@ -210,7 +240,7 @@ class _Names:
         return len(self.names) + self.everything
 
     def add(self, code: CodeType) -> None:
-        for one in _nested(code):
+        for one in nested(code):
             self.names.update(one.co_names)
             if not _LOOKS_UP.isdisjoint(one.co_names) and not _is_a_layer(one):
                 self.everything = True
@@ -223,7 +253,7 @@ class _Names:
 
 
 def _not_entered(ran: RanCode, entered: set[int]) -> list[CodeType]:
-    known = {id(n) for i in entered if i in ran.codes for n in _nested(ran.codes[i])}
+    known = {id(n) for i in entered if i in ran.codes for n in nested(ran.codes[i])}
     return [c for i, c in ran.codes.items() if i not in known and not _is_a_layer(c)]
 
 
@@ -269,9 +299,25 @@ def space_of(value: Any) -> dict[str, Any]:
         return {}
 
 
+def _is_outside(function: BuiltinFunctionType) -> bool:
+    return isinstance(said(f"{function.__module__}.{function.__qualname__}"), Outside)
+
+
+def _is_for_writing(file: io.IOBase) -> bool:
+    return file.closed or not file.readable()
+
+
+def _referent(proxy: Any) -> Any:
+    """What a weak proxy stands for; None once it is gone."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
 def _key_text(key: Any) -> str:
     try:
-        return f"[{key!r}]" if isinstance(key, PLAIN) else ""
+        return f"[{key!r}]" if isinstance(key, (*PLAIN, enum.Enum)) else ""
     except Exception:  # a text of a class of the user's
         return f"[{type(key).__name__}]"
 
@@ -329,9 +375,17 @@ class _Walker:
         self._todo.append((path, value))
 
     def _visit(self, path: str, value: Any) -> None:
+        kind = type(value)
         if isinstance(value, PLAIN):
-            kind = type(value)
             self._say(path, kind, repr(value) if kind in (float, complex, slice) else value)
+            if kind.__flags__ & _OF_PYTHON and id(value) not in self._seen:
+                self._seen[id(value)] = len(self._seen)
+                self.found.kept.append(value)
+                self._attributes_of(path, value)
+            return
+        if kind in _PROXIES:
+            self._say(path, kind)
+            self._todo.append((path, _referent(value)))
             return
         if id(value) in self._seen:
             self._say(path, "seen", self._seen[id(value)])
@@ -350,9 +404,18 @@ class _Walker:
                 self._todo += [(path, value.__func__), (path, value.__self__)]
             case functools.partial():
                 self._say(path, "partial", len(value.args), tuple(value.keywords))
+                for name in ("func", "args"):
+                    self.found.attributes.append((path, value, name))
                 self._todo.append((path, value.func))
-                parts = [*enumerate(value.args), *value.keywords.items()]
-                self._todo += [(f"{path}({key})", part) for key, part in parts]
+                if isinstance(value.func, BuiltinFunctionType) and _is_outside(value.func):
+                    self.found.unknown.append((path, value.func))
+                self._todo += [(f"{path}({i})", part) for i, part in enumerate(value.args)]
+                self.found.sized.append((path, value.keywords))
+                for key in value.keywords:
+                    self._slot(value.keywords, key, f"{path}({key})")
+                self._attributes_of(path, value)
+            case enum.Enum():
+                self._enum(path, value)
             case functools._lru_cache_wrapper():
                 self.found.caches.append((path, value))
                 self._say(path, "cached")
@@ -377,16 +440,32 @@ class _Walker:
                 self._same(path, value)
             case list() | tuple() | collections.deque():
                 self._sequence(path, value)
-            case dict() if value is vars(builtins) or value is sys.modules:
+            case MethodWrapperType():
+                self._say(path, value.__name__)
+                self._todo.append((path, value.__self__))
+            case _ if isinstance(value, _VIEWS):
+                self._say(path, kind)
+                self._todo.append((path, value.mapping))
+            case dict() if value is sys.modules:
+                self._same(path, value)
+                for text in sorted(self._texts() & sys.modules.keys()):
+                    self._imported(text)
+            case dict() if value is vars(builtins):
                 self._same(path, value)
             case dict() | MappingProxyType() if type(value).__getitem__ in _PLAIN_LOOKUPS:
                 self._mapping(path, value)
             case set() | frozenset():
                 self._set(path, value)
+            case np.ndarray() if value.dtype.hasobject:
+                self._say(path, "array", value.shape)
+                self._todo += [
+                    (f"{path}[{i}]", x) for i, x in enumerate(value.reshape(-1).tolist())
+                ]
+                self.found.arrays.append((path, value))
             case np.ndarray():
                 self.found.arrays.append((path, value))
                 self._say(path, "array", str(value.dtype), value.shape)
-            case bytearray() | memoryview() | array.array():
+            case bytearray() | memoryview() | array.array() | mmap.mmap():
                 self.found.arrays.append((path, value))
                 self._say(path, "array", type(value))
             case np.generic():
@@ -405,6 +484,30 @@ class _Walker:
             case _:
                 self._object(path, value)
 
+    def asks(self, path: str, asked: Getter) -> None:
+        if not any(asked is known for _, known in self.found.getters):
+            self.found.getters.append((path, asked))
+            if asked is kernel_flags:
+                for name, value in kernel_flags():
+                    self._say(f"a setting of torch, {name}", "gives", repr(value))
+            else:
+                self._say(path, "gives", repr(asked()))
+
+    def _enum(self, path: str, member: enum.Enum) -> None:
+        self._say(path, type(member), member.name)
+        space = space_of(member)
+        self._slot(space, "_value_", path)
+        for name in self.names.among(space):
+            if name not in _OF_ENUMS:
+                self._slot(space, name, f"{path}.{name}")
+        if not is_foreign(type(member).__module__):
+            self._todo.append((path, type(member)))
+
+    def _texts(self) -> set[str]:
+        codes = () if self.ran is None else self.ran.codes.values()
+        constants = (c for code in codes for one in nested(code) for c in one.co_consts)
+        return {constant for constant in constants if isinstance(constant, str)}
+
     def _random(self, path: str, value: Any) -> None:
         self.found.randoms.append((path, value))
         self._same(path, value)
@@ -419,6 +522,8 @@ class _Walker:
             self._same(path, function)
             if "__wrapped__" in function.__dict__:  # a decorator of a library's
                 self._todo.append((path, function.__dict__["__wrapped__"]))
+            if self.ran is not None or not is_foreign(function.__module__):
+                self._attributes_of(path, function)
             return
         self.entered.add(id(code))
         self.found.kept.append(code)
@@ -444,18 +549,38 @@ class _Walker:
         for name in function.__kwdefaults__ or ():
             self._slot(function.__kwdefaults__, name, f"{name} (default of {words})")
         space = function.__globals__
-        for name in sorted({n for one in _nested(code) for n in one.co_names}):
+        for name in sorted({n for one in nested(code) for n in one.co_names}):
+            if name not in space and not isinstance(_BUILTINS.get(name), _OF_BUILTINS):
+                self._slot(_BUILTINS, name, f"{name} (of builtins)")
             if name in space:
                 self._slot(space, name, f"{name} (global of {space.get('__name__', '?')})")
             for imported in (name, f"{space.get('__package__')}.{name}"):  # where it is called
-                if imported in sys.modules and not is_foreign(imported):
-                    self._slot(sys.modules, imported, imported)
+                if imported in sys.modules:
+                    self._imported(imported)
+        for one in nested(code):
+            if not _IMPORTS.isdisjoint(one.co_names):
+                for text in one.co_consts:
+                    if isinstance(text, str) and text in sys.modules and not is_foreign(text):
+                        self._slot(sys.modules, text, text)
         if "globals" in code.co_names:  # under names that are computed
             for name, entry in list(space.items()):
                 if isinstance(entry, (*PLAIN, list, dict, torch.Tensor)) and name[:2] != "__":
                     self._slot(space, name, f"{name} (global of {space.get('__name__', '?')})")
-        for name in self.names.among(function.__dict__):
-            self._slot(function.__dict__, name, f"{words}.{name}")
+        self._attributes_of(words, function)
+
+    def _imported(self, name: str) -> None:
+        """A module that code imports where it is run."""
+        if not is_foreign(name):
+            self._slot(sys.modules, name, name)
+        elif self.ran is not None:
+            self._todo.append((name, sys.modules[name]))
+
+    def _attributes_of(self, path: str, value: Any) -> None:
+        space = space_of(value)
+        if space and (self.names.everything or self.ran is None):
+            self.found.sized.append((f"{path}.*", space))
+        for name in self.names.among(space):
+            self._slot(space, name, f"{path}.{name}")
 
     def _python_module(self, path: str, module: ModuleType) -> None:
         self._say(path, "python module", module.__name__)
@@ -467,11 +592,37 @@ class _Walker:
             if not foreign:
                 self._slot(space, name, where)
             elif isinstance(value, (FunctionType, BuiltinFunctionType, type)):  # replaced?
+                if callable(asked := said(f"{where}.__new__" if isinstance(value, type) else "")):
+                    self.asks(where, asked)
                 holders, values, paths = self.found.columns.setdefault(name, ([], [], []))
                 holders.append(space)
                 values.append(value)
                 paths.append(where)
                 self._same(where, value)
+            elif self.ran is not None:
+                self._datum(space, name, where)
+        asked = said(module.__name__)
+        if foreign and callable(asked):
+            self.asks(module.__name__, asked)
+        for name in sorted(self.names.names & vars(type(module)).keys()):  # as of torch.backends
+            where = f"{module.__name__}.{name}"
+            if foreign and isinstance(value := getattr(module, name, module), _DATA):
+                self.asks(where, functools.partial(getattr, module, name))
+                if isinstance(said(where), Outside):
+                    self.found.unknown.append((where, value))
+
+    def _datum(self, space: dict[str, Any], name: str, where: str) -> None:
+        """What a module of Python's or torch's has besides functions and classes."""
+        value = space[name]
+        if isinstance(value, ModuleType):
+            if not is_foreign(value.__name__) or not is_plain_all_through(value.__name__):
+                self._todo.append((where, value))
+            return
+        asked = said(where)
+        if callable(asked):
+            self.asks(where, asked)
+        if isinstance(value, _DATA) or type(value) in _CONTAINERS:
+            self._slot(space, name, where)
 
     def _class(self, path: str, cls: type) -> None:
         self._say(path, "class", id(cls))
@@ -606,9 +757,28 @@ class _Walker:
     def _object(self, path: str, value: Any) -> None:
         kind = type(value)
         root = kind.__module__.partition(".")[0]
-        if root in _CLOSED or kind.__module__ == "builtins":
+        if self.ran is None and root in _CLOSED:
             self._same(path, value)
             return
+        how = kept(kind) if self.ran is not None and root != "dtensor" else _ENTERED
+        if not isinstance(how, Opened):
+            if how == "by value":
+                self._say(path, kind, repr(value))
+            else:
+                self._same(path, value)
+            if how == "unknown" and not (isinstance(value, io.IOBase) and _is_for_writing(value)):
+                self.found.unknown.append((path, value))
+            elif callable(asked := said(f"{kind.__module__}.{kind.__qualname__}")):
+                self.asks(f"{kind.__module__}.{kind.__qualname__}", asked)
+            return
+        if how.asked is not None:
+            self.asks(path, functools.partial(how.asked, value))
+            if is_foreign(kind.__module__):  # what the user has put there besides
+                for name in sorted(self.names.names & space_of(value).keys()):
+                    self._slot(space_of(value), name, f"{path}.{name}")
+                return
+        if issubclass(kind, BaseException):
+            self._todo.append((path, value.args))
         self._say(path, "object")
         self.found.objects.append(value)
         self._todo.append((path, kind))

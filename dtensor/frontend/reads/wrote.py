@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor.frontend.alone import has_started
 from dtensor.frontend.reads.ran import CodeRecorder
-from dtensor.frontend.reads.walk import _counts as is_counted
+from dtensor.frontend.reads.walk import counts as is_counted
 from dtensor.frontend.source import OURS, owner_of_file
 
 _ANY: Any = object()  # a key that is known when it runs
