@@ -1,9 +1,9 @@
 """Captured graphs shared between tests: most of a small test's time is torch's export.
 
-A graph depends on the function, on the structure of the modules, on shapes and on the autocast
-around the call alone, so tests that train the same small model may share it. A function may close
-over numbers, texts, functions and frozen dataclasses of them, such as a forward of `dt.generator`.
-Other functions, and methods, are captured anew each time.
+A graph depends on the function, on the structure of the modules, on shapes, on custom ops as they
+are defined and on the autocast around the call alone, so tests that train the same small model may
+share it. A function may close over numbers, texts, functions and frozen dataclasses of them, such
+as a forward of `dt.generator`. Other functions, and methods, are captured anew each time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtensor.frontend.capture.call_as_module import flat_call
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.graph import Const, Graph
-from dtensor.frontend.reads.reads import Reads
+from dtensor.frontend.reads.reads import Reads, custom_ops
 
 _found: dict[object, Graph] = {}
 
@@ -45,14 +45,13 @@ def shared_capture(
     of_main = [leaf is main for leaf in leaves]
     called = (fn.__code__, fn.__module__, closed_over)
     key = (*called, grads, around, str(tree), *of_main, *map(_key, leaves))
-    if key not in _found:
+    found = _found.get(key)
+    if found is None or found.reads is None or custom_ops(found.fx) != found.reads.ops:
         _found[key] = capture(fn, args, kwargs, grads=grads, main=main)
         return _found[key]
-    found = _found[key]
-    assert found.reads is not None
     constants = [(c.name, c.value) for c in found.inputs if isinstance(c, Const)]
     roots = flat_call(fn, args, kwargs or {}, main).roots
-    return replace(found, reads=Reads(roots, found.reads.ran, constants))
+    return replace(found, reads=Reads(roots, found.reads.ran, constants, found.reads.ops))
 
 
 def _key(leaf: Any) -> object:

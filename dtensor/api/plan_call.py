@@ -52,7 +52,7 @@ from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
-from dtensor.frontend.reads.reads import Reads
+from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.actions import GridTimetable
@@ -225,10 +225,11 @@ class PlanCache:
         """The plan of a graph that was captured for one call; of one that differs in the values of
         constants alone, with those of this one."""
         constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
-        key = (str(graph), str(graph.out_tree), others)
+        ops = custom_ops(graph.fx)
+        key = (str(graph), str(graph.out_tree), tuple(ops.items()), others)
         found = [p for p in self._plans.get(key, ()) if self._agrees(p)]
         if not found:
-            alone = replace(graph, reads=Reads((), None, constants))
+            alone = replace(graph, reads=Reads((), None, constants, ops))
             found = [make(alone)]
             self._settled[id(found[0])] = found[0].models.settlement
             self._keep(key, found)

@@ -3,15 +3,18 @@ the actors cannot see, and those that cannot be had there."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft.errors import ProgramError
@@ -231,3 +234,63 @@ def test_what_cannot_be_had_is_said_before_it_runs(ray_session: None) -> None:
             lost(x)
         assert "no plain function" in str(caught.value)
         assert torch.equal(found(x).full_tensor(), x * 2 + 1)
+
+
+EDITED = """
+import torch
+
+FACTOR = {factor}
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+@torch.library.custom_op("edited::scale", mutates_args=())
+def scale(x: torch.Tensor) -> torch.Tensor:
+    return scaled(x)
+
+
+scale.register_fake(torch.empty_like)
+scale.register_autograd(lambda ctx, grad: grad * {factor})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
+def test_an_op_that_is_edited_and_reloaded(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Its kernel, what that calls, and its gradient are the new ones from the next call on."""
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / f"edited_{backend}.py"
+
+    def edited(factor: float, module: ModuleType | None = None) -> ModuleType:
+        file.write_text(EDITED.format(factor=factor))
+        importlib.invalidate_caches()
+        return importlib.reload(module) if module else importlib.import_module(file.stem)
+
+    def op(x: Any) -> Any:
+        return torch.ops.edited.scale(x)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return op(model(x)).sum()
+
+    module = edited(2.0)
+    dt.rule("edited::scale", "... -> ...")
+    mesh, x = dt.Mesh(tp=2), torch.ones(4, 3)
+    model = dt.parallelize(nn.Linear(3, 2), mesh, {"weight": dict(tp=dt.Row())})
+    step = dt.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0))
+    compiled = dt.compile(op, mesh)
+    with dt.launch(mesh, backend=backend):  # type: ignore[arg-type]
+        first = float(step(x))
+        for factor in (2.0, 5.0, 7.0):
+            if factor != 2.0:
+                edited(factor, module)
+            assert float(step(x)) == pytest.approx(first * factor / 2)
+            assert torch.equal(step.gradients(x)["bias"], torch.full((2,), 4 * factor))
+            assert torch.equal(compiled(x).full_tensor(), x * factor)
+            assert torch.equal(op(dt.distribute(x, mesh)).full_tensor(), x * factor)

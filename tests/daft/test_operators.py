@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from tests.daft.programs import function, program
 
 pytest.importorskip("ray")
-from dtensor.daft.ray.operators import Needed, OpOrigin, is_registered
+from dtensor.daft.ray.operators import Known, Needed, OpOrigin, is_registered
 
+ONE = "(Tensor x) -> Tensor"
 CPU = torch.device("cpu")
 
 
@@ -46,10 +50,10 @@ define("many", many, "(Tensor x, Tensor[] xs, int n, float p, ScalarType kind, *
 define("sine", torch.sin)
 
 
-def needed(*names: str) -> Needed:
+def needed(*names: str, known: Known | None = None) -> Needed:
     ops = {name: getattr(torch.ops.test_operators, name).default for name in names}
     source = "def forward():\n    return ()"
-    return Needed.of(program([], functions=[function("f", source, **ops)]), CPU)
+    return Needed.of(program([], functions=[function("f", source, **ops)]), CPU, known or Known())
 
 
 def origin(name: str) -> OpOrigin:
@@ -60,7 +64,7 @@ def origin(name: str) -> OpOrigin:
 def test_a_program_of_torchs_ops_needs_nothing() -> None:
     source = "def forward(x):\n    return (add(x, x),)"
     add = function("f", source, add=torch.ops.aten.add.Tensor, relu=torch.relu)
-    assert not Needed.of(program([], functions=[add]), CPU)
+    assert not Needed.of(program([], functions=[add]), CPU, Known())
 
 
 def test_the_kernel_of_an_op_is_found_and_not_run() -> None:
@@ -100,6 +104,7 @@ def test_what_is_lacking_comes_back_with_why() -> None:
         module="test_operators_nowhere",
         kernel=None,
         reason="its kernel cannot be found",
+        anew=False,
     )
     ((name, why),) = replace(needed("double"), origins=(lost,)).provide()
     assert name == "test_operators::nowhere"
@@ -112,3 +117,47 @@ def test_ops_that_a_kernel_names_come_along() -> None:
     define("outer", lambda x: torch.ops.test_operators.double(x) + x)
     names = [o.name for o in needed("outer").origins]
     assert names == ["test_operators::double", "test_operators::outer"]
+
+
+def custom(factor: float) -> CustomOpDef:
+    """Each has the name of the one before, as where its module is reloaded."""
+    return torch.library.custom_op(
+        "test_operators::custom", lambda x: x * factor, mutates_args=(), schema=ONE
+    )
+
+
+def test_a_custom_op_that_is_defined_anew() -> None:
+    """A process that has the first has the second's kernel after it."""
+    first = custom(2.0)
+    known = Known()
+    (before,) = needed("custom", known=known).origins
+    second = custom(3.0)
+    program = needed("custom", known=known)
+    (after,) = program.origins
+    assert (before.anew, after.anew) == (False, True)
+    assert torch.ops.test_operators.custom(torch.ones(1)).item() == 3.0
+    custom(2.0)  # that of a process which has not been told
+    assert program.provide() == []
+    assert torch.ops.test_operators.custom(torch.ones(1)).item() == 3.0
+    lost = replace(program, origins=(replace(after, kernel=None, reason="why not"),))
+    assert lost.provide() == [("test_operators::custom", "why not")]
+    del first, second
+
+
+def test_what_torch_imports_on_the_way_to_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finders of modules, as editable installs have them, are no kernels."""
+    asked: list[str] = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> None:
+            asked.append(name)
+
+    space: dict[str, Any] = {"kernel": double}
+    source = "def wrapped(x):\n    import colorsys\n    return kernel(x)"
+    exec(compile(source, torch.__file__, "exec"), space)  # as `torch._disable_dynamo` does
+    define("wrapped", space["wrapped"])
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    found = origin("wrapped")
+    assert asked == ["colorsys"] and found.kernel is not None and found.reason == ""

@@ -41,7 +41,7 @@ from dtensor.daft.ray.crew import Crew
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.launch_folder import LaunchSeen
 from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
-from dtensor.daft.ray.operators import Needed
+from dtensor.daft.ray.operators import Known, Needed
 from dtensor.daft.ray.placing import Room, place
 from dtensor.daft.ray.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.progress import Progress
@@ -102,6 +102,7 @@ class RayCluster(HostedCluster):
         self._tags: dict[Key, int] = {}
         self._sent = SentInputs()
         self._flags_of = -1, b""  # the last run that was asked for
+        self._known_ops = Known()
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
         self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
@@ -440,7 +441,8 @@ class RayCluster(HostedCluster):
         new = {key: len(self._tags) + i for i, key in enumerate(missing)}
         if self.device.type == "cuda":
             check_groups([*self._tags, *new], self._host_of)
-        program, asked = Pickled.of(handle.program), list[Asked]()
+        with self._known_ops.by_value():
+            program, asked = Pickled.of(handle.program), list[Asked]()
         for host, _ in handle.places:
             # all members of a key take part in each program that uses it
             tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
@@ -466,7 +468,7 @@ class RayCluster(HostedCluster):
         return asked.ref.message is not None and not asked.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
-        needed = Needed.of(program, self.device)
+        needed = Needed.of(program, self.device, self._known_ops)
         if self._recovery is not None:
             self._needed[id(program)] = needed
         if not needed.origins:

@@ -1,20 +1,24 @@
 """Operators of the user's, and functions that a program calls, on actors that do not know them.
 
-    needed = Needed.of(program, device)       # on the controller: what each op is made from
-    needed.provide()                          # in an actor, before the program: lacking ops -> why
+    needed = Needed.of(program, device, known)  # on the controller: what each op is made from
+    needed.provide()                            # in an actor, first: lacking ops -> why
 
 An actor has the ops of torch, of dtensor and of what it imports. A program may name others, which
 Python registered in the controller (`torch.library.custom_op`, `triton_op`, `define` and `impl`):
 an op of a module is had by importing that module; one of the user's script, or of a function, by
-its kernel, which is pickled by value, with what it refers to. Shared libraries that the controller
-loaded (`torch.ops.load_library`) are loaded for ops without a kernel in Python. The controller's
-`sys.path` goes along. Fake kernels and gradients stay behind: a program's ops are its own already.
+its kernel, which is pickled by value, with what it refers to. So is one that the controller defined
+anew since the launch began, as `importlib.reload` of its module does. Shared libraries that the
+controller loaded (`torch.ops.load_library`) are loaded for ops without a kernel in Python. The
+controller's `sys.path` goes along. Fake kernels and gradients stay behind: a program's ops are its
+own already.
 
 An op's kernel is found by calling it once on empty tensors, under a profiler that stops the call
 where the kernel begins: torch keeps no other way from an op to its Python. Nothing of it runs.
 
-Invariants: what is had already stays; a kernel that came by value is replaced when its program is
-loaded again with another. A kernel's globals are copies: what it changes there stays in the actor.
+Invariants: what is had already stays, but for what the controller defined anew; a kernel that came
+by value is replaced when its program is loaded again with another. A kernel's globals are copies:
+what it changes there stays in the actor. Not here: modules that are reloaded and define no op of a
+program, though its ops call them; which programs are loaded again (frontend/reads/reads.py).
 """
 
 # Torch leaves the types of its operators open, cloudpickle all of its own.
@@ -33,14 +37,15 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType, FrameType, FunctionType
+from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import ray.cloudpickle
 import torch
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from dtensor.daft.errors import ProgramError
@@ -59,13 +64,15 @@ _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOrigin:
-    """Where an op comes from: a module, and its kernel by value, or why there is none."""
+    """Where an op comes from: a module, and its kernel by value, or why there is none. `anew`: its
+    module may be another where it was imported before."""
 
     name: str  # "mylib::scale", "mylib::scale.out"
     schema: str
     module: str | None
     kernel: bytes | None
     reason: str
+    anew: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +88,7 @@ class Needed:
         return bool(self.origins) or self.functions
 
     @staticmethod
-    def of(program: Program, device: torch.device) -> Needed:
+    def of(program: Program, device: torch.device, known: Known) -> Needed:
         waiting: list[str] = []
         functions = False
         for value in (value for _, f in program.functions for _, value in f.bindings):
@@ -90,12 +97,14 @@ class Needed:
             elif isinstance(value, FunctionType) and not _is_known_module(value.__module__):
                 functions = True
                 waiting += _names_in(value)
+        if waiting or functions:
+            known.learn()
         found: dict[str, OpOrigin] = {}
         while waiting:
             name = waiting.pop()
             if name in found or name.partition("::")[0] in KNOWN:
                 continue
-            found[name], more = _origin(name, device)
+            found[name], more = _origin(name, device, known)
             waiting += more
         return Needed(
             origins=tuple(found[name] for name in sorted(found)),
@@ -118,8 +127,9 @@ class Needed:
         lacking: list[tuple[str, str]] = []
         for origin in origins:
             reasons = [origin.reason] if origin.reason else []
-            for attempt in (_by_import, self._by_library, _by_value):
-                if is_registered(origin.name) and origin.name not in _kernels:
+            ways = (_by_value,) if origin.anew else (_by_import, self._by_library, _by_value)
+            for attempt in ways:
+                if not origin.anew and is_registered(origin.name) and origin.name not in _kernels:
                     break
                 try:
                     attempt(origin)
@@ -127,7 +137,7 @@ class Needed:
                     if interrupts(error):
                         raise
                     reasons.append(reason_of(error))
-            if not is_registered(origin.name):
+            if not is_registered(origin.name) or (origin.anew and reasons):
                 lacking.append((origin.name, "; ".join(reasons)))
         return lacking
 
@@ -162,39 +172,102 @@ def _by_import(origin: OpOrigin) -> None:
 def _by_value(origin: OpOrigin) -> None:
     if origin.kernel is None:
         return
-    name, new = origin.name, origin.name not in _kernels
-    _kernels[name] = _cloudpickle.loads(origin.kernel)
-    if not new:
-        return
-    namespace, _, rest = origin.schema.partition("::")
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define(rest)
-    library.impl(
-        name.partition("::")[2],
-        lambda *args, **kwargs: _kernels[name](*args, **kwargs),
-        "CompositeExplicitAutograd",
-    )
-    _libraries.append(library)
+    name, kernel = origin.name, _cloudpickle.loads(origin.kernel)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _kernels[name](*args, **kwargs)
+
+    if name not in _kernels and is_registered(name):  # by a module as it was
+        definition: CustomOpDef = OPDEFS[name]
+        for device in tuple(definition._backend_fns):
+            definition.register_kernel(device, run)
+    elif name not in _kernels:
+        namespace, _, rest = origin.schema.partition("::")
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(rest)
+        library.impl(name.partition("::")[2], run, "CompositeExplicitAutograd")
+        _libraries.append(library)
+    _kernels[name] = kernel
 
 
 # -- in the controller -----------------------------------------------------------------------------
 
 
-def _origin(name: str, device: torch.device) -> tuple[OpOrigin, list[str]]:
+class Known:
+    """Custom ops and modules as they were when a launch began or first had them: its processes may
+    have these, and not what the controller has put in their place."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, tuple[object, ...]] = {}
+        self._specs: dict[str, object] = {}  # a reload gives a module another
+        self._seen: set[str] = set()
+        self.learn()
+
+    def learn(self) -> None:
+        for name in tuple(OPDEFS):
+            self._ops.setdefault(name, _definition(name))
+        for name in sys.modules.keys() - self._seen:
+            self._seen.add(name)
+            spec = _spec(sys.modules[name])
+            if not _is_installed(name, getattr(spec, "origin", None)):
+                self._specs[name] = spec
+
+    def is_anew(self, name: str, kernel: FunctionType | None) -> bool:
+        base, _ = _name_and_overload(name)
+        reloaded = kernel is not None and kernel.__module__ in {m.__name__ for m in self._reloaded}
+        return reloaded or self._ops.get(base, ()) != _definition(base)
+
+    @property
+    def _reloaded(self) -> list[ModuleType]:
+        had = ((sys.modules.get(name), spec) for name, spec in self._specs.items())
+        return [m for m, spec in had if isinstance(m, ModuleType) and _spec(m) is not spec]
+
+    @contextmanager
+    def by_value(self) -> Generator[None]:
+        """What is pickled within takes along what it has of modules that were reloaded."""
+        already = _cloudpickle.list_registry_pickle_by_value()
+        modules = [m for m in self._reloaded if m.__name__ not in already]
+        for module in modules:
+            _cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in modules:
+                _cloudpickle.unregister_pickle_by_value(module)
+
+
+def _definition(name: str) -> tuple[object, ...]:
+    """What has the kernels of a custom op, and these."""
+    found: CustomOpDef | None = OPDEFS.get(name)
+    return () if found is None else (found, *found._backend_fns.values())
+
+
+def _spec(module: object) -> object:
+    try:  # not its attribute: a module that is imported late raises, or is imported
+        return object.__getattribute__(module, "__dict__").get("__spec__")
+    except Exception:  # no module
+        return None
+
+
+def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, list[str]]:
     """Where an op comes from, and the ops that its kernel names."""
     op = _overload(name)
     kernel, reason = _kernel_of(op, device)
     module = kernel.__module__ if kernel is not None else None
+    anew = known.is_anew(name, kernel)
     data, more = None, list[str]()
     if kernel is not None:
         try:
-            data, more = _pickled(kernel)
+            with known.by_value():
+                data, more = _pickled(kernel)
         except Exception as error:  # whatever the kernel refers to may raise as it pickles
             reason = f"its kernel does not pickle: {type(error).__name__}: {error}"
+    if anew and reason:
+        reason = f"it was defined anew since the launch began, and {reason}"
     if module == "__main__" or (module is not None and _is_known_module(module)):
         module = None if data is not None else module
     return OpOrigin(
-        name=name, schema=str(op._schema), module=module, kernel=data, reason=reason
+        name=name, schema=str(op._schema), module=module, kernel=data, reason=reason, anew=anew
     ), more
 
 
@@ -215,7 +288,7 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
     began: list[FrameType] = []
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and not _is_nobodys(frame):
+        if event == "call" and not _is_nobodys(frame) and not _is_of_import(frame):
             began.append(frame)
             raise _Begins
 
@@ -347,6 +420,20 @@ def _is_nobodys(frame: FrameType) -> bool:
     path = os.path.abspath(file)
     inside = path.startswith((_TORCH, _DAFT))
     return inside or (path.startswith(_PYTHON) and "site-packages" not in path)
+
+
+def _is_of_import(frame: FrameType | None) -> bool:
+    """Whether it finds or runs a module that torch imports on the way to the kernel."""
+    while frame is not None and frame.f_code is not _kernel_of.__code__:
+        if frame.f_globals.get("__name__") in ("importlib._bootstrap", "importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_installed(name: str, file: str | None) -> bool:
+    """Whether a module is one that nobody edits, so that it is reloaded by nobody."""
+    return name.partition(".")[0] in sys.stdlib_module_names or "site-packages" in (file or "")
 
 
 def _is_known_module(name: str | None) -> bool:

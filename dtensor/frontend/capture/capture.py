@@ -62,7 +62,7 @@ from dtensor.frontend.capture.refusals import (
 from dtensor.frontend.graph import Const, Graph
 from dtensor.frontend.reads.effects import Before, Change, line_of_change, redo, undo
 from dtensor.frontend.reads.outside import outside
-from dtensor.frontend.reads.reads import Reads
+from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.reads.walk import walk
 from dtensor.frontend.source import (
     source_of_callable,
@@ -206,7 +206,8 @@ class _Capture:
     def with_reads(self) -> Graph:
         """The graph, with what it read as that is now."""
         constants = [(c.name, c.value) for c in self.graph.inputs if isinstance(c, Const)]
-        return replace(self.graph, reads=Reads(self.call.roots, self.ran, constants))
+        reads = Reads(self.call.roots, self.ran, constants, custom_ops(self.graph.fx))
+        return replace(self.graph, reads=reads)
 
 
 def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:

@@ -18,12 +18,15 @@ Not here: what is done about a difference (api/plan_call.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import fx
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
@@ -67,12 +70,41 @@ class Caught:
         self.number += 1
 
 
-class Reads:
-    """What one program read. ``caught``: the constants of the program that the user holds."""
+Definition: TypeAlias = tuple[object, ...]
+NO_OPS: Mapping[str, Definition] = {}
 
-    def __init__(self, roots: Roots, ran: RanCode | None, constants: Sequence[Any] = ()) -> None:
+
+def definition_of(name: str) -> Definition:
+    """What makes up a custom op, "mylib::scale", now: its kernels, its gradient, its shapes. A
+    module that is reloaded defines its ops anew, under the same names."""
+    found: Any = OPDEFS.get(name)
+    if found is None:
+        return ()
+    kernels = found._backend_fns.values()
+    return (found, *kernels, found._backward_fn, found._setup_context_fn, found._abstract_fn)
+
+
+def custom_ops(graph: fx.Graph) -> dict[str, Definition]:
+    """The ops of a graph that `torch.library.custom_op` defined, by name."""
+    targets = {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
+    names = sorted({target.name().partition(".")[0] for target in targets})
+    return {name: made for name in names if (made := definition_of(name))}
+
+
+class Reads:
+    """What one program read. ``caught``: the constants of the program that the user holds.
+    ``ops``: its custom ops, as `custom_ops` has them."""
+
+    def __init__(
+        self,
+        roots: Roots,
+        ran: RanCode | None,
+        constants: Sequence[Any] = (),
+        ops: Mapping[str, Definition] = NO_OPS,
+    ) -> None:
         self.roots: Roots = roots
         self.ran = ran
+        self.ops = ops
         self.caught: list[Caught] = []
         self._searched = False  # through all that there is, which takes a while
         found = self._walk()
@@ -159,6 +191,7 @@ class Reads:
             and all(bytes(array) == kept for array, kept in self._arrays)
             and all(asked() == given for asked, given in self._asked)
             and self._around == _around(self.found)
+            and all(definition_of(name) == before for name, before in self.ops.items())
         )
 
     def _same_hooks(self) -> bool:
@@ -177,6 +210,9 @@ class Reads:
 
     def difference(self) -> str | None:
         """What is no longer as it was read, in words; None where all is the same by value."""
+        for name, before in self.ops.items():
+            if definition_of(name) != before:
+                return f"the op {name}, which was defined anew"
         found = self._walk()
         before, now = self.found, found
         if before.print == now.print and before.paths == now.paths:
