@@ -489,3 +489,13 @@ def test_a_sparse_table_that_has_no_gradient() -> None:
         (tables[1], nn.Linear(4, 2), torch.tensor([1, 2])),
         grads="loss",
     )
+
+
+def test_a_distribution_that_torch_draws_by_an_op_without_a_form() -> None:
+    def fn(model: nn.Module, x: Tensor) -> Tensor:
+        a = model(x).exp()
+        return torch.distributions.Beta(a, a).rsample().sum()
+
+    text = refused(fn, nn.Linear(3, 2), torch.randn(4, 3), grads="loss")
+    assert text.startswith("This random op has no counter-based form: _sample_dirichlet.")
+    assert "test_refusals.py:N: return torch.distributions.Beta" in text

@@ -345,6 +345,8 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
             raise asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
+        if _op_name(node) == "_sample_dirichlet":  # of Beta too; it has no derivative of its own
+            raise _no_form(node)
         if differentiated and _op_name(node) in _TABLES and bound(node)["sparse"]:
             _check_table(node)
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and not node.args[0]:
@@ -380,12 +382,7 @@ def check_joint(graph: fx.Graph) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise planning_error(
-                f"This random op has no counter-based form: {_op_name(node)}.",
-                source=source,
-                fix="write it with dropout, rand, randn, randint, bernoulli or their _like forms, "
-                "or pass the random tensor as an argument",
-            )
+            raise _no_form(node)
         if _op_name(node) in _STRIDED and not node.args[0].meta["val"].is_contiguous():
             raise planning_error(
                 "The program reads a tensor through strides of memory that it does not fill in "
@@ -394,6 +391,15 @@ def check_joint(graph: fx.Graph) -> None:
                 source=source,
                 fix="call .contiguous() on it first, or write it with slices and views",
             )
+
+
+def _no_form(node: fx.Node) -> PlanningError:
+    return planning_error(
+        f"This random op has no counter-based form: {_op_name(node)}.",
+        source=source_of_trace(node.meta.get("stack_trace") or ""),
+        fix="write it with dropout, rand, randn, randint, bernoulli or their _like forms, "
+        "or pass the random tensor as an argument",
+    )
 
 
 def _op_name(node: fx.Node) -> str:
