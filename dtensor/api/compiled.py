@@ -8,7 +8,7 @@ A call costs one message to each actor, which nobody waits for. Results are DTen
 unless ``out`` pins them; their shards stay on the actors, and small ones (RETURNED_BYTES) come back
 too: reading them costs no further message, and waits for that call alone. A result may be an
 argument of the next call before it is there. A program is captured anew for new shapes, placements
-or modes, and cached.
+or modes, and cached: those of the `MOST_PLANS` plans that were used last.
 `out=` is stated for all results or in the shape of the result:
 
     dict(tp=Row())                               # all results
@@ -63,7 +63,8 @@ Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
 
 class CompiledFunction:
-    """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes."""
+    """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes: those
+    of the last 16 plans."""
 
     def __init__(
         self,
@@ -196,8 +197,9 @@ def compile(
         topology: what the planner prices with.
         search: "predictable" splits only what pins reach; "free" lifts that.
         detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
-        capture: "once": fn's Python runs once, and again where what it reads has changed; "each
-            call": at each call, so that it may draw random numbers and change attributes.
+        capture: "once": fn's Python runs once, and again where what it reads has changed, and for
+            other shapes, of which the last 16 are known; "each call": at each call, so that it may
+            draw random numbers and change attributes.
 
     Raises PlanningError at the first call, or at `plan`.
     """

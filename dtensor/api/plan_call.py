@@ -47,7 +47,7 @@ from dtensor.daft import Future, GroupFuture
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.capture.call_as_module import leaf_names
-from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.capture import capture, forget_fakes
 from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
@@ -372,8 +372,10 @@ def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: 
             f"argument is held by the ranks of all of them, and would change on one.\n"
             f"fix: register it as a buffer of the module that changes it"
         )
+    planned = plan(request)
+    forget_fakes()
     return Planned(
-        plan=plan(request),
+        plan=planned,
         graph=graph,
         arguments={item.name: entry.index for item, entry in _arguments(request.flow, graph)},
         returned=_returned(graph, request.results),

@@ -277,6 +277,30 @@ def test_a_call_that_raises_when_ranks_have_written(ray_session: None) -> None:
             futures[1].get()
 
 
+def test_a_put_that_is_waited_for(ray_session: None) -> None:
+    """It is sent from where it is; what may be sent again is copied when the caller goes on."""
+    with launched(snapshot_every=3) as cluster:
+        handle = cluster.load(counting())
+        cluster.put(zeros())
+        cluster.run(handle, fed(1.0)).get()
+        large = [torch.full((1 << 20,), float(rank)) for rank in range(2)]
+        cluster.put([{"w": value} for value in large], wait=True)
+        assert [w[0].item() for (w,) in cluster.get([("w",)] * 2).get()] == [0.0, 1.0]
+        assert cluster._recovery is not None
+        calls = list(cluster._recovery.log.calls)
+        assert all(not call.message.lent for call in calls)
+        for value in large:
+            value.fill_(7.0)
+        lose(cluster, 1)
+        cluster.run(handle, fed(1.0)).get()
+        assert [w[-1].item() for (w,) in cluster.get([("w",)] * 2).get()] == [0.0, 1.0]
+        lost = [torch.full((1 << 22,), 3.0) for _ in range(2)]
+        lose(cluster, 0)
+        cluster.put([{"w": value} for value in lost], wait=True)  # which is when it is seen
+        assert [w[-1].item() for (w,) in cluster.get([("w",)] * 2).get()] == [3.0, 3.0]
+        assert len(cluster.recoveries) == 2
+
+
 def test_a_pipeline_runs_ahead(ray_session: None) -> None:
     with launched(3) as cluster:
         cluster.put([{"w": torch.full((4,), 10.0**r), "n": torch.zeros(())} for r in range(3)])

@@ -187,6 +187,23 @@ def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
         assert channel.get([reply], 30.0)[0].eq(1.0).all()
 
 
+def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
+    """Unless it is to be changed while some of it is unwritten."""
+    with channel_of(tmp_path) as (channel, (echo,)):
+        channel.send(0, TOLD, (Echo.wait,), ())
+        lent, own = torch.zeros(LARGE // 4), torch.zeros(LARGE // 4)
+        channel.send(0, TOLD, (Echo.keep,), (lent,), lent=True)
+        channel.send(0, TOLD, (Echo.keep,), (own,))
+        channel.own()
+        lent[-1] = own[-1] = 1.0
+        reply = channel.send(0, ASKED, (Echo.keep,), (lent,), lent=True)
+        lent[-1] = 2.0
+        echo.go.set()
+        channel.get([reply], 60.0)
+        assert [kept[-1].item() for kept in echo.kept] == [0.0, 0.0, 2.0]
+        assert not any(line.lent or line.unwritten for line in channel._lines)
+
+
 def test_a_value_for_several_hosts(tmp_path: Path) -> None:
     with channel_of(tmp_path, 2) as (channel, echoes):
         once = Pickled.of({"w": torch.arange(50_000)})

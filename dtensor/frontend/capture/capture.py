@@ -150,6 +150,17 @@ _TOLD: dict[str, dict[Any, Any]] = {}
 """By file, what Python keeps of warnings, so that a line is told once."""
 
 
+MOST_FAKED = 1 << 12
+"""Results of ops on fake tensors that torch keeps for the process, some 300 for each shape of a
+small model: from then on it begins anew."""
+
+
+def forget_fakes() -> None:
+    """What torch has kept of captures goes, where it is much: it would never."""
+    if FakeTensorMode.cache_info().size > MOST_FAKED:
+        FakeTensorMode.cache_clear()
+
+
 class _Capture:
     """One run of a call's Python. ``changes``: what it changed, which is as before it again."""
 

@@ -147,7 +147,7 @@ def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool
     return math.inf if path is None else _price(path, topology)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1 << 13)
 def _path(
     src: TensorSpec, dst: TensorSpec, topology: Topology, whole: bool
 ) -> tuple[Move, ...] | None:
@@ -286,7 +286,7 @@ def _alike_on_all_ranks(move: Move) -> bool:
     return _unevenness(move.src) == 1 and _unevenness(move.dst) == 1
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=1 << 13)
 def _unevenness(spec: TensorSpec) -> float:
     """The bytes of the largest shard over those of an even one; 1 where all are the same."""
     parts = math.prod(

@@ -73,7 +73,7 @@ class _Exact:
         return isinstance(other, _Exact) and self.key == other.key
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 11)
 def _built(asked: _Exact) -> Rule:
     """What a builder did not expect is no rule for this call, which says why and has the cause."""
     try:

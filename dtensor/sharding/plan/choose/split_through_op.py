@@ -49,7 +49,7 @@ def split_by(op: Op, strategy: Strategy) -> Iterator[tuple[str, Shard]]:
             yield name, placed
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 13)
 def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
     """The strategy of an op of which ``tensor`` (operands first, then results) lies as ``shard``.
 
