@@ -139,7 +139,8 @@ def test_constants_go_with_their_program(few: int) -> None:
         for length in range(2, 9):
             assert torch.equal(f(rows(length)).full_tensor(), rows(length) + caught)
         run.drop()
-        held = [name for _, name in run.launch.cluster._worker._table if "constant" in name]
+        cluster: Any = run.launch.cluster
+        held = [name for _, name in cluster._worker._table if "constant" in name]
         assert len(held) == few * MESH.size
 
 
