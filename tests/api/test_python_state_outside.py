@@ -499,7 +499,17 @@ def step_of(make: Callable[[], Made]) -> tuple[Any, Change]:
     return dt.train_step(dt.parallelize(model, MESH, {}), loss, optimizer), change
 
 
+SAMPLE = (  # the ways that were lost before
+    *("a_value_shared_by_processes", "a_number_of_ctypes", "an_attribute_of_a_function"),
+    *("an_attribute_of_a_member", "a_loggers_level", "an_event", "a_dict_with_weak_keys"),
+    *("a_module_by_its_name", "the_keywords_of_a_partial", "a_descriptor_with_a_store"),
+    *("the_level_of_the_root", "a_flag_of_a_backend", "deterministic_algorithms"),
+    *("the_precision_of_matrix_products", "the_context_of_decimal", "the_recursion_limit"),
+)
+
+
 @pytest.mark.slow
+@pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", [name for name, (_, told) in WAYS.items() if told is None])
 def test_it_is_as_in_torch(name: str) -> None:
@@ -535,6 +545,7 @@ def test_a_warning_names_the_line(name: str) -> None:
 
 def test_there_are_at_least_thirty_seven_ways() -> None:
     assert len(WAYS) >= 37
+    assert set(SAMPLE) <= set(WAYS)
 
 
 # -- what is stated to be constant -----------------------------------------------------------------

@@ -208,6 +208,7 @@ _PURE = (
     *("ctypes", "_ctypes", "urllib.parse", "shlex", "configparser", "_strptime", "__future__"),
     *(
         "errno",
+        "fnmatch",
         "torch",
         "numpy",
         "dtensor",
@@ -255,13 +256,13 @@ def is_plain_all_through(module: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Entered:
     """An object that is entered as the user's are; ``asked``: what of it is compared besides."""
 
     asked: Callable[[Any], object] | None = None
 
 
-Kept: TypeAlias = Literal["as it is", "by value", "unknown"] | Opened
+Kept: TypeAlias = Literal["as it is", "by value", "unknown"] | Entered
 """How an object is compared: by identity alone, since it does not change or holds nothing that
 programs read; by its text; or not, which is said."""
 
@@ -271,8 +272,12 @@ def kept(kind: type) -> Kept:
     """How objects of a class are; of the user's, or a library's, by what it derives from."""
     if is_foreign(kind.__module__):
         bases = kind.__mro__[:-1]
-        found = [*(_OBJECTS.get(_name(base)) for base in bases), *map(_entry, bases)]
-        return next((entry for entry in found if entry is not None), _NOT_KNOWN)
+        found: list[Kept | None] = [_OBJECTS.get(_name(base)) for base in bases]
+        found += map(_entry, bases)
+        for entry in found:
+            if entry is not None:
+                return entry
+        return "unknown"
     hidden = _hides(kind) and not issubclass(kind, _KNOWN_OF_C)
     for base in kind.__mro__[:-1]:
         if not is_foreign(base.__module__):
@@ -280,22 +285,22 @@ def kept(kind: type) -> Kept:
         match _entry(base):
             case None:
                 return "unknown"
-            case Opened(asked=None):
+            case Entered(asked=None):
                 hidden &= not _hides(base)
-            case Opened() as opened:
+            case Entered() as opened:
                 return opened
             case "by value":
-                return Opened(partial(_text_as, base))
+                return Entered(partial(_text_as, base))
             case _:
                 pass
-    return "unknown" if hidden else Opened()
+    return "unknown" if hidden else Entered()
 
 
 def _text_as(base: type, value: object) -> str:
-    return base.__repr__(value)
+    own: Any = base.__repr__
+    return own(value)
 
 
-_NOT_KNOWN: Kept = "unknown"
 _KNOWN_OF_C = (dict, list, tuple, set, frozenset, deque, BaseException, int, float, complex)
 _KNOWN_OF_C += (str, bytes)
 
@@ -398,13 +403,13 @@ _OBJECTS: dict[str, Kept] = {
             *("functools.singledispatchmethod", "contextlib.nullcontext", "http.cookies"),
             *("builtins.BaseException", "graphlib", "statistics", "shlex"),
         ),
-        Opened(),
+        Entered(),
     ),
     **dict.fromkeys(("torch.storage", "torch.UntypedStorage"), "unknown"),
-    "decimal.Context": Opened(_numbers),
-    "logging.Logger": Opened(_level),
-    "logging.LoggerAdapter": Opened(),
-    "threading.Thread": Opened(_thread),
-    **dict.fromkeys((f"_ctypes.{kind}" for kind in _CTYPES), Opened(bytes)),
-    **dict.fromkeys(("_io.StringIO", "_io.BytesIO"), Opened(_written)),
+    "decimal.Context": Entered(_numbers),
+    "logging.Logger": Entered(_level),
+    "logging.LoggerAdapter": Entered(),
+    "threading.Thread": Entered(_thread),
+    **dict.fromkeys((f"_ctypes.{kind}" for kind in _CTYPES), Entered(bytes)),
+    **dict.fromkeys(("_io.StringIO", "_io.BytesIO"), Entered(_written)),
 }

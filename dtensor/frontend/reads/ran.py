@@ -149,6 +149,9 @@ def constant(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     a warning says that it cannot be. What ``function`` reads, and all that it calls, is neither
     compared nor warned of: `table = dt.constant(Path("table.txt").read_text)`. Outside a capture it
     is a plain call. Its tensors are constants of the step.
+
+    Raises:
+        Exception: what ``function`` raises.
     """
     recorder: CodeRecorder | None = getattr(_now, "recorder", None)
     if recorder is None:

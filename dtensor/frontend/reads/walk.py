@@ -58,8 +58,8 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 from dtensor.frontend.reads.known import (
+    Entered,
     Getter,
-    Opened,
     Outside,
     is_foreign,
     is_plain_all_through,
@@ -108,12 +108,14 @@ ITERATORS = (
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _DATA = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, frozenset, tuple, collections.deque)
-_ENTERED = Opened()
+_ENTERED = Entered()
 _BUILTINS = vars(builtins)
 _OF_BUILTINS = (BuiltinFunctionType, type, type(None))
 _OF_PYTHON = 1 << 9
 """A flag of classes: made by a class statement, so that objects may have attributes."""
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+_IMPORT_HOOKS = ("_pytest", "pluggy")
+"""Libraries whose code runs wherever a module is imported."""
 _IMPORTS = {"import_module", "__import__"}
 _OF_ENUMS = {"_name_", "_value_", "__objclass__", "_sort_order_"}
 _OF_CLASSES = {"__module__", "__dict__", "__init__", "__doc__", "__name__", "__qualname__"}
@@ -202,7 +204,7 @@ def counts(code: CodeType) -> bool:
     if file.startswith("<"):
         return not file.startswith("<frozen")
     owner = owner_of_file(file)
-    return owner not in (None, "numpy", "torch") or _is_a_layer(code)
+    return owner not in (None, "numpy", "torch", *_IMPORT_HOOKS) or _is_a_layer(code)
 
 
 def is_own(code: CodeType) -> bool:
@@ -761,7 +763,7 @@ class _Walker:
             self._same(path, value)
             return
         how = kept(kind) if self.ran is not None and root != "dtensor" else _ENTERED
-        if not isinstance(how, Opened):
+        if not isinstance(how, Entered):
             if how == "by value":
                 self._say(path, kind, repr(value))
             else:
