@@ -62,13 +62,14 @@ _UNKNOWN = Outside()
 
 @cache
 def said(name: str) -> Said:
-    """What the table has for a function or an attribute."""
+    """What the table has for a function or an attribute. A name alone is that of a class method of
+    C, as `dict.fromkeys`, whose class is not seen: they make objects."""
     found = name
     while found:
         if found in _TABLE:
             return _TABLE[found]
         found = found.rpartition(".")[0]
-    return _UNKNOWN
+    return _UNKNOWN if "." in name else PURE
 
 
 def _levels() -> object:
