@@ -288,20 +288,16 @@ class TrainStep:
         return BoundCall.of(self.loss_fn, (self.model, *batch), kwargs)
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
-        with ONE_AT_A_TIME:
-            return self._planned(call, graph)
-
-    def _planned(self, call: BoundCall, graph: Graph | None) -> Planned:
-        groups = self._groups()
-        _refuse_early_hooks(self.optimizer)
-
         def make(found: Graph | None) -> Planned:
             options = self.planned_with(self.options, self.grid, graph or found)
             return plan_call(call, self.model.mesh, "loss", options, self._name)
 
-        if self.options.each_call:
-            return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
-        return self.plans.get(call, groups, make)
+        with ONE_AT_A_TIME:
+            groups = self._groups()
+            _refuse_early_hooks(self.optimizer)
+            if self.options.each_call:
+                return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
+            return self.plans.get(call, groups, make)
 
     def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
         """What a plan of it depends on besides the call."""

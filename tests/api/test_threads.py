@@ -362,10 +362,11 @@ def test_two_threads_plan_at_once() -> None:
 
 def test_a_call_in_a_thread_that_the_program_joins_is_an_error() -> None:
     errors: list[BaseException] = []
+    net, other = Net(), Net()
 
     def call() -> None:
         try:
-            captured(Net(), lambda: None)
+            captured(other, lambda: None)
         except BaseException as error:
             errors.append(error)
 
@@ -375,7 +376,7 @@ def test_a_call_in_a_thread_that_the_program_joins_is_an_error() -> None:
         thread.join()
 
     with pytest.raises(dt.PlanningError, match=r"errors.*A call of dtensor in a thread"):
-        captured(Net(), within)
+        captured(net, within)
 
 
 def test_a_call_in_a_pool_that_the_program_waits_for_is_an_error() -> None:

@@ -10,7 +10,8 @@ from a backward op to its forward, and captured every model it was tried on; `ma
 has none of these.
 
 The graph knows what it read besides its arguments (frontend/reads). What the call changes is put
-back; where a second capture changes nothing more, it was a cache, and stays filled.
+back; where a second capture changes nothing more, it was a cache, and stays filled. What other
+threads write and draw meanwhile is theirs, and no other call of ours runs (frontend/alone.py).
 
 Invariants: nothing is computed, no memory is taken, the user's objects are as before but for such.
 Not here: placements; what cannot be captured (refusals.py); what torch is changed for (patches.py).
@@ -102,31 +103,37 @@ def capture(
 def _captured(call: FlatCall, grads: Grads, each_call: bool) -> Graph:
     refuse_hooks(call, grads)
     first = _Capture(call, grads, each_call=each_call)
-    if each_call:
-        first.check_tensors()
-        redo(first.changes)
-        return first.with_reads()
-    first.check()
-    if not first.changes:
-        return _warned(first.with_reads())
-    redo(first.changes)
-    try:  # a cache that is filled once is filled now; what changes again would be lost
-        second = _Capture(call, grads)
-        second.check()
-        if second.changes:
-            ran = second.ran
-            raise changes_outside(second.changes, ran, source_of_callable(call.fn))
+    try:
+        if each_call:
+            first.check_tensors()
+            return first.with_reads()
+        first.check()
+        if not first.changes:
+            return _warned(first.with_reads())
+        second = _again(call, grads)  # a cache that is filled once is filled now
     except BaseException:
         undo(first.changes)
         raise
     if second.text() == first.text():
         return _warned(second.with_reads())
     undo(first.changes)
-    graph = _warned(
-        first.with_reads()
-    )  # as before the cache was filled: the next call is captured again
+    # as before the cache was filled: the next call is captured again
+    graph = _warned(first.with_reads())
     redo(first.changes)
     return graph
+
+
+def _again(call: FlatCall, grads: Grads) -> _Capture:
+    """PlanningError where it changes something again, which would be lost."""
+    second = _Capture(call, grads)
+    try:
+        second.check()
+        if second.changes:
+            raise changes_outside(second.changes, second.ran, source_of_callable(call.fn))
+    except BaseException:
+        undo(second.changes)
+        raise
+    return second
 
 
 def _warned(graph: Graph) -> Graph:
@@ -148,8 +155,6 @@ def _warned(graph: Graph) -> Graph:
 
 _TOLD: dict[str, dict[Any, Any]] = {}
 """By file, what Python keeps of warnings, so that a line is told once."""
-
-
 MOST_FAKED = 1 << 12
 """Results of ops on fake tensors that torch keeps for the process, some 300 for each shape of a
 small model: from then on it begins anew."""
@@ -162,7 +167,8 @@ def forget_fakes() -> None:
 
 
 class _Capture:
-    """One run of a call's Python. ``changes``: what it changed, which is as before it again."""
+    """One run of a call's Python. ``changes``: what it changed, which is so; but as before where it
+    ends in an error."""
 
     def __init__(self, call: FlatCall, grads: Grads, *, each_call: bool = False) -> None:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.
@@ -191,8 +197,10 @@ class _Capture:
                     joint = _differentiate(forward, tensors, mode)
                     self.graph = to_graph(root, joint, forward, mode)
                 self.graph = _with(self.graph, met, call) if met else self.graph
-        finally:
+        except BaseException:
             undo(self.changes)
+            raise
+        finally:
             if (wrote := root.seen.wrote) is not None:
                 before.forget_cached(wrote)
                 self.moved = before.moved(wrote)

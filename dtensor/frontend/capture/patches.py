@@ -103,6 +103,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (_Patcher, "patch_method", _patched_here),
         (Thread, "start", _noted),
         (_trace, "_override_builtin_ops", lambda _: _builtins_here),
+        # It would put back what other threads have assigned; what the program has, effects.py sees.
+        (_trace, "_detect_attribute_assignment", lambda _: lambda _: nullcontext()),
         (_trace, "_ignore_backend_decomps", lambda _: nullcontext),  # flags of the process
         # What torch logs with a traceback it raises too; of a program that depends on data it
         # prints the graph so far.

@@ -250,8 +250,8 @@ class _Names:
 
     def among(self, entries: Mapping[str, Any]) -> list[str]:
         if not self.everything:
-            return [name for name in entries if name in self.names]
-        return [n for n in entries if isinstance(n, str) and not n.startswith("__")]
+            return [name for name in list(entries) if name in self.names]
+        return [n for n in list(entries) if isinstance(n, str) and not n.startswith("__")]
 
 
 def _not_entered(ran: RanCode, entered: set[int]) -> list[CodeType]:
@@ -369,7 +369,10 @@ class _Walker:
 
     def _slot(self, holder: Any, key: Any, path: str) -> None:
         """An entry that the check reads, and that is visited."""
-        value = holder[key]
+        try:
+            value = holder[key]
+        except LookupError:  # another thread has removed it meanwhile
+            return
         holders, values, paths = self.found.columns.setdefault(key, ([], [], []))
         holders.append(holder)
         values.append(value)
@@ -639,7 +642,7 @@ class _Walker:
                     self._slot(space, "forward", f"{base.__name__}.forward")
                 continue
             self.found.sized.append((f"{base.__name__}.*", space))
-            for name, entry in space.items():
+            for name, entry in list(space.items()):
                 if self._is_read(name, entry):
                     self._slot(space, name, f"{base.__name__}.{name}")
 
@@ -683,10 +686,10 @@ class _Walker:
                 self._slot(space, name, f"{where}{name}")
         for held in (module._parameters, module._buffers):
             found.sized.append((f"{path}.*", held))
-            for name, x in held.items():
+            for name, x in list(held.items()):
                 self._weight(held, name, x, f"{where}{name}")
         found.sized.append((f"{path}.*", module._modules))
-        for name in module._modules:
+        for name in list(module._modules):
             self._slot(module._modules, name, f"{where}{name}")
         for kind in FORWARD_HOOKS:
             hooks = space.get(kind, {})
@@ -732,7 +735,7 @@ class _Walker:
         self.found.sized.append((path, items))
         if self.ran is None and len(items) > MOST_ITEMS:
             return
-        for key in items:
+        for key in list(items):
             if isinstance(key, PLAIN):
                 self._say(path, type(key), key)
             else:
@@ -740,9 +743,10 @@ class _Walker:
             self._slot(items, key, f"{path}{_key_text(key)}")
 
     def _set(self, path: str, items: Any) -> None:
-        plain = all(isinstance(item, PLAIN) for item in items)
+        held = list(items)
+        plain = all(isinstance(item, PLAIN) for item in held)
         contents = (
-            sorted((type(i).__name__, repr(i)) for i in items) if plain else sorted(map(id, items))
+            sorted((type(i).__name__, repr(i)) for i in held) if plain else sorted(map(id, held))
         )
         self._say(path, type(items), tuple(contents))
         self.found.sized.append((path, items))
