@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dtensor.daft.raised import Raised, reason_of
+from dtensor.daft.raised import Raised, reason_of, traceback_of
 
 MOST_FRAMES = 4
 """Of a cause's traceback that leave a process with the error."""
@@ -104,7 +104,7 @@ class DaftError(RuntimeError):
         if cause is not None and failure.raised is None:
             failure = replace(failure, raised=Raised(cause))
         if cause is not None and not failure.traceback:
-            frames = traceback.format_tb(cause.__traceback__)[-MOST_FRAMES:]
+            frames = traceback.format_tb(traceback_of(cause))[-MOST_FRAMES:]
             name = type(cause).__name__
             failure = replace(failure, traceback="".join((*frames, name)))
         return (type(self), (failure,))

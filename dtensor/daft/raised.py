@@ -50,6 +50,14 @@ MOST_BYTES = 1 << 18
 T = TypeVar("T")
 
 
+# What an exception is made of, without asking its class, whose `__getattribute__` may raise.
+_space: Any = vars(BaseException)
+traceback_of: Callable[[BaseException], TracebackType | None] = _space["__traceback__"].__get__
+_cause: Callable[[BaseException], BaseException | None] = _space["__cause__"].__get__
+_context: Callable[[BaseException], BaseException | None] = _space["__context__"].__get__
+_suppresses: Callable[[BaseException], bool] = _space["__suppress_context__"].__get__
+
+
 class RaisedThere(Exception):
     """As text, the traceback of what a host raised: in place of what cannot be carried."""
 
@@ -103,7 +111,7 @@ def first_lines(text: str) -> str:
 def trace_of(error: BaseException, trace: TracebackType | None = None) -> str:
     """Its traceback with those of its causes, as Python prints them. `trace`: in place of its
     own."""
-    trace = error.__traceback__ if trace is None else trace
+    trace = traceback_of(error) if trace is None else trace
     text = _guarded(lambda: "".join(traceback.format_exception(type(error), error, trace)))
     return reason_of(error) if text is None else _shortened(text, MOST_IN_TRACE)
 
@@ -152,7 +160,7 @@ def interrupts(error: BaseException) -> bool:
     return any(
         _by_signal(each)
         for each in _behind(error)
-        if each.__traceback__ is not None and each.__traceback__.tb_frame not in outside
+        if (trace := traceback_of(each)) is not None and trace.tb_frame not in outside
     )
 
 
@@ -161,7 +169,7 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
     seen, waiting = {id(error)}, [error]
     while waiting:
         each = waiting.pop()
-        more = [e for e in (each.__cause__, each.__context__) if e is not None]
+        more = [e for e in (_cause(each), _context(each)) if e is not None]
         if isinstance(each, BaseExceptionGroup):
             more += cast("BaseExceptionGroup[BaseException]", each).exceptions
         for found in more:
@@ -172,7 +180,7 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def _by_signal(error: BaseException) -> bool:
-    trace = error.__traceback__
+    trace = traceback_of(error)
     if trace is None or isinstance(error, Exception):
         return False
     while True:
@@ -251,7 +259,7 @@ def reduced(obj: Any, causes: bool) -> Any:
     if isinstance(obj, BaseException):
         reduce: Any = _base(type(obj)).__reduce__  # in C: of no class of a user's
         args, *state = list[Any](reduce(obj))[1:]
-        told = dict[str, Any](*state), obj.__cause__ if causes else None, obj.__suppress_context__
+        told = dict[str, Any](*state), _cause(obj) if causes else None, _suppresses(obj)
         return _empty, (type(obj), args), told, None, None, _fill
     if isinstance(obj, Tensor) and obj.nbytes > MOST_BYTES:  # before its bytes are copied
         raise pickle.PicklingError(f"a tensor of {obj.nbytes} bytes")

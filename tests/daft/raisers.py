@@ -36,6 +36,15 @@ class Wordless(Exception):
     __repr__ = __str__
 
 
+class Asked(Exception):
+    """Whose class is asked for each attribute, and has none but its arguments."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__traceback__", "__cause__", "__context__", "__suppress_context__"):
+            raise KeyboardInterrupt(name)
+        return super().__getattribute__(name)
+
+
 class Unreducible(Exception):
     def __reduce__(self) -> NoReturn:
         raise SystemExit("in __reduce__")
@@ -105,6 +114,7 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "Required": lambda: Required(7, where="here"),
     "Frozen": lambda: Frozen(7),
     "Wordless": Wordless,
+    "Asked": lambda: Asked("asked"),
     "Unreducible": lambda: Unreducible("cannot"),
     "Harmful": lambda: Harmful("does harm"),
     "ExceptionGroup": lambda: ExceptionGroup("two", [ValueError("a"), Required(7, where="b")]),

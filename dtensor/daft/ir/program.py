@@ -47,6 +47,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
+from dtensor.daft.raised import traceback_of
 
 Built: TypeAlias = Callable[..., tuple[object, ...]]
 
@@ -189,7 +190,7 @@ class Function:
     def user_line(self, error: BaseException) -> str | None:
         """The user's line that `error` was raised under; None where the table has none."""
         found: str | None = None
-        for frame in traceback.extract_tb(error.__traceback__):
+        for frame in traceback.extract_tb(traceback_of(error)):
             number = frame.lineno
             if frame.filename == self.filename and number and number <= len(self.lines):
                 found = self.lines[number - 1]

@@ -19,6 +19,7 @@ from types import TracebackType
 import torch
 
 from dtensor.daft.errors import DaftError, Failure
+from dtensor.daft.raised import traceback_of
 from dtensor.daft.verification.pairing import Site
 
 
@@ -89,7 +90,7 @@ _INNER = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file_
 def shortened(error: BaseException) -> BaseException:
     """The same exception, whose traceback keeps the generated code and the user's frames."""
     frames: list[TracebackType] = []
-    here = error.__traceback__
+    here = traceback_of(error)
     while here is not None:
         if not here.tb_frame.f_code.co_filename.startswith(_INNER):
             frames.append(here)

@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.instructions import Buffer, Op
-from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of
+from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of, traceback_of
 from dtensor.daft.run.engine import local_execution
 from dtensor.daft.tasks.values import (
     Encoded,
@@ -181,7 +181,7 @@ class Task:
 
     def _failure(self, error: BaseException) -> Failure:
         # the first frame is `_run` itself; an operation has no line of the user's
-        trace = error.__traceback__
+        trace = traceback_of(error)
         if trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         return Failure(
