@@ -68,6 +68,34 @@ def test_only_the_ray_backend_imports_ray():
     assert not outside
 
 
+PRIVATE = {"private_torch.py", "kernel_flags.py", "frontend/capture/patches.py"}
+PRIVATE |= {"daft/ray/private_ray.py"}
+"""Where what is private of torch and Ray is named; docs/notes/versions.md says which is which."""
+
+
+@pytest.mark.slow
+def test_what_is_private_of_torch_and_ray_is_named_in_its_files_alone():
+    """Modules and names with an underscore, imported or reached from `torch`; ops are no such."""
+    base = ROOT / "dtensor"
+    named: dict[str, set[str]] = {}
+    for file in sorted(base.rglob("*.py")):
+        found: set[str] = set()
+        for node in ast.walk(_parsed(file)):
+            match node:
+                case ast.ImportFrom(module=str(module), names=names):
+                    found |= {f"{module}.{alias.name}" for alias in names}
+                case ast.Import(names=names):
+                    found |= {alias.name for alias in names}
+                case ast.Attribute():
+                    found.add(ast.unparse(node))
+                case _:
+                    pass
+        private = re.compile(r"(torch|ray)\.(?!ops\.)(\w+\.)*_(?!_)\w+(\.\w+)*")
+        if hits := {name for name in found if private.fullmatch(name)}:
+            named[str(file.relative_to(base))] = hits
+    assert set(named) == PRIVATE, {k: v for k, v in named.items() if k not in PRIVATE}
+
+
 @pytest.mark.slow
 def test_only_kernels_import_triton():
     outside = {file for file in where("triton") if not file.startswith("kernels/")}
@@ -152,7 +180,7 @@ def test_the_map_names_every_file():
         if f.is_relative_to(ROOT / "dtensor") and f.stem != "__init__"
     }
     assert sorted(listed) == sorted(
-        files - {"numerics", "errors", "kernel_flags", "showing", "__main__"}
+        files - {"numerics", "errors", "kernel_flags", "showing", "private_torch", "__main__"}
     )
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", text)
     assert len(paths) > 60

@@ -32,12 +32,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.private_torch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    TensorBase,
+    disable_current_modes,
+    get_tracing_state,
+    pytree,
+    set_tracing_state,
+    temporarily_clear_interpreter_stack,
+)
 
 
 class Holder(Protocol):
@@ -86,7 +93,7 @@ class Away:
         if func in _ASKS_NOTHING and not (func == Tensor.type and len(args) + len(kwargs) > 1):
             if func == _GRAD:
                 _refuse_clipping()
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if func in _WRITES_ALL and isinstance(first, Away) and first._whereabouts.holder.gone:
@@ -159,19 +166,19 @@ def plainly() -> Iterator[None]:
     """Within, tensors that are away are read and written as they are, and no mode of torch's (fake
     tensors, a default device, vmap, jit.trace) changes what is done."""
     with ExitStack() as stack:
-        tracing = torch._C._get_tracing_state()
-        stack.callback(torch._C._set_tracing_state, tracing)  # type: ignore[attr-defined]
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        tracing = get_tracing_state()
+        stack.callback(set_tracing_state, tracing)  # type: ignore[attr-defined]
+        set_tracing_state(None)  # type: ignore[attr-defined]
         stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(disable_current_modes())
+        stack.enter_context(DisableTorchFunction())
         stack.enter_context(torch.no_grad())
         yield
 
 
 def as_it_is() -> Any:
     """Within, own code asks tensors for shapes and the like without a detour through Python."""
-    return torch._C.DisableTorchFunctionSubclass()
+    return DisableTorchFunctionSubclass()
 
 
 @cache
@@ -230,7 +237,7 @@ _METHODS = """
     __len__ register_hook register_post_accumulate_grad_hook __hash__ requires_grad_ get_device
     is_contiguous storage_offset is_same_size is_conj is_neg is_inference type
 """
-_FOUND = {**vars(torch._C.TensorBase), **vars(Tensor)}  # what this torch has of them
+_FOUND = {**vars(TensorBase), **vars(Tensor)}  # what this torch has of them
 _ASKS_NOTHING = frozenset(
     {
         *(_FOUND[name].__get__ for name in _PROPERTIES.split() if name in _FOUND),

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.parallel import ParallelModule, parallelize
@@ -40,6 +39,7 @@ from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
+from dtensor.private_torch import pytree
 from dtensor.runtime.shard_optimizer import check_optimizer
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory

@@ -31,6 +31,7 @@ from dtensor.daft.launching import Offer
 from dtensor.daft.status.diagnosis import ranks_text
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.private_torch import cpp_compiler
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
@@ -290,17 +291,15 @@ def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]
 
 def _check_inductor(device: str) -> None:
     """PlanningError where torch's compiler has no C++ compiler, and on other devices than CPUs."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
     if device != "cpu":
         raise PlanningError(
             f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'
             f'fix: device="cpu", or leave local out'
         )
+    get_cpp_compiler, missing = cpp_compiler()
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+    except missing as error:
         raise PlanningError(
             f'local="inductor" needs a C++ compiler, and there is none here: {error}\n'
             f"fix: install g++, or set CXX to a compiler; or leave local out"

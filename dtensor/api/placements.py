@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from dtensor.api.derive import Choice, derive
 from dtensor.api.stating.patterns import matches
@@ -26,6 +25,7 @@ from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Graph
+from dtensor.private_torch import pytree
 from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.spec.placements import Placement, Shard

@@ -27,7 +27,6 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dtensor.api.away import as_it_is
 from dtensor.api.eager.tensor import DTensor
@@ -55,6 +54,7 @@ from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
 from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
+from dtensor.private_torch import pytree
 from dtensor.runtime.lower.actions import GridTimetable
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.gc_pause import collector_paused

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch.utils import _pytree as pytree
+
+from dtensor.private_torch import pytree
 
 
 def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, check_kind
 from dtensor.numerics import OPS, ReduceOp
+from dtensor.private_torch import OpOverload, dispatch_get_all_op_names
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make, with_dtypes
 from dtensor.sharding.rules.dtypes import Dtypes
@@ -117,7 +117,7 @@ def op_overloads(op: str | OpOverload) -> tuple[OpOverload, ...]:
     """The overloads that ``op`` names; PlanningError where there are none."""
     if isinstance(op, OpOverload):
         return (op,)
-    known = torch._C._dispatch_get_all_op_names()
+    known = dispatch_get_all_op_names()
     wanted = op
     if "::" not in op:  # "aten.mm.default", "aten.mm"
         namespace, _, rest = op.partition(".")

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dtensor.api.plan_call import BoundCall
 from dtensor.commands.users_function import given_by, is_named, named_value
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import dtype_name
+from dtensor.private_torch import pytree
 
 ROWS = 8
 

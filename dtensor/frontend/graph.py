@@ -25,10 +25,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from dtensor.frontend.reads.reads import Reads
 from dtensor.numerics import dtype_name
+from dtensor.private_torch import OpOverload, pytree
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
 from dtensor.sharding.plan.recognised import Recognised
 
@@ -252,7 +252,7 @@ def value_text(value: Any) -> str:
 def op_text(node: fx.Node) -> str:
     """`mm` for aten.mm.default, `dt.attention` for the project's own, `getitem`."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
         return name if namespace == "aten" else f"{namespace}.{name}"
     return getattr(target, "__name__", str(target))
@@ -270,7 +270,7 @@ def call_text(node: fx.Node) -> str:
 
 def bound(node: fx.Node) -> dict[str, Any]:
     """A call's arguments by the schema's names, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     names = [a.name for a in node.target._schema.arguments]
     values = {a.name: a.default_value for a in node.target._schema.arguments}
     return {**values, **dict(zip(names, node.args, strict=False)), **node.kwargs}

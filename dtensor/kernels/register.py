@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload
 
 from dtensor.errors import PlanningError, check_callable, check_kind, check_word
 from dtensor.kernels.registry import Kernel, Registered, current, kernel_of, use
+from dtensor.private_torch import OpOverload, dispatch_get_all_op_names
 
 Function = TypeVar("Function", bound=Callable[..., Any] | None)
 
@@ -98,7 +98,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _op_named(name: str) -> OpOverload:
     """ "dt::rms_norm", or as torch prints it: "dt.rms_norm.default"."""
-    known = torch._C._dispatch_get_all_op_names()
+    known = dispatch_get_all_op_names()
     wanted = name if "::" in name else name.replace(".", "::", 1)
     wanted = wanted.removesuffix(".default")
     if wanted in known:

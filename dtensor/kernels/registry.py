@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from dtensor.private_torch import OpOverload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,9 +36,8 @@ import torch
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
+from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_
 from dtensor.runtime.flat import FlatRun, run_of, together
-
-_torch: Any = torch  # whose types do not know all that it has
 
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
@@ -503,13 +502,13 @@ def _adam_of(
     steps = [state["step"] for state in states]
     first, second = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
     most = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
-    _torch._foreach_add_(steps, 1)
+    foreach_add_(steps, 1)
     options = {key: group[key] for key in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
     options["beta1"], options["beta2"] = group["betas"]
-    kernel = _torch._fused_adam_
+    kernel = fused_adam_
     if group["decoupled_weight_decay"]:
         ours = kernel_of(torch.ops.aten._fused_adamw_.default, held[0].device)
-        kernel = _torch._fused_adamw_ if ours is None else ours.function
+        kernel = fused_adamw_ if ours is None else ours.function
     tensors = (held, gradients, first, second, most, steps)
     kernel(*tensors, **options, grad_scale=clip, found_inf=None)
 

@@ -23,14 +23,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._decomp import global_decomposition_table
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dtensor.api.eager.views import functional_form
 from dtensor.api.rule import OpRule, op_overloads
 from dtensor.errors import PlanningError
+from dtensor.private_torch import (
+    OpOverload,
+    TorchDispatchMode,
+    decomposition_table,
+    dispatch_has_kernel_for_dispatch_key,
+    pytree,
+)
 from dtensor.sharding.ops import attention as attention  # the project's own
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules import NoRule, rule_for
@@ -194,7 +197,7 @@ def certify_backward(
 def _has_autograd(target: OpOverload) -> bool:
     """Where there is none, torch would warn, and give no gradient."""
     keys = ("Autograd", "AutogradCPU", "CompositeImplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), k) for k in keys)
+    return any(dispatch_has_kernel_for_dispatch_key(target.name(), k) for k in keys)
 
 
 # -- one call ------------------------------------------------------------------------------------
@@ -288,12 +291,14 @@ def _recorded(
     def leaf(t: torch.Tensor) -> torch.Tensor:
         return t.detach().clone().requires_grad_(t.is_floating_point() or t.is_complex())
 
-    inputs, named = tree_map_only(torch.Tensor, leaf, (tuple(args), dict(kwargs)))
+    inputs, named = pytree.tree_map_only(torch.Tensor, leaf, (tuple(args), dict(kwargs)))
     recorder = _CallRecorder()
     with recorder:
         returned = fn(*inputs, **named)
-    outs = [t for t in tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad]
-    asked = [t for t in tree_leaves((inputs, named)) if isinstance(t, torch.Tensor)]
+    outs = [
+        t for t in pytree.tree_leaves(returned) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
+    asked = [t for t in pytree.tree_leaves((inputs, named)) if isinstance(t, torch.Tensor)]
     asked = [t for t in asked if t.requires_grad]
     if outs and asked:
         generator = generator_of(seed)
@@ -330,7 +335,7 @@ def _expanded(
 ) -> list[Recorded] | None:
     """The calls of torch's decomposition; None where there is none."""
     # The same table as the planner's: what has no rule is planned as what it is made of.
-    table = global_decomposition_table["post_autograd"]
+    table = decomposition_table()
     if target not in table or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     with _CallRecorder() as recorder, torch.no_grad():
@@ -346,7 +351,9 @@ class _CallRecorder(TorchDispatchMode):
         self.calls: list[Recorded] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs or {}))
-        if any(isinstance(x, torch.Tensor) for x in tree_leaves(kept)):
+        kept = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.detach().clone(), (args, kwargs or {})
+        )
+        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(kept)):
             self.calls.append((func, *kept))
         return func(*args, **(kwargs or {}))

@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from dtensor.api.parallel import parallelize
 from dtensor.api.plan_call import BoundCall, Grads, Options, plan_call
@@ -32,6 +31,7 @@ from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg, Graph, meta_of
+from dtensor.private_torch import pytree
 from dtensor.sharding.plan.cost.seconds import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from dtensor.api.loaded_program import load
 from dtensor.api.plan_call import BoundCall, Options, Planned, plan_call
@@ -37,6 +36,7 @@ from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent, meta_of
+from dtensor.private_torch import pytree
 from dtensor.runtime.lower.builder import Roles
 from dtensor.sharding.ops.call import Meta, is_random
 from dtensor.sharding.plan.dataflow import Dataflow

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from dtensor.frontend.graph import meta_of
 from dtensor.numerics import fold
+from dtensor.private_torch import pytree
 from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.ops.in_place import in_place, writes_of
 from dtensor.sharding.rules.rule import FactorSharding, Rule, Strategy
@@ -80,8 +80,8 @@ def call_of(
         tensors.append(tensor)
         return Operand(len(tensors) - 1)
 
-    taken = tree_map_only(torch.Tensor, take, tuple(args))
-    named = tuple((k, tree_map_only(torch.Tensor, take, v)) for k, v in kwargs.items())
+    taken = pytree.tree_map_only(torch.Tensor, take, tuple(args))
+    named = tuple((k, pytree.tree_map_only(torch.Tensor, take, v)) for k, v in kwargs.items())
     call = OpCall(
         target=target,
         args=taken,
@@ -111,7 +111,7 @@ def _returned(call: OpCall, operands: Sequence[torch.Tensor]) -> Any:
     def given(operand: Operand) -> torch.Tensor:
         return operands[operand.index]
 
-    args, kwargs = tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
+    args, kwargs = pytree.tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
     return call.target(*args, **kwargs)
 
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
 from dtensor.api.stating.placing import Stated
 from dtensor.errors import PlanningError
+from dtensor.private_torch import pytree
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.testing.execute import (

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
 
+from dtensor.private_torch import OpOverload, pytree
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.rules.rule import Dims, Rule
 from dtensor.testing.oracle import call_of, run_whole
@@ -52,7 +51,7 @@ def to_half(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Given:
 def _map(
     change: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Given:
-    return tree_map_only(torch.Tensor, change, (tuple(args), dict(kwargs)))
+    return pytree.tree_map_only(torch.Tensor, change, (tuple(args), dict(kwargs)))
 
 
 def other_sizes(
@@ -80,7 +79,7 @@ def other_sizes(
         def given(operand: Operand, tensors: Sequence[torch.Tensor] = resized) -> torch.Tensor:
             return tensors[operand.index]
 
-        yield tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
+        yield pytree.tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
 
 
 def _resize(x: torch.Tensor, dims: Dims, rule: Rule, sizes: Mapping[str, int]) -> torch.Tensor:

@@ -28,6 +28,7 @@ from dtensor.api.eager.graph import fake, fakes
 from dtensor.api.eager.run import execute, fill, own_value
 from dtensor.api.eager.values import Alias, Cell, CellTensor, layout_of
 from dtensor.api.eager.views import functional_form, view_step
+from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -54,7 +55,7 @@ def _handler_of(target: Any) -> Handler:
         return _refuse_dynamic
     if name.startswith("_foreach_"):
         return _loop
-    if torch._C._dispatch_has_kernel_for_dispatch_key(
+    if dispatch_has_kernel_for_dispatch_key(
         target.name(), torch.DispatchKey.CompositeImplicitAutograd
     ):  # autograd takes it apart, but is off: inference_mode, or we are below it already
         return _take_apart

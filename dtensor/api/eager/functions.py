@@ -21,6 +21,7 @@ from dtensor.api.eager.graph import CallKey, OpGraph, placed
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import is_capturing
 from dtensor.frontend.capture.canonical import canonicalise
+from dtensor.private_torch import DisableTorchFunctionSubclass
 
 aten: Any = torch.ops.aten
 
@@ -38,7 +39,7 @@ def torch_function(
             "fix: pass it as an argument, as in dt.compile(fn, mesh)(x, w)"
         )
     rewrite = _WHOLE.get(func)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if rewrite is None:
             return func(*args, **kwargs)
         return rewrite(*args, **kwargs)

@@ -25,10 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from dtensor.api.eager.errors import op_name
 from dtensor.api.eager.policy import moves_of
@@ -43,6 +40,7 @@ from dtensor.frontend.capture.decompose import (
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Graph, OutTree, Result, op_call
+from dtensor.private_torch import FakeTensorMode, OpOverload, pytree
 from dtensor.sharding.ops.call import Operand, Slot, slots_of
 from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan

@@ -42,6 +42,7 @@ from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.kernels.registry import current
+from dtensor.private_torch import current_graph_task_id
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.redistribute.between_meshes import holders_of
@@ -185,7 +186,7 @@ def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Mesh
             first = x if first is None else first
             if x.session is not first.session:
                 raise elsewhere(target, first, x)
-        elif x.dim() and torch._C._current_graph_task_id() == -1:
+        elif x.dim() and current_graph_task_id() == -1:
             raise plain(target, operands)
     cell = like if first is None else first._cell
     assert cell is not None

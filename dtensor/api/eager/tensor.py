@@ -42,6 +42,7 @@ from dtensor.daft import Future, GroupFuture
 from dtensor.daft.tasks.values import SENT_AS
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.private_torch import make_wrapper_subclass
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -66,7 +67,7 @@ class DTensor(CellTensor):
     def of(cell: Cell, view: ViewStep | None = None) -> DTensor:
         """The tensor that is a cell, or a view of it."""
         spec = cell.layout.spec
-        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: Any = make_wrapper_subclass(  # type: ignore[attr-defined]
             DTensor,
             spec.shape if view is None else view.shape,
             strides=cell.layout.strides if view is None else view.strides,

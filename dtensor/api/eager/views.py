@@ -23,6 +23,7 @@ from torch import fx
 from dtensor.api.eager.errors import op_name, refused
 from dtensor.api.eager.values import CellTensor, ViewStep
 from dtensor.errors import PlanningError
+from dtensor.private_torch import jit_get_schemas_for_operator
 
 aten: Any = torch.ops.aten
 Write = Callable[..., fx.Node]
@@ -97,7 +98,7 @@ def functional_form(target: Any) -> Any:
     space, name = target._schema.name.split("::")
     twin = name if name.endswith("__") else name.removesuffix("_")
     taken = [(a.name, a.type) for a in target._schema.arguments if not a.is_out]
-    for schema in torch._C._jit_get_schemas_for_operator(f"{space}::{twin}"):
+    for schema in jit_get_schemas_for_operator(f"{space}::{twin}"):
         if not schema.is_mutable and [(a.name, a.type) for a in schema.arguments] == taken:
             packet = getattr(getattr(torch.ops, space), twin)
             return getattr(packet, schema.overload_name or "default")

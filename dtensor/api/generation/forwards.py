@@ -31,7 +31,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -45,6 +44,7 @@ from dtensor.frontend.capture.call_as_module import held_per_thread
 from dtensor.frontend.capture.patches import FLAGS, load_compiler
 from dtensor.frontend.capture.replaced import answered_here, replaced
 from dtensor.frontend.graph import type_text
+from dtensor.private_torch import FakeTensorMode
 
 PROTOCOL = "forward(tokens, cache, pos), as docs/generation.md has it"
 _PROBED = 2  # positions

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from dtensor.api.comparison import CapturedStep, Compared
 from dtensor.api.placements import Placements, of_step
@@ -23,6 +22,7 @@ from dtensor.api.search.space import SearchPoint, SpaceFacts
 from dtensor.api.stating.patterns import matches
 from dtensor.api.stating.stages import Auto
 from dtensor.errors import PlanningError
+from dtensor.private_torch import pytree
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.placements import Row, Shard, block_sizes

@@ -43,11 +43,11 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.raised import traceback_of
+from dtensor.private_torch import OpOverload, OpOverloadPacket
 
 Built: TypeAlias = Callable[..., tuple[object, ...]]
 

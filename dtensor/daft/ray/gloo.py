@@ -26,12 +26,12 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
 from dtensor.daft.ray.silence import connections, listen_to_those
 from dtensor.daft.run.transport import Pending
+from dtensor.private_torch import Store
 
 PATIENCE_S = 86400.0
 """How long a message may wait for a peer that computes. One that dies breaks its connections at

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from dtensor.daft.errors import CommunicationError, DaftError, Failure, ProgramError
 from dtensor.daft.ir.instructions import Collective, Key, Recv, Send, key_of
@@ -44,6 +43,7 @@ from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
 from dtensor.daft.ray.starting import START_S, own_node, reached_at
 from dtensor.daft.ray.store import SignedStore
 from dtensor.daft.run.transport import LocalTransport, Transport
+from dtensor.private_torch import PrefixStore, Store
 
 MAX_GROUPS = 24
 """Communicators on one GPU, see `nccl.py`."""

@@ -38,11 +38,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.exchange import Finish, Messages, Wire, Work
 from dtensor.daft.run.transport import Pending
+from dtensor.private_torch import PrefixStore, Store
 
 MAX_CTAS = 4
 """Of one communicator. With `MAX_GROUPS` = 24 they fit on the 108 multiprocessors of an A100."""

@@ -45,15 +45,22 @@ from typing import Any
 
 import ray.cloudpickle
 import torch
-from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts, reason_of
+from dtensor.private_torch import (
+    OPDEFS,
+    CustomOpDef,
+    OpNamespace,
+    OpOverload,
+    OpOverloadPacket,
+    below_autograd,
+    dispatch_dump,
+    get_operation_overload,
+)
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 KNOWN = frozenset({"aten", "prim", "prims", "dt"})
 """Namespaces of ops that every actor has."""
@@ -149,7 +156,7 @@ class Needed:
 
 def is_registered(name: str) -> bool:
     """Whether this process knows the op."""
-    return _C._get_operation_overload(*_name_and_overload(name)) is not None
+    return get_operation_overload(*_name_and_overload(name)) is not None
 
 
 def _name_and_overload(name: str) -> tuple[str, str]:
@@ -283,7 +290,7 @@ class _Begins(Exception):
 
 def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | None, str]:
     """The Python function that runs for the op on such a device; None, and why, without one."""
-    if not re.search(r": registered at \S+\.py:\d+ ::", _C._dispatch_dump(op.name())):
+    if not re.search(r": registered at \S+\.py:\d+ ::", dispatch_dump(op.name())):
         return None, "it has no kernel in Python"
     began: list[FrameType] = []
 
@@ -295,7 +302,7 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
     args, kwargs = _empty_arguments(op, device)
     outer = sys.getprofile()
     try:
-        with torch.no_grad(), _C._AutoDispatchBelowAutograd():
+        with torch.no_grad(), below_autograd():
             sys.setprofile(profile)
             op(*args, **kwargs)
     except _Begins:
@@ -374,7 +381,7 @@ class _Pickler(_cloudpickle.Pickler):
             self.ops += [getattr(obj, overload).name() for overload in obj.overloads()]
         elif isinstance(obj, FunctionType):  # torch.ops.mylib.scale, in the text of a function
             for space, op in itertools.permutations(obj.__code__.co_names, 2):
-                if _C._get_operation_overload(f"{space}::{op}", "") is not None:
+                if get_operation_overload(f"{space}::{op}", "") is not None:
                     self.ops.append(f"{space}::{op}")
         return super().reducer_override(obj)
 
@@ -405,7 +412,7 @@ _reduced: Any = copyreg.pickle
 _reduced(CustomOpDef, lambda definition: (_overload, (definition._opoverload.name(),)))
 # A function that names torch.ops refers to these, which are modules of classes of their own.
 _reduced(type(torch.ops), lambda _: (importlib.import_module, ("torch.ops",)))
-_reduced(_OpNamespace, lambda namespace: (_namespace, (namespace.name,)))
+_reduced(OpNamespace, lambda namespace: (_namespace, (namespace.name,)))
 
 
 def _namespace(name: str) -> Any:

@@ -36,7 +36,6 @@ from hashlib import sha256
 from typing import assert_never
 
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.ir.program import Program
@@ -56,6 +55,7 @@ from dtensor.daft.run.transport import (
 )
 from dtensor.daft.verification.pairing import Site, instruction_at
 from dtensor.numerics import fold
+from dtensor.private_torch import Store
 
 
 def join_same_host(

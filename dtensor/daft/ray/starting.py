@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,9 +34,9 @@ from urllib.parse import urlsplit
 
 import ray
 import ray.exceptions
-from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dtensor.daft.ray import private_ray
 from dtensor.daft.ray.own_folder import make_own, own_directory
 
 RELEASE_S = 10.0
@@ -52,15 +52,6 @@ ATTEMPT_S = 41.0
 """What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
-_constants: Any = ray_constants
-_tokens: Any = None
-_config: Any = None
-_gcs_client: Any = None
-with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
-    from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # pyright: ignore
-
-    _tokens, _config = AuthenticationTokenLoader.instance(), Config  # pyright: ignore
-    _gcs_client = GcsClient  # pyright: ignore
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
 
@@ -109,30 +100,32 @@ def _own_token() -> dict[str, str]:
     default Ray's is in a file of the user's home that all others may read. Not if the user has said
     which token it is, or that there is none."""
     mode = os.environ.get("RAY_AUTH_MODE")
-    if _tokens is None or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+    if private_ray.tokens is None or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         return {}
-    if mode is not None and (mode.lower() != "token" or not _tokens.has_token(True)):
+    if mode is not None and (mode.lower() != "token" or not private_ray.tokens.has_token(True)):
         return {}  # Ray aborts the process if later it finds none
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _read_token() -> None:
     """Ray reads the environment when it is imported, and a token when it first needs one."""
-    if _tokens is not None:
-        _config.initialize("")  # first, or a thread that still sends would look for a token
-        _tokens.reset_cache()
+    if private_ray.tokens is not None:
+        private_ray.config.initialize(
+            ""
+        )  # first, or a thread that still sends would look for a token
+        private_ray.tokens.reset_cache()
 
 
 @contextmanager
 def _on_loopback() -> Generator[None]:
     """Ray that starts on one machine takes loopback for its address, as it does by default on
     macOS; the processes that it starts are told, and inherit nothing."""
-    before = _constants.ENABLE_RAY_CLUSTER
-    _constants.ENABLE_RAY_CLUSTER = False
+    before = private_ray.constants.ENABLE_RAY_CLUSTER
+    private_ray.constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        _constants.ENABLE_RAY_CLUSTER = before
+        private_ray.constants.ENABLE_RAY_CLUSTER = before
 
 
 def _own_folder() -> str:
@@ -206,22 +199,22 @@ def _join_ray(address: str, deadline_s: float) -> None:
 
 
 def _token_mode() -> bool:
-    return _tokens is not None and os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+    return private_ray.tokens is not None and os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
 def _has_token() -> bool:
     try:
-        return bool(_tokens.has_token(True))
+        return bool(private_ray.tokens.has_token(True))
     except ray.exceptions.AuthenticationError:  # the file that was stated is not there
         return False
 
 
 def _asks_for_a_token(address: str) -> bool:
     """Whether what answers there is a Ray that knows no token of this process's."""
-    if _tokens is None:
+    if private_ray.tokens is None:
         return False
     try:
-        _gcs_client(address=address)
+        private_ray.gcs_client(address=address)
     except ray.exceptions.AuthenticationError:
         return True
     except Exception:  # whatever it is that answers, it is no such Ray

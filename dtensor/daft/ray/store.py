@@ -23,7 +23,7 @@ import hmac
 import socket
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from dtensor.private_torch import Store, TCPStore
 
 PROOF_BYTES = 32
 

@@ -35,13 +35,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from dtensor.daft.run.undone import Counters, Spoiled
-
-_torch: Any = torch  # whose types do not know all that it has
+from dtensor.private_torch import foreach_copy_
 
 Key: TypeAlias = tuple[int, str]
 """A rank and a name of its table."""
@@ -368,7 +367,7 @@ def copy_all(to: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
     """Many small values at the cost of one."""
     if there := list(to):
         with torch.no_grad():
-            _torch._foreach_copy_(there, list(values))
+            foreach_copy_(there, list(values))
 
 
 def _takes(now: torch.Tensor, saved: torch.Tensor) -> bool:

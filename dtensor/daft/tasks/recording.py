@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, cast
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.tasks.actors import (
@@ -38,6 +37,7 @@ from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_line
 from dtensor.daft.tasks.groups import GroupFuture
 from dtensor.daft.tasks.task import Task
 from dtensor.daft.tasks.values import encode
+from dtensor.private_torch import pytree
 
 P = ParamSpec("P")
 

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.instructions import Buffer, Op
@@ -44,6 +43,7 @@ from dtensor.daft.tasks.values import (
 )
 from dtensor.numerics import are_triples, piece_unit
 from dtensor.numerics import fold as fold_tensors
+from dtensor.private_torch import pytree
 
 CREATE = "__init__"
 MAX_FAILURES = 100

@@ -24,8 +24,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import PerThread, is_capturing
@@ -50,6 +48,7 @@ from dtensor.frontend.reads.walk import (
 )
 from dtensor.frontend.reads.wrote import Wrote, is_alone
 from dtensor.frontend.source import source_of_callable
+from dtensor.private_torch import FakeTensorMode, pytree
 
 Grads = Literal["none", "loss", "tangents"]
 

@@ -33,6 +33,7 @@ from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
 from dtensor.frontend.capture.refusals import asks_for_data, is_idle_dropout
 from dtensor.frontend.graph import USERS_META, Writer, bound
 from dtensor.frontend.source import source_of_trace
+from dtensor.private_torch import OpOverload
 
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
@@ -189,9 +190,7 @@ def _fits(x: fx.Node, ok: fx.Node) -> bool:
     """Whether ok has a flag for each of x's items, or of its leading dims, and no op writes to x:
     it would write to a copy."""
     val, flags = x.meta.get("val"), ok.meta["val"]
-    written = any(
-        isinstance(u.target, torch._ops.OpOverload) and u.target._schema.is_mutable for u in x.users
-    )
+    written = any(isinstance(u.target, OpOverload) and u.target._schema.is_mutable for u in x.users)
     return isinstance(val, torch.Tensor) and val.shape[: flags.dim()] == flags.shape and not written
 
 

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 
 from dtensor.frontend.alone import ONE_AT_A_TIME, capturing
@@ -69,6 +68,7 @@ from dtensor.frontend.source import (
     source_of_callable,
     source_of_exception,
 )
+from dtensor.private_torch import FakeTensorMode
 from dtensor.sharding.gc_pause import collector_paused
 
 

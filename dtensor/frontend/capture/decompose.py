@@ -22,11 +22,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from dtensor.frontend.capture.refusals import data_dependent_errors
 from dtensor.frontend.graph import op_call
+from dtensor.private_torch import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    decomposition_table,
+    pytree,
+)
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.registry import NoRule, rule_for
 
@@ -53,7 +58,7 @@ def decompose(module: Held, mode: FakeTensorMode) -> bool:
     waiting = [node for node in module.graph.nodes if node.op == "call_function"]
     while waiting:
         node = waiting.pop()
-        if not isinstance(node.target, torch._ops.OpOverload) or has_rule(op_call(node)[0]):
+        if not isinstance(node.target, OpOverload) or has_rule(op_call(node)[0]):
             continue
         inner = _expansion(node, mode)
         if inner is not None:
@@ -141,23 +146,21 @@ def _is_simpler(graph: fx.Graph, target: Any) -> bool:
     """False where torch's form comes back to the op, or ends in its private prims."""
     targets = [n.target for n in graph.nodes if n.op == "call_function"]
     return not any(
-        t is target or (isinstance(t, torch._ops.OpOverload) and t.namespace == "prims")
-        for t in targets
+        t is target or (isinstance(t, OpOverload) and t.namespace == "prims") for t in targets
     )
 
 
 def _same(node: fx.Node, inner: fx.GraphModule) -> bool:
     """Whether the expansion gives tensors of the same shapes and dtypes, and is functional."""
     if any(
-        isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
-        for n in inner.graph.nodes
+        isinstance(n.target, OpOverload) and n.target._schema.is_mutable for n in inner.graph.nodes
     ):
         return False
     old, out = node.meta["val"], inner.graph.output_node().args[0]
     new = fx.map_arg(out, lambda n: n.meta["val"])
     if isinstance(old, (tuple, list)) != isinstance(new, (tuple, list)):
         return False
-    olds, news = tree_leaves(old), tree_leaves(new)
+    olds, news = pytree.tree_leaves(old), pytree.tree_leaves(new)
     return len(olds) == len(news) and all(
         a is None or (b is not None and a.shape == b.shape and a.dtype == b.dtype)
         for a, b in zip(olds, news, strict=True)
@@ -210,10 +213,8 @@ def _fresh_name(module: Held) -> str:
 def table() -> Table:
     """Torch's decompositions by op, and one that it has not. Not loaded with this module: that
     loads torch's compiler."""
-    from torch._decomp import global_decomposition_table
-
     own = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
-    return {**global_decomposition_table["post_autograd"], **own}
+    return {**decomposition_table(), **own}
 
 
 def _weight_norm_backward(

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.refusals import planning_error
 from dtensor.frontend.source import Source, source_here
+from dtensor.private_torch import DisableTorchFunction, pytree
 
 _LIBRARY = torch.library.Library("dtensor", "DEF")
 # It stands for a call and is never run.
@@ -100,7 +100,7 @@ class Applied:
         wanted = [x for x in self.tensors if x.requires_grad]
         ends = [x for x in made if x.requires_grad]
         if wanted and ends:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 ones = [torch.ones_like(x) for x in ends]
                 torch.autograd.grad(ends, wanted, ones, retain_graph=True, allow_unused=True)
         return out
@@ -127,7 +127,7 @@ class _Unwritten(TorchFunctionMode):
         kwargs = kwargs or {}
         if _tensors((args, kwargs)):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return func(*args, **kwargs)
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor.frontend.capture.patches import CHECKPOINT
+from dtensor.private_torch import FakeTensor, OpOverload
 
 MAX_CONSTANT = 64  # elements
 EXPORT = 20
@@ -152,7 +152,7 @@ def _changes_what_crosses(node: fx.Node, crossing: Container[fx.Node]) -> bool:
     """Whether an op changes in place what others may see: all but values of its own segment's,
     which are no views. Where autograd reads those again depends on the readers."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return False
     if target is torch.ops.aten.detach_.default:
         return False
@@ -166,7 +166,7 @@ def _changes_what_crosses(node: fx.Node, crossing: Container[fx.Node]) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
     return any(result.alias_info is not None for result in target._schema.returns)
 
@@ -236,11 +236,7 @@ def _call(
 def is_random(node: fx.Node) -> bool:
     """Whether a node is an op of the project's own that draws numbers, under the number ``op``."""
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "dt"
-        and "op" in node.kwargs
-    )
+    return isinstance(target, OpOverload) and target.namespace == "dt" and "op" in node.kwargs
 
 
 def renamed(path: str, prefix: str, new: str) -> str:

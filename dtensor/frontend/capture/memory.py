@@ -18,6 +18,7 @@ from torch import fx
 
 from dtensor.frontend.graph import USERS_META, Writer, bound
 from dtensor.numerics import is_narrow
+from dtensor.private_torch import OpOverload
 
 aten: Any = torch.ops.aten
 
@@ -101,7 +102,7 @@ def _writes_after(node: fx.Node) -> bool:
     """Whether an op after it may change what it read."""
     later = node.next
     while later.op != "output":
-        if isinstance(later.target, torch._ops.OpOverload):
+        if isinstance(later.target, OpOverload):
             if later.target._schema.is_mutable:
                 return True
         elif later.op == "call_function" and later.target is not operator.getitem:

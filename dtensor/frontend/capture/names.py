@@ -17,7 +17,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from torch import fx
-from torch.fx.graph import _Namespace as Namespace
 
 from dtensor.frontend.capture.patches import CHECKPOINT
 from dtensor.frontend.graph import (
@@ -32,6 +31,7 @@ from dtensor.frontend.graph import (
     op_text,
 )
 from dtensor.frontend.source import Source, frames_of_trace, source_of_trace
+from dtensor.private_torch import Namespace
 
 _ASSIGNED = re.compile(
     r"^(?P<names>[A-Za-z_]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s*(?::[^=]+)?(?:[-+*/@]|//)?=(?!=)"

@@ -22,12 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
 from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
@@ -37,6 +31,17 @@ from dtensor.frontend.reads.effects import Change, line_of_change
 from dtensor.frontend.reads.ran import CodeRecorder
 from dtensor.frontend.reads.walk import RanCode
 from dtensor.frontend.source import Source, source_here, source_of_trace
+from dtensor.private_torch import (
+    BatchNorm,
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    HigherOrderOperator,
+    OpOverload,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -188,7 +193,7 @@ def _is_stray(x: torch.Tensor) -> bool:
 
 
 _CTC = (F.ctc_loss, torch.ctc_loss)
-_BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm.forward.__code__
+_BATCH_NORM = BatchNorm.forward.__code__
 _GAUSSIAN_NLL = FunctionType(
     F.gaussian_nll_loss.__code__,
     {**vars(F), "has_torch_function_variadic": lambda *_: False},
@@ -235,7 +240,7 @@ def is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether what is done to x is done to y, element by element."""
     if x is y:
         return True
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return (x.shape, x.stride(), x.dtype, x.device, x.storage_offset()) == (
             *(y.shape, y.stride(), y.dtype, y.device, y.storage_offset()),
         ) and x.untyped_storage()._cdata == y.untyped_storage()._cdata
@@ -373,13 +378,13 @@ def check_joint(graph: fx.Graph) -> None:
     """Raises for the first op of the decomposed graph that is random or holds a graph itself."""
     for node in graph.nodes:
         source = source_of_trace(node.meta.get("stack_trace") or "")
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             raise planning_error(
                 f"Control flow inside the graph is not supported yet: {node.target.name()}.",
                 source=source,
                 fix="compute both branches and choose with torch.where",
             )
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise _no_form(node)
@@ -403,7 +408,7 @@ def _no_form(node: fx.Node) -> PlanningError:
 
 
 def _op_name(node: fx.Node) -> str:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return ""
     return node.target._schema.name.split("::")[1]
 

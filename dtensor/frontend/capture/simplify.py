@@ -44,6 +44,7 @@ import torch
 from torch import fx
 
 from dtensor.frontend.graph import bound
+from dtensor.private_torch import OpOverload
 
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
@@ -195,7 +196,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 def _is_of_number(node: fx.Node) -> bool:
     """An op that is given Python's numbers alone where it takes tensors."""
     target, val = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or node.all_input_nodes or not node.args:
+    if not isinstance(target, OpOverload) or node.all_input_nodes or not node.args:
         return False
     takes_tensor = isinstance(target._schema.arguments[0].type, torch.TensorType)
     return takes_tensor and isinstance(val, torch.Tensor) and val.dim() == 0

@@ -35,8 +35,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import descriptors as aot
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
 from dtensor.frontend.capture.decompose import GraphAndConstants
@@ -48,6 +46,9 @@ from dtensor.frontend.capture.layers import (
     renamed,
 )
 from dtensor.frontend.capture.patches import CHECKPOINT, export_joint
+from dtensor.private_torch import FakeTensorMode, aot_descriptors
+
+aot = aot_descriptors()
 
 _KEPT = ("val", "stack_trace", "partitioner_tag")
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import descriptors as aot
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
@@ -48,6 +46,9 @@ from dtensor.frontend.graph import (
     named_tensors,
 )
 from dtensor.frontend.source import Source, source_of_callable, source_of_trace
+from dtensor.private_torch import FakeTensorMode, HigherOrderOperator, OpOverload, aot_descriptors
+
+aot = aot_descriptors()
 
 aten: Any = torch.ops.aten
 dt: Any = torch.ops.dt
@@ -226,8 +227,8 @@ def _mutating_line(desc: Any, forward: fx.GraphModule) -> Source | None:
         if not any(i in node.all_input_nodes for i in inputs):
             continue
         target = node.target
-        in_place = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-        if in_place or isinstance(target, torch._ops.HigherOrderOperator):
+        in_place = isinstance(target, OpOverload) and target._schema.is_mutable
+        if in_place or isinstance(target, HigherOrderOperator):
             return source_of_trace(node.meta.get("stack_trace") or "")
     return None
 

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 import dtensor.sharding.ops.attention_masked as attention_masked
 import dtensor.sharding.ops.batch_norm  # noqa: F401  (registers the ops)
@@ -36,6 +34,7 @@ import dtensor.sharding.ops.rope as rope
 from dtensor.frontend.capture.decompose import has_rule, table
 from dtensor.frontend.capture.simplify import simplify
 from dtensor.frontend.graph import op_call
+from dtensor.private_torch import FakeTensorMode, pytree
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.plan.dataflow import Expansion
 
@@ -64,7 +63,7 @@ def expansion(call: OpCall) -> Expansion | None:
         def given(operand: Operand) -> Tensor:
             return tensors[operand.index]
 
-        args, kwargs = tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
+        args, kwargs = pytree.tree_map_only(Operand, given, (call.args, dict(call.kwargs)))
         out = known(*args, **kwargs)
         if out is None:  # no such form for these arguments
             raise _NoForm

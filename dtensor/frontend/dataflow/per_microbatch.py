@@ -29,10 +29,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.composites import COMPOSITES, OVER_BATCH, expansion
+from dtensor.private_torch import FakeTensorMode
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
 from dtensor.sharding.plan.choose.opened_factors import reach
 from dtensor.sharding.plan.choose.question import inner_mesh, question_of

@@ -23,9 +23,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
+from dtensor.private_torch import OpOverload, pytree
 from dtensor.sharding.ops.distributions import normal, normal_of, truncated, uniform
 from dtensor.sharding.ops.philox import Key, Pieces, Place
 from dtensor.sharding.spec.shards import block

@@ -26,16 +26,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.refusals import planning_error
 from dtensor.frontend.graph import first_names, named_tensors
 from dtensor.frontend.initial.recipe import Fill, InitStep, Recipe, StorageView
 from dtensor.frontend.source import source_here
+from dtensor.private_torch import OpOverload, TorchDispatchMode, pytree
 from dtensor.sharding.ops.philox import Key
 
 Init = Literal["reset"] | Callable[..., Any]

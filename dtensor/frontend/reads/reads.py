@@ -25,8 +25,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
@@ -40,6 +38,7 @@ from dtensor.frontend.reads.walk import (
     items_of,
     walk,
 )
+from dtensor.private_torch import OPDEFS, DisableTorchFunctionSubclass, OpOverload
 
 MOST_COMPARED = 2**20
 """Bytes up to which a caught tensor is compared by what it holds."""
@@ -156,7 +155,7 @@ class Reads:
                 caught.tensor = tensors[caught.place]
 
     def _now_flags(self) -> list[Any]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             wanted = [x.requires_grad for x in self._weights]
             wanted += [x.dtype for x in self._weights]
         return wanted
@@ -268,7 +267,7 @@ def _tensors(found: Reached) -> list[torch.Tensor]:
 
 
 def _storage(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    with torch._C.DisableTorchFunctionSubclass():  # where it is, not what it holds
+    with DisableTorchFunctionSubclass():  # where it is, not what it holds
         return (x.data_ptr(), x.shape, x.stride())
 
 

@@ -68,6 +68,7 @@ from dtensor.frontend.reads.known import (
 )
 from dtensor.frontend.source import OWN, owner_of_file
 from dtensor.kernel_flags import kernel_flags
+from dtensor.private_torch import DisableTorchFunctionSubclass
 
 MOST_LOOKED_AT = 100_000
 MOST_ITEMS = 10_000
@@ -326,7 +327,7 @@ def _key_text(key: Any) -> str:
 
 def has_hooks(x: torch.Tensor) -> bool:
     """Whether a hook waits for the gradient of a leaf."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return bool(x._backward_hooks or x._post_accumulate_grad_hooks)
 
 
@@ -712,7 +713,7 @@ class _Walker:
             self._seen[id(x)] = len(self._seen)
             self.found.kept.append(x)
             self.found.parameters.append((path, x))
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 is_parameter = isinstance(x, nn.Parameter)
                 what = (is_parameter, tuple(x.shape), x.dtype, x.requires_grad, has_hooks(x))
                 self._say(path, *what)

@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dtensor.frontend.alone import has_started
 from dtensor.frontend.reads.ran import CodeRecorder
 from dtensor.frontend.reads.walk import counts as is_counted
 from dtensor.frontend.source import OURS, owner_of_file
+from dtensor.private_torch import FakeTensor
 
 _ANY: Any = object()  # a key that is known when it runs
 _NAMED = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"}

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from dtensor.errors import PlanningError, check_kind, check_number
+from dtensor.private_torch import flatten_state_dict
 from dtensor.runtime.checkpoint.dcp_metadata import ValueItem, metadata_bytes
 from dtensor.runtime.checkpoint.extra import decoded, encoded
 from dtensor.runtime.checkpoint.folders import (
@@ -247,10 +248,8 @@ def _write_values(
 ) -> tuple[dict[str, int], dict[str, ValueItem]]:
     """Values for torch's tools, each as torch.save writes it: nested ones by name as torch
     flattens them, the leaves whole. dtensor reads the manifest's."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     file = "__values_0.distcp"
-    flat, paths = flatten_state_dict(nested)
+    flat, paths = flatten_state_dict()(nested)
     items: dict[str, ValueItem] = {}
     content = io.BytesIO()
     for name, value in {**flat, **leaves}.items():

@@ -35,7 +35,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from dtensor.daft import Function
 from dtensor.kernels.registry import (
@@ -47,6 +46,7 @@ from dtensor.kernels.registry import (
     kernel_of,
     versions,
 )
+from dtensor.private_torch import OpOverload, gelu, silu
 from dtensor.sharding.local.in_range import CHECKS
 from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
 from dtensor.sharding.ops.library import PLAIN
@@ -307,7 +307,6 @@ def _into_first(call: OpCall) -> bool:
     return fewer and call.result == call.operands[0]
 
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _torch: Any = torch
 
 _OF_TORCH = """_log_softmax _softmax _softmax_backward_data add.Tensor amax arange bmm cat clamp
@@ -322,10 +321,10 @@ QUICK: Mapping[object, Callable[..., Any]] = {
         for name, _, overload in (each.partition(".") for each in _OF_TORCH.split())
     },
     _aten.expand.default: torch.Tensor.expand,
-    _aten.gelu.default: _C._nn.gelu,
+    _aten.gelu.default: gelu,
     _aten.index_copy_.default: torch.Tensor.index_copy_,
     _aten.scatter_.src: torch.Tensor.scatter_,
-    _aten.silu.default: _C._nn.silu,
+    _aten.silu.default: silu,
     _aten.view.default: torch.Tensor.view,
 }
 

@@ -31,14 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 
 from dtensor.daft import (
     Call,
@@ -53,6 +45,16 @@ from dtensor.daft import (
 )
 from dtensor.daft.ir.instructions import WORD, Buffer
 from dtensor.daft.run.stamps import body_of
+from dtensor.private_torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    compiled_artifact,
+    standalone_compile,
+    unset_fake_temporarily,
+)
 from dtensor.runtime.lower.code import tuple_text
 from dtensor.runtime.lower.lines import overload_of, parts_of
 
@@ -101,12 +103,10 @@ class FusedChain:
         self.data = data
         key = hashlib.sha256(data).hexdigest()
         if key not in _loaded:
-            from torch._inductor.standalone_compile import CompiledArtifact
-
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "artifact"
                 path.write_bytes(data)
-                _loaded[key] = CompiledArtifact.load(path=str(path), format="binary")
+                _loaded[key] = compiled_artifact().load(path=str(path), format="binary")
         self._run = _loaded[key]
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -351,13 +351,13 @@ def _made(compiled: FusedChain, given: Sequence[torch.Tensor]) -> list[torch.Ten
 
 def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
     """Of a chain compiled for tensors of these shapes and strides."""
-    from torch._inductor import config, standalone_compile
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    compile_alone, config = standalone_compile()
     graph = make_fx(chain)(*given)
     # one thread: how many there are changes the bits of a sum
     with config.patch({"cpp.threads": 1}), tempfile.TemporaryDirectory() as folder:
-        made: Any = standalone_compile(
+        made: Any = compile_alone(
             graph, list(given), dynamic_shapes="from_example_inputs", options={}
         )
         path = Path(folder) / "artifact"

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch._ops import OpOverload
-
+from dtensor.private_torch import OpOverload
 from dtensor.runtime.lower.code import QUICK
 from dtensor.sharding.ops.library import PLAIN
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from dtensor.private_torch import OpOverload, is_alias_of
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder
 from dtensor.runtime.lower.code import quick
 from dtensor.sharding.ops.call import OpCall
@@ -209,12 +210,8 @@ def _line_of(step: Compute) -> str | None:
 
 def _name_of(function: Any) -> str:
     """A name for it in code."""
-    is_op = isinstance(function, torch._ops.OpOverload)
+    is_op = isinstance(function, OpOverload)
     return str(function).replace(".", "_") if is_op else function.__name__
-
-
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_is_alias_of = _C._is_alias_of
 
 
 # -- what generated code calls ---------------------------------------------------------------------
@@ -223,6 +220,6 @@ _is_alias_of = _C._is_alias_of
 def apart(x: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
     """x, or a copy where it shares its storage with one of the others."""
     for other in state:
-        if _is_alias_of(x, other):
+        if is_alias_of(x, other):
             return x.clone()
     return x

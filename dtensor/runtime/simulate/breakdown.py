@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch._ops import OpOverload
 
 from dtensor.daft import (
     Call,
@@ -47,6 +46,7 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import key_of
 from dtensor.daft.run.stamps import Stamps, body_of, lines_of, times_of
 from dtensor.daft.verification.pairing import Site, starts_of_waits
+from dtensor.private_torch import OpOverload
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dtensor.numerics import is_narrow
+from dtensor.private_torch import flash_attention_for_cpu
 
 aten: Any = torch.ops.aten
 
@@ -168,8 +169,7 @@ def loss_backward_over(
     return backward(_wide(grad) / count, *map(_wide, args)).to(dtype)
 
 
-_torch: Any = torch
-_flash_attention = _torch._scaled_dot_product_flash_attention_for_cpu  # sooner than its overload
+_flash_attention = flash_attention_for_cpu  # sooner than its overload
 
 
 def flash_attention(

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch._ops import OpOverload
 
 from dtensor.numerics import dtype_name
+from dtensor.private_torch import OpOverload
 from dtensor.sharding.spec.placements import Intervals
 from dtensor.sharding.spec.spec import TensorSpec
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
+from dtensor.private_torch import OpOverload, jit_get_schemas_for_operator
 from dtensor.sharding.local import indexing
 from dtensor.sharding.local.in_range import CHECKS, check_range
 from dtensor.sharding.ops.call import OpCall, Operand
 
 aten: Any = torch.ops.aten
-_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def _elementwise(target: Any) -> Any:
     known: object = target
     if not isinstance(known, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    own, jit = target._schema, _torch_c._jit_get_schemas_for_operator
+    own, jit = target._schema, jit_get_schemas_for_operator
     space, name = own.name.split("::")
     for schema in jit(f"{own.name}_"):
         types = [(a.name, a.type) for a in schema.arguments]

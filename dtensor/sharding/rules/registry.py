@@ -18,9 +18,9 @@ from functools import lru_cache
 from typing import cast
 
 import numpy as np
-from torch._ops import OpOverload
 
 from dtensor.errors import PlanningError
+from dtensor.private_torch import OpOverload
 from dtensor.sharding.ops.call import OpCall, Slot
 from dtensor.sharding.rules.rule import Rule
 

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dtensor.private_torch import OpOverload, unset_fake_temporarily
 
 aten: Any = torch.ops.aten
 
@@ -90,7 +91,7 @@ class Constants:
         target = node.target
         if target is operator.getitem:
             return
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             raise NotConstant(f"it depends on what {target} computes")
         if torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten":
             raise NotConstant(f"it depends on what {target} computes")
@@ -127,7 +128,7 @@ class Writes:
 def _written(node: fx.Node) -> Iterator[Any]:
     """The operands that an op changes."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return
     for index, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -139,7 +140,7 @@ def _is_view(node: fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    return isinstance(target, torch._ops.OpOverload) and any(
+    return isinstance(target, OpOverload) and any(
         result.alias_info is not None for result in target._schema.returns
     )
 

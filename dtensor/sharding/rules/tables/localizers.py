@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch._ops import OpOverload
-
+from dtensor.private_torch import OpOverload
 from dtensor.sharding.local import values
 from dtensor.sharding.ops.call import Local, Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import retarget

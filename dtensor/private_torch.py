@@ -1,0 +1,125 @@
+"""All that dtensor uses of torch and that is private to torch, under names without underscores.
+
+    from dtensor.private_torch import FakeTensorMode, OpOverload, pytree
+
+A new torch may move or change any of it: this is the file to look at then. `make versions` runs
+what stands on it with each torch that is supported. What loads torch's compiler is a function.
+
+Elsewhere nothing private of torch is named but its ops (``torch.ops.aten._softmax``), which have
+rules and certificates, and an op's ``_schema``. Not here: what a capture changes in torch
+(frontend/capture/patches.py), the settings that kernels obey (kernel_flags.py), what is private to
+Ray (daft/ray/private_ray.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._functorch import get_unwrapped as get_unwrapped
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
+)
+from torch._library.custom_ops import OPDEFS as OPDEFS
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._ops import _OpNamespace
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+)
+from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.fx.graph import _Namespace
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+BatchNorm = _BatchNorm
+Namespace = _Namespace
+OpNamespace = _OpNamespace
+disable_current_modes = _disable_current_modes
+pytree = _pytree
+
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_torch: Any = torch  # whose types do not know all that it has
+
+# -- C++'s side of torch ---------------------------------------------------------------------------
+
+TensorBase: Any = _C.TensorBase
+DisableTorchFunction: Any = _C.DisableTorchFunction
+DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
+below_autograd: Any = _C._AutoDispatchBelowAutograd
+current_graph_task_id: Any = _C._current_graph_task_id
+dispatch_dump: Any = _C._dispatch_dump
+dispatch_get_all_op_names: Any = _C._dispatch_get_all_op_names
+dispatch_has_kernel_for_dispatch_key: Any = _C._dispatch_has_kernel_for_dispatch_key
+get_operation_overload: Any = _C._get_operation_overload
+get_tracing_state: Any = _C._get_tracing_state
+set_tracing_state: Any = _C._set_tracing_state
+is_alias_of: Any = _C._is_alias_of
+jit_get_schemas_for_operator: Any = _C._jit_get_schemas_for_operator
+make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+foreach_add_: Any = _torch._foreach_add_
+foreach_copy_: Any = _torch._foreach_copy_
+fused_adam_: Any = _torch._fused_adam_
+fused_adamw_: Any = _torch._fused_adamw_
+gelu: Any = _C._nn.gelu
+silu: Any = _C._nn.silu
+flash_attention_for_cpu: Any = _torch._scaled_dot_product_flash_attention_for_cpu
+
+# -- what is loaded where it is needed -------------------------------------------------------------
+
+
+def decomposition_table() -> Any:
+    """How torch writes an op with others, below autograd: {overload: function}."""
+    from torch._decomp import global_decomposition_table
+
+    return global_decomposition_table["post_autograd"]
+
+
+def aot_descriptors() -> Any:
+    """The classes of ``meta["desc"]`` in a joint graph of forward and backward."""
+    from torch._functorch._aot_autograd import descriptors
+
+    return descriptors
+
+
+def flatten_state_dict() -> Any:
+    """How torch.distributed.checkpoint names what is nested."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict
+
+
+def cpp_compiler() -> Any:
+    """`get_cpp_compiler` of torch's compiler, and what it raises where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    return get_cpp_compiler, InvalidCxxCompiler
+
+
+def standalone_compile() -> Any:
+    """Torch's compiler for one graph, and its settings."""
+    from torch._inductor import config, standalone_compile
+
+    return standalone_compile, config
+
+
+def compiled_artifact() -> Any:
+    """The class of what `standalone_compile` made, which loads it."""
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    return CompiledArtifact
