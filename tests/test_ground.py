@@ -219,8 +219,10 @@ def test_the_path_of_the_readmes_example():
     # docstrings that the reference prints: 160 lines; what notebooks show of them: 20;
     # rules that fail are no rules; numbers in the place of tensors, sparse gradients refused: 100;
     # sums of 16 bits whose parts are float32, and the table of ops that give such parts: 250
-    # what hosts raise, checks of values, waits that are followed: 250 more, and one file
-    assert files <= 97 and lines <= 26_100 and ran <= 11_700, text
+    # what hosts raise, checks of values, waits that are followed: 250 more, and one file;
+    # captures for one thread, reads of what is outside, programs that are unloaded, the names of
+    # what is private of torch: 1,400 lines, a third of them run, and four files
+    assert files <= 101 and lines <= 27_600 and ran <= 12_050, text
 
 
 def test_long_files_are_looked_at():
