@@ -208,6 +208,11 @@ class LoadedPrograms:
         self._of: dict[int, tuple[ref[Any], _ByPlan]] = {}  # by id of the owner
         self._ownerless: list[_ByPlan] = []
 
+    def __iter__(self) -> Iterator[LoadedProgram]:
+        for plans in (*self._ownerless, *(plans for _, plans in list(self._of.values()))):
+            for _, programs in list(plans.values()):
+                yield from programs.values()
+
     def by_plan(self, owner: object) -> _ByPlan:
         known = self._of.get(id(owner))
         if known is None:

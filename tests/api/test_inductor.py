@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.loaded_program import programs_of
 from dtensor.api.session import session_for
 from dtensor.daft import Backend, Mode, Program
 from dtensor.runtime.lower.inductor import FusedChain
@@ -51,8 +51,7 @@ def trained(
     with dt.launch(placed.mesh, backend, mode=mode, local=local):  # type: ignore[arg-type]
         losses = [float(step(*one)) for one in data]
         state = dt.gather_state_dict(model, optimizer)
-        [(_, loaded)] = session_for(placed.mesh).loaded.values()
-        assert isinstance(loaded, LoadedProgram)
+        [loaded] = programs_of(session_for(placed.mesh))
         return losses, state, loaded.handle.program
 
 
@@ -92,7 +91,7 @@ def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
         compiled = dt.compile(fn, mesh)
         with dt.launch(mesh, local=local):  # type: ignore[arg-type]
             found.append(compiled(x, weight, bias).full_tensor())
-            [(_, loaded)] = session_for(mesh).loaded.values()
+            [loaded] = programs_of(session_for(mesh))
             sources = [function.source for _, function in loaded.handle.program.functions]
     assert any("fused_" in text and "# add in place" in text for text in sources)
     torch.testing.assert_close(found[1], found[0])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.loaded_program import programs_of
 from dtensor.api.profiling import NUM_WARM
 from dtensor.api.session import session_for
 from dtensor.daft import Call, Collective, Program, Recv, Send, TaskError, Wait
@@ -90,8 +90,7 @@ def made_up_profile() -> tuple[Program, Profile]:
         float(step(*data()))
         planned = step.plans.latest
         assert planned is not None
-        [(_, loaded)] = session_for(mesh).loaded.values()
-        assert isinstance(loaded, LoadedProgram)
+        [loaded] = programs_of(session_for(mesh))
         program = loaded.handle.program
     outputs = [made_up(program, rank) for rank in range(2)]
     timed = [TimedStep(controller=100e-6, run=each, outputs=outputs) for each in (1.2e-3, 1.3e-3)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.api.loaded_program import programs_of
 from dtensor.api.session import session_for
 from dtensor.daft import Program
 from tests.state_programs import WRITES, Held, arguments, declared, drawn, program
@@ -78,7 +79,7 @@ def source(made: Program) -> str:
 
 
 def latest(mesh: dt.Mesh) -> Program:
-    return list(session_for(mesh).loaded.values())[-1][1].program
+    return list(programs_of(session_for(mesh)))[-1].program
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 import dtensor as dt
-from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.loaded_program import programs_of
 from dtensor.api.session import session_for
 from dtensor.daft import Backend, Call, Collective, Handle, Wait
 from dtensor.daft.verification.pairing import starts_of_waits
@@ -42,8 +42,7 @@ def trained(step: dt.TrainStep, backend: Backend = "inprocess") -> tuple[list[fl
     with dt.launch(mesh, backend):
         losses = [float(step(*one)) for one in batches(3)]
         state = dt.gather_state_dict(step.model, step.optimizer)
-        [(_, loaded)] = session_for(mesh).loaded.values()
-        assert isinstance(loaded, LoadedProgram)
+        [loaded] = programs_of(session_for(mesh))
         return losses, state, loaded.handle
 
 

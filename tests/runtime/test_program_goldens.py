@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.loaded_program import LoadedProgram
+from dtensor.api.loaded_program import LoadedProgram, programs_of
+from dtensor.api.session import MeshSession
 from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, MLP, batch, loss_fn, square_loss
 
@@ -101,9 +102,8 @@ def text_of(name: str) -> str:
     )
 
 
-def loaded(session: object) -> LoadedProgram:
-    (_, one), *others = session.loaded.values()  # type: ignore[attr-defined]
-    assert not others
+def loaded(session: MeshSession) -> LoadedProgram:
+    [one] = programs_of(session)
     return one
 
 
