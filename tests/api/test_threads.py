@@ -236,6 +236,13 @@ def test_another_thread_draws_its_own_numbers() -> None:
     assert beside.found == known
 
 
+def test_a_program_that_uses_numpy_is_not_blamed_for_anothers_draws() -> None:
+    with Beside(lambda: float(np.random.rand())) as beside:
+        captured(Net(), lambda: (beside.meet(), np.float64(1.0)))
+        with pytest.raises(dt.PlanningError, match="draws from numpy.random;"):
+            captured(Net(), lambda: (beside.meet(), np.random.rand()))
+
+
 def test_what_the_program_draws_is_blamed_beside_another_thread() -> None:
     with (
         Beside(lambda: float(np.random.rand())) as beside,

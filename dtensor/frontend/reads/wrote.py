@@ -127,8 +127,9 @@ class Wrote:
                 return self.ran(generator.gi_code)
             case np.random.Generator() | np.random.RandomState():
                 return self._names(name)
-            case _ if generator is np.random:
-                return self._names("numpy") or self._reaches(np, np.random, np.random.mtrand._rand)
+            case _ if generator is np.random:  # the profiler does not see its methods
+                held = np.random, np.random.mtrand._rand
+                return self._names("numpy.random") or self._reaches(*held) or self._of_numpy()
             case _ if generator is random or isinstance(generator, random.Random):
                 drawn = any("Random." in text or "_random." in text for text in self._called)
                 if generator is random:
@@ -151,6 +152,12 @@ class Wrote:
             if c.co_filename.startswith("<") or owner_of_file(c.co_filename) is not None
         )
 
+    def _of_numpy(self) -> bool:
+        """Whether one of these codes, a user's or a library's, says "random" of numpy."""
+        assert self._codes is not None
+        saying = [c for c in self._codes if "random" in (*c.co_names, *c.co_consts)]
+        return any("numpy" in c.co_names for c in saying) or self._reaches(np, codes=saying)
+
     def _changes(self, kind: type, stores: Sequence[_Stores]) -> bool:
         """Whether something changes such a container in place."""
         found = set[str]().union(*(s.in_place for s in stores))
@@ -164,11 +171,12 @@ class Wrote:
             for name in found & _CHANGING[kind]
         )
 
-    def _reaches(self, *wanted: object) -> bool:
+    def _reaches(self, *wanted: object, codes: Sequence[CodeType] | None = None) -> bool:
         """Whether one of these codes names a global that is one of these, or a method of it."""
         assert self._codes is not None
-        files = {code.co_filename for code in self._codes}
-        names = {name for code in self._codes for name in code.co_names}
+        codes = self._codes if codes is None else codes
+        files = {code.co_filename for code in codes}
+        names = {name for code in codes for name in code.co_names}
         spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
         held = [
             space[name]
