@@ -72,6 +72,12 @@ def an_array_shared_by_processes() -> Made:
 
 
 @way()
+def a_list_of_functions_of_cython() -> Made:
+    held: list[Any] = [np.random.seed]
+    return times(lambda: float(len(held)), lambda i: held.__setitem__(slice(1, None), held[:1] * i))
+
+
+@way()
 def a_number_of_ctypes() -> Made:
     value = ctypes.c_double(1.0)
     return times(lambda: value.value, lambda i: setattr(value, "value", 1.0 + i))
@@ -505,6 +511,7 @@ SAMPLE = (  # the ways that were lost before
     *("a_module_by_its_name", "the_keywords_of_a_partial", "a_descriptor_with_a_store"),
     *("the_level_of_the_root", "a_flag_of_a_backend", "deterministic_algorithms"),
     *("the_precision_of_matrix_products", "the_context_of_decimal", "the_recursion_limit"),
+    "a_list_of_functions_of_cython",
 )
 
 

@@ -48,6 +48,12 @@ def is_foreign(module_name: str | None) -> bool:
     return (module_name or "builtins").partition(".")[0] in _FOREIGN
 
 
+def module_of(kind: type) -> str:
+    """The name of a class's module, which of Cython's functions is no text."""
+    name: object = kind.__module__
+    return name if isinstance(name, str) else "builtins"
+
+
 @dataclass(frozen=True, slots=True)
 class Outside:
     """What cannot be compared; ``what`` is read, in words ("" where the name says it)."""
@@ -271,7 +277,7 @@ programs read; by its text; or not, which is said."""
 @lru_cache(maxsize=4096)
 def kept(kind: type) -> Kept:
     """How objects of a class are; of the user's, or a library's, by what it derives from."""
-    if is_foreign(kind.__module__):
+    if is_foreign(module_of(kind)):
         bases = kind.__mro__[:-1]
         found: list[Kept | None] = [_OBJECTS.get(_name(base)) for base in bases]
         found += map(_entry, bases)
@@ -281,7 +287,7 @@ def kept(kind: type) -> Kept:
         return "unknown"
     hidden = _hides(kind) and not issubclass(kind, _KNOWN_OF_C)
     for base in kind.__mro__[:-1]:
-        if not is_foreign(base.__module__):
+        if not is_foreign(module_of(base)):
             continue
         match _entry(base):
             case None:
@@ -307,7 +313,7 @@ _KNOWN_OF_C += (str, bytes)
 
 
 def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{module_of(kind)}.{kind.__qualname__}"
 
 
 def _entry(kind: type) -> Kept | None:

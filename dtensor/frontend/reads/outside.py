@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from dtensor.frontend.reads.known import Outside, is_foreign, said
+from dtensor.frontend.reads.known import Outside, is_foreign, module_of, said
 from dtensor.frontend.reads.walk import RanCode, Reached, is_own, nested
 from dtensor.frontend.source import Source, line_of
 
@@ -156,7 +156,7 @@ def _outside_values(
 def _objects(found: Reached, ran: RanCode) -> Iterator[ReadOutside]:
     for path, value in found.unknown:
         kind = type(value)
-        what = f"what {path} holds, of class {kind.__module__}.{kind.__qualname__}"
+        what = f"what {path} holds, of class {module_of(kind)}.{kind.__qualname__}"
         if isinstance(entry := said(path), Outside) and entry.what:
             what = f"{path}, {entry.what}"
         names = re.findall(r"[^\W\d]\w*", re.sub(r"\[[^\]]*\]|\(.*?\)", "", path))

@@ -64,6 +64,7 @@ from dtensor.frontend.reads.known import (
     is_foreign,
     is_plain_all_through,
     kept,
+    module_of,
     said,
 )
 from dtensor.frontend.source import OWN, owner_of_file
@@ -81,6 +82,7 @@ T = TypeVar("T")
 Paths = list[tuple[str, T]]
 """Things with where they were found; two may have the same words."""
 
+_FUNCTIONS_OF_C = (BuiltinFunctionType, type(np.random.seed))  # and Cython's
 PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice, range),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -351,7 +353,7 @@ class _Walker:
             try:
                 self._visit(path, value)
             except Exception:
-                if is_foreign(type(value).__module__):
+                if is_foreign(module_of(type(value))):
                     raise
                 # A method of the user's that was asked raises (__len__, __class__): none is asked.
                 del self._todo[mark:], self.found.print[said:], self.found.paths[said:]
@@ -432,9 +434,9 @@ class _Walker:
             case property():
                 self._say(path, "property")
                 self._todo.append((path, value.fget))
-            case BuiltinFunctionType():
+            case _ if isinstance(value, _FUNCTIONS_OF_C):
                 self._same(path, value)
-                owner = value.__self__
+                owner = getattr(value, "__self__", None)
                 if owner is not None and not isinstance(owner, (ModuleType, type)):
                     self._todo.append((path, owner))
             case ModuleType():
@@ -506,7 +508,7 @@ class _Walker:
         for name in self.names.among(space):
             if name not in _OF_ENUMS:
                 self._slot(space, name, f"{path}.{name}")
-        if not is_foreign(type(member).__module__):
+        if not is_foreign(module_of(type(member))):
             self._todo.append((path, type(member)))
 
     def _texts(self) -> set[str]:
@@ -632,13 +634,13 @@ class _Walker:
 
     def _class(self, path: str, cls: type) -> None:
         self._say(path, "class", id(cls))
-        if not is_foreign(type(cls).__module__):
+        if not is_foreign(module_of(type(cls))):
             self._todo.append((path, type(cls)))
         for base in cls.__mro__:
             space = vars(base)
             if base in (object, nn.Module):
                 continue
-            if is_foreign(base.__module__):
+            if is_foreign(module_of(base)):
                 if issubclass(base, nn.Module) and "forward" in space:
                     self._slot(space, "forward", f"{base.__name__}.forward")
                 continue
@@ -680,7 +682,7 @@ class _Walker:
         found.sized.append((f"{path}.*", space))
         where = f"{path}." if path else ""
         names = self.names.among(space)
-        if is_foreign(type(module).__module__):  # a layer of torch's
+        if is_foreign(module_of(type(module))):  # a layer of torch's
             names = [name for name in names if name in self.names.names]
         for name in names:
             if name not in _OF_TORCH:
@@ -754,7 +756,7 @@ class _Walker:
 
     def _own(self, path: str, items: Any) -> None:
         """What a container of the user's class has besides its items."""
-        if is_foreign(type(items).__module__):
+        if is_foreign(module_of(type(items))):
             return
         self._todo.append((path, type(items)))
         space: dict[str, Any] = getattr(items, "__dict__", {})
@@ -763,7 +765,7 @@ class _Walker:
 
     def _object(self, path: str, value: Any) -> None:
         kind = type(value)
-        root = kind.__module__.partition(".")[0]
+        root = module_of(kind).partition(".")[0]
         if self.ran is None and root in _CLOSED:
             self._same(path, value)
             return
@@ -775,12 +777,12 @@ class _Walker:
                 self._same(path, value)
             if how == "unknown" and not (isinstance(value, io.IOBase) and _is_for_writing(value)):
                 self.found.unknown.append((path, value))
-            elif callable(asked := said(f"{kind.__module__}.{kind.__qualname__}")):
-                self.asks(f"{kind.__module__}.{kind.__qualname__}", asked)
+            elif callable(asked := said(f"{module_of(kind)}.{kind.__qualname__}")):
+                self.asks(f"{module_of(kind)}.{kind.__qualname__}", asked)
             return
         if how.asked is not None:
             self.asks(path, functools.partial(how.asked, value))
-            if is_foreign(kind.__module__):  # what the user has put there besides
+            if is_foreign(module_of(kind)):  # what the user has put there besides
                 for name in sorted(self.names.names & space_of(value).keys()):
                     self._slot(space_of(value), name, f"{path}.{name}")
                 return
@@ -802,7 +804,7 @@ class _Walker:
         if space:
             self.found.sized.append((f"{path}.*", space))
         foreign = is_foreign(
-            kind.__module__
+            module_of(kind)
         )  # a namespace, an optimizer: its code is not looked at
         for name in list(space) if foreign else self.names.among(space):
             self._slot(space, name, f"{path}.{name}")
