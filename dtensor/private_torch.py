@@ -96,6 +96,13 @@ def aot_descriptors() -> Any:
     return descriptors
 
 
+def compile_lock() -> Any:
+    """What torch.compile holds while it compiles."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 def flatten_state_dict() -> Any:
     """How torch.distributed.checkpoint names what is nested."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict

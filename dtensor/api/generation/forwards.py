@@ -44,7 +44,7 @@ from dtensor.frontend.capture.call_as_module import held_per_thread
 from dtensor.frontend.capture.patches import FLAGS, load_compiler
 from dtensor.frontend.capture.replaced import answered_here, replaced
 from dtensor.frontend.graph import type_text
-from dtensor.private_torch import FakeTensorMode
+from dtensor.private_torch import FakeTensorMode, compile_lock
 
 PROTOCOL = "forward(tokens, cache, pos), as docs/generation.md has it"
 _PROBED = 2  # positions
@@ -299,14 +299,12 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
         return functional_call(module, held, args, kwargs)
 
     load_compiler()
-    from torch._dynamo.convert_frame import compile_lock
-
     exporting = replaced(
         [(torch.compiler, f"_is_{what}_flag", True) for what in ("exporting", "compiling")]
     )  # as in the capture: models look
     with (
         ONE_AT_A_TIME,
-        ONE_AT_A_TIME.and_then(compile_lock),
+        ONE_AT_A_TIME.and_then(compile_lock()),
         capturing(),
         held_per_thread(list(module.modules())),
         answered_here(FLAGS),

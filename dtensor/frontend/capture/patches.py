@@ -74,6 +74,7 @@ from dtensor.frontend.capture.replaced import (
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
+from dtensor.private_torch import compile_lock
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
@@ -88,7 +89,6 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     """Within a capture. ``below``: the function whose callees' lines are the user's."""
     # Not at the top: they load torch's compiler, and with it triton where that is installed.
     from torch._decomp import decompositions
-    from torch._dynamo.convert_frame import compile_lock
     from torch.export import _trace
     from torch.fx.experimental import symbolic_shapes
 
@@ -125,7 +125,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     applying = _watched(numbers, functions, explaining)
     with ExitStack() as stack:
         # Before anything is changed: torch changes the same as it compiles, in another thread.
-        stack.enter_context(ONE_AT_A_TIME.and_then(compile_lock))
+        stack.enter_context(ONE_AT_A_TIME.and_then(compile_lock()))
         stack.enter_context(replaced([*changes, (_SingleLevelFunction, "apply", applying)]))
         stack.enter_context(answered_here(FLAGS))
         stack.enter_context(
