@@ -194,7 +194,7 @@ def _copy(holder: Any) -> Any:
 
 def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
     if isinstance(copy, dict):
-        stem = path.removesuffix("*").partition(": ")[0]
+        stem = path.removesuffix("*").partition(": ")[0].removeprefix(".")  # of the root
         owner = holder if isinstance(holder, dict) else _owner_of(holder)
         return [
             Change(
