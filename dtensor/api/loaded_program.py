@@ -78,7 +78,7 @@ class LoadedProgram:
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
-        self._last: Future | None = None  # of its runs
+        self._last: ref[Future] | None = None  # of its runs: what it gave is for who reads it
 
     @cached_property
     def results(self) -> dict[str, Layout]:
@@ -118,12 +118,16 @@ class LoadedProgram:
         returned: Collection[str] = (),
     ) -> Future:
         """See `MeshSession.run`."""
-        self._last = self.session.run(self.handle, fed, keep, counted, returned)
-        return self._last
+        future = self.session.run(self.handle, fed, keep, counted, returned)
+        self._last = ref(future)
+        return future
 
     @property
     def running(self) -> bool:
-        return self._last is not None and not self._last.done()
+        """Whether a run is under way that somebody may ask for. The ranks end any before they
+        unload it."""
+        last = None if self._last is None else self._last()
+        return last is not None and not last.done()
 
     def unload(self) -> None:
         """The ranks forget it; its constants are nobody's."""

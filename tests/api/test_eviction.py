@@ -164,9 +164,8 @@ def test_a_run_under_way_keeps_its_program(few: int, monkeypatch: pytest.MonkeyP
     with dt.launch(MESH) as run:
         with monkeypatch.context() as patch:
             patch.setattr(_Called, "done", lambda self: False)
-            for length in range(2, 8):
-                f(rows(length))
-            assert len(handles(run)) == 6
+            under_way = [f(rows(length)) for length in range(2, 8)]
+            assert len(handles(run)) == len(under_way) == 6
         f(rows(9))
         assert len(handles(run)) == few
 
