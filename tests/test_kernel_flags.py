@@ -31,7 +31,9 @@ CHANGES: dict[str, Callable[[], object]] = {
 @pytest.fixture
 def before() -> Iterator[bytes]:
     kept = marshal.dumps(kernel_flags(), 2)
-    yield kept
+    # in a process in which somebody has called torch.backends.disable_global_flags(), too
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+        yield kept
     obey(marshal.loads(kept))
     assert marshal.dumps(kernel_flags(), 2) == kept
 

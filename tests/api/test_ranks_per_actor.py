@@ -28,8 +28,10 @@ def test_in_process_it_changes_nothing() -> None:
 @pytest.mark.slow
 def test_fewer_gpus_than_ranks_are_refused_unless_it_is_said() -> None:
     ray = pytest.importorskip("ray")
+    from dtensor.daft.ray.starting import end_ray
+
     mesh = dt.Mesh(dp=2, tp=2)
-    ray.shutdown()  # that of earlier tests; and Ray believes what it is told about GPUs
+    end_ray()  # that of earlier tests, and its token; Ray believes what it is told about GPUs
     own: dict[str, Any] = dict(address="local", include_dashboard=False, log_to_driver=False)
     ray.init(num_gpus=3, num_cpus=1, **own)
     try:

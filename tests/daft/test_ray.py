@@ -378,10 +378,12 @@ def test_plain_data_goes_when_it_has_changed(
     sent: list[object] = []
     send = RunChannel.send
 
-    def noted(self: RunChannel, host: int, kind: Any, functions: Any, given: Any) -> Any:
+    def noted(
+        self: RunChannel, host: int, kind: Any, functions: Any, given: Any, *, lent: bool
+    ) -> Any:
         plain = given[3].get(host)  # besides what kernels obey
         sent.append((plain or given[2][host])["x"])
-        return send(self, host, kind, functions, given)
+        return send(self, host, kind, functions, given, lent=lent)
 
     handle, other = three.load(_told()), three.load(_told())
     monkeypatch.setattr(RunChannel, "send", noted)
@@ -411,7 +413,7 @@ def test_plain_data_goes_when_it_has_changed(
     three.unload(other)
 
 
-def _refuses(*_: object) -> None:
+def _refuses(*_: object, **__: object) -> None:
     raise TypeError("no")
 
 
