@@ -75,6 +75,7 @@ def judge(family: str, begun: Callable[[Record], None] | None = None) -> Record:
     """``begun`` is called with the record so far once plain torch has trained the family."""
     record = Record(family=family)
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("error", message="The program reads ")  # ours: none is due
     found = trainable(family, record)
     if found is None:
         return record
