@@ -339,7 +339,7 @@ def test_a_tensor_stored_in_a_module() -> None:
         refused(Caching()),
         """\
 The program stores a tensor in an attribute of a module, which would be lost.
-  .last
+  last
   test_refusals.py:N: self.last = x * 2
 fix: return the tensor, or register it as a buffer and change it in place; a cache that stays as it is: let one call of the module fill it before""",  # noqa: E501
     )
