@@ -68,6 +68,7 @@ from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard, index_sets, refine
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.signals import as_set
 
 Grads = Literal["none", "loss", "tangents"]
 
@@ -351,7 +352,7 @@ def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
 
 def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
     """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
-    with ONE_AT_A_TIME, collector_paused():
+    with ONE_AT_A_TIME, collector_paused(), as_set():
         return _planned(call, mesh, grads, options, name)
 
 

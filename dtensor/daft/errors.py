@@ -118,6 +118,11 @@ class TaskError(DaftError):
     """
 
 
+class RunInterrupted(TaskError):
+    """What a signal's handler has raised, between two instructions. The run is undone; the
+    exception itself is raised where the call of ours ends that it came in."""
+
+
 class ActorLost(DaftError):
     """An actor died or stopped: a fault of the infrastructure."""
 

@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.thread import _WorkItem
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
 from dtensor.errors import PlanningError
-
-_LOOK_S = 0.05  # how often a thread that waits looks whether it is waited for
+from dtensor.signals import LOOK_S, Lock, act
 
 _captures: list[int] = []  # the thread that captures, once for each capture within another
 _started: WeakSet[threading.Thread] = WeakSet()  # by the program that is captured
@@ -66,32 +65,21 @@ def has_started() -> bool:
     return bool(_started)
 
 
-class OneAtATime:
+class OneAtATime(Lock):
     """A lock that a thread may take again."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.turn: int = 0
-        self._lock = threading.RLock()
         self._last = 0  # the thread that has it, or had it last
         self._wanted: Any = None  # the lock that the thread which has this one waits for
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._check()
-            while not self._lock.acquire(timeout=_LOOK_S):
-                self._check()
+        super().__enter__()
         me = threading.get_ident()
         if self._last != me:
             self._last = me
             self.turn += 1
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lock.release()
 
     @contextmanager
     def and_then(self, lock: Any) -> Iterator[None]:
@@ -99,7 +87,8 @@ class OneAtATime:
         if not lock.acquire(blocking=False):
             self._wanted = lock
             try:
-                lock.acquire()
+                while not lock.acquire(timeout=LOOK_S):
+                    act()
             finally:
                 self._wanted = None
         try:
@@ -107,7 +96,7 @@ class OneAtATime:
         finally:
             lock.release()
 
-    def _check(self) -> None:
+    def waited_for(self) -> None:
         """Raises where the thread that has it waits for this one."""
         if is_capturing() or _is_waited_for(sys._current_frames().get(self._last)):
             raise PlanningError(

@@ -313,6 +313,7 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
         torch.no_grad(),
         evaluating(module),
         _noted(names, stack),
+        as_set(),  # of signals
     ):
         held = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in named.items()}
         tokens = torch.zeros(1, _PROBED, dtype=torch.int64)

@@ -28,7 +28,6 @@ only, of which the others would wait for ever, ends the cluster's use.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,6 +51,7 @@ from dtensor.daft.run.undone import Fault, Undone, first_fault
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
+from dtensor.signals import Lock
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.changes import Changes
@@ -320,7 +320,7 @@ class HostedCluster(Cluster):
         # by their ids, unloaded ones too as long as a future of a run may ask for them
         self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self._counting: Counting | None = None  # none where one host knows of all runs
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self.changes: Changes | None = None
         self.number_changes(snapshot_every)
 
@@ -731,7 +731,7 @@ class HostedCluster(Cluster):
 
     def _interrupted(self) -> None:
         """State may be half-written, and transfers half-made."""
-        self.failure = CommunicationError(Failure(rank=None, reason="a run was interrupted"))
+        self.failure = CommunicationError(Failure(rank=None, reason="it was interrupted while state changed."))
 
 
 class _Called(Future):

@@ -16,7 +16,6 @@ if for `deadline_s` no host moves that has to do something yet before it can end
 from __future__ import annotations
 
 import marshal
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -56,6 +55,7 @@ from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
+from dtensor.signals import Lock
 
 
 @dataclass(slots=True)
@@ -532,7 +532,7 @@ class RayCluster(HostedCluster):
         return self._closed
 
     @property
-    def lock(self) -> threading.RLock:
+    def lock(self) -> Lock:
         return self._lock
 
     @property

@@ -36,7 +36,13 @@ from typing import TypeAlias, assert_never
 
 import torch
 
-from dtensor.daft.errors import CommunicationError, DaftError, Failure, TaskError
+from dtensor.daft.errors import (
+    CommunicationError,
+    DaftError,
+    Failure,
+    RunInterrupted,
+    TaskError,
+)
 from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
@@ -57,6 +63,7 @@ from dtensor.daft.raised import Raised, interrupts, reason_of
 from dtensor.daft.run.stamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
 from dtensor.daft.run.undone import (
+    CutShort,
     Fault,
     OthersFailed,
     Spoiled,
@@ -64,6 +71,7 @@ from dtensor.daft.run.undone import (
     shortened,
 )
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
+from dtensor.signals import act, keep, noted
 
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
@@ -185,10 +193,23 @@ class Engine:
                 try:
                     while at < end:
                         position = counter[0] = positions[at]
+                        if noted:
+                            self._act(position)
                         running[position]()
                         at += 1
                 except BaseException as error:
                     self._failed(positions[at], error)
+
+    def _act(self, position: int) -> None:
+        """A signal has come: it is handled here, where the run can still be undone."""
+        rank, index = self.sites[position]
+        undoes = not (self._undoes or (self._leaks and self._keeps) or self._spoiled)
+        if undoes and index < self._undoable[rank]:
+            try:
+                act()
+            except BaseException as error:
+                keep(error)
+                raise CutShort(reason_of(error)) from None
 
     def _failed(self, position: int, error: BaseException) -> None:
         """Spoil the rank, whose step here is made again as that of a spoiled one; or raise."""
@@ -197,7 +218,7 @@ class Engine:
         rank, index = self.sites[position]
         if not isinstance(error, OthersFailed):
             instruction = instruction_at(self.program, (rank, index))
-            ours = isinstance(error, Undeclared) or (
+            ours = isinstance(error, Undeclared | CutShort) or (
                 isinstance(instruction, Call) and not isinstance(error, torch.AcceleratorError)
             )
             leaks = self._leaks and self._keeps
@@ -391,6 +412,8 @@ class Engine:
 
     def _error(self, position: int, error: BaseException) -> DaftError:
         site = self.sites[position]
+        if isinstance(error, CutShort):
+            return RunInterrupted(describe(self.program, site, str(error)))
         instruction = instruction_at(self.program, site)
         kind, line = CommunicationError, None
         if isinstance(instruction, Call):

@@ -69,6 +69,10 @@ class OthersFailed(Exception):
     """Raised at a commit point."""
 
 
+class CutShort(Exception):
+    """Raised between two instructions, where a signal's handler has raised."""
+
+
 def first_fault(undone: Sequence[Undone], order: Sequence[Site]) -> Fault | None:
     """Of what hosts say of one run, the fault that is first in an order of all instructions. What
     follows from another comes after it in each such order, and this one does not know of time."""

@@ -70,6 +70,7 @@ from dtensor.frontend.source import (
 )
 from dtensor.private_torch import FakeTensorMode
 from dtensor.sharding.gc_pause import collector_paused
+from dtensor.signals import as_set
 
 
 def capture(
@@ -187,6 +188,7 @@ class _Capture:
                 torch.enable_grad(),
                 patched(below=CallAsModule.forward) as functions,
                 faked(call, grads, mode) as tensors,
+                as_set(),  # of signals
             ):
                 forward = _export(root, tensors)
                 for met in functions:

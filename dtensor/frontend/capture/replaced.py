@@ -23,6 +23,7 @@ from types import FunctionType
 from typing import Any
 
 from dtensor.frontend.alone import is_capturing
+from dtensor.signals import standing_in
 
 _ABSENT = object()
 
@@ -46,25 +47,17 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
         yield
     finally:
-        _put_back(before)
+        with standing_in():
+            _put_back(before)
 
 
 def _put_back(before: list[tuple[Any, str, Any]]) -> None:
-    """An interrupt on the way is raised when all is as it was."""
-    late: KeyboardInterrupt | None = None
     while before:
-        try:
-            while before:
-                owner, name, value = before[-1]
-                if value is not _ABSENT:
-                    setattr(owner, name, value)
-                elif name in vars(owner):
-                    delattr(owner, name)
-                before.pop()
-        except KeyboardInterrupt as interrupt:
-            late = interrupt
-    if late is not None:
-        raise late
+        owner, name, value = before.pop()
+        if value is not _ABSENT:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
 
 
 @contextmanager
@@ -83,7 +76,8 @@ def answered_here(functions: Sequence[FunctionType]) -> Iterator[None]:
             setattr(owner, name, value)
         yield
     finally:
-        _put_back(before)
+        with standing_in():
+            _put_back(before)
 
 
 def _answer(*, _here: Callable[[], bool], _plain: Callable[[], bool]) -> bool:

@@ -1,0 +1,318 @@
+"""While state changes, what a signal's handler raises waits for a place where nothing is lost.
+
+    with standing_in():            # in the main thread: no handler of the program's runs in here
+        for instruction in program:
+            act()                  # but here: what has come is handled, and may raise
+            instruction()
+    # what has come since is handled here
+
+Within, ours stands in for every Python handler, and notes the signal. `act` calls the program's own
+for what is noted; so does the end of the outermost block. Who cannot let an exception pass keeps it
+(`keep`): the end of that block raises it. Under `held_back` nothing acts before its end. Under
+`as_set`, where nothing can be lost, handlers stand as the program set them.
+
+A handler that `act` calls, within a block, is cut off where it calls something of ours: it runs
+again, from its beginning, at the end of the block, where all calls work.
+
+A signal that has waited for `SAY_AFTER_S` is said to be held back. A second one after that is
+handled where it comes: if that raises, what was under way is half done, and `when_forced` are
+called as the exception leaves the outermost block.
+
+Invariants: a signal is handled by the handler that stands then; where it comes twice before that,
+once. Ours that an exception leaves standing behind a block calls the program's. Other threads than
+the main one have no part in this: Python runs handlers in the main thread alone. What may be waited
+for within a block is a `Lock`, for in a plain one no signal would act.
+"""
+
+from __future__ import annotations
+
+import _thread
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SAY_AFTER_S = 1.0
+LOOK_S = 0.05
+"""How often a thread that waits for a lock looks."""
+
+# Without the conversions of `signal` to enums, which take ten times as long.
+_c: Any = importlib.import_module("_signal")
+_NUMBERS = [int(s) for s in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}]
+
+noted: list[int] = []
+"""Signals that have come, and wait. Empty, as a rule: look here before `act`."""
+when_forced: list[Callable[[], None]] = []
+"""Called when a second signal has ended half-way what changes state."""
+
+_main = threading.main_thread().ident
+_depth = 0  # of blocks
+_holding = 0  # of `held_back`
+_waiting = 0  # of `waits_may_act`
+_handlers: dict[int, Any] = {}  # for which ours stands, or has stood
+_seen: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all, and those of Python
+_after: list[int] = []  # whose handlers call something of ours
+_kept: list[BaseException] = []
+_acting = False
+_cut = False
+_said = False
+_forced = False
+
+
+class CutOff(BaseException):
+    """Ends a handler that calls something of ours within a block; it runs again at its end."""
+
+
+def _forked() -> None:
+    global _main
+    _main = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+class StandingIn:
+    """A block in which signals wait. It may be entered within itself."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        global _depth
+        if threading.get_ident() == _main:
+            if not _depth:
+                _stand_in()
+            _depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _depth
+        if threading.get_ident() == _main:
+            _depth = max(0, _depth - 1)
+            if not _depth:
+                _put_back()
+                if noted or _after or _kept or _forced:
+                    _end()
+
+
+_BLOCK = StandingIn()
+
+
+def standing_in() -> StandingIn:
+    """A block in which signals wait, in the main thread; elsewhere nothing."""
+    return _BLOCK
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A block in which nothing acts."""
+    global _holding
+    if threading.get_ident() != _main:
+        yield
+        return
+    with _BLOCK:
+        _holding += 1
+        try:
+            yield
+        finally:
+            _holding -= 1
+
+
+@contextmanager
+def waits_may_act() -> Iterator[None]:
+    """A block in which `wait` acts: what it waits for may be given up."""
+    global _waiting
+    if threading.get_ident() != _main:
+        yield
+        return
+    with _BLOCK:
+        _waiting += 1
+        try:
+            yield
+        finally:
+            _waiting -= 1
+
+
+@contextmanager
+def as_set() -> Iterator[None]:
+    """A part of a block in which nothing can be lost: handlers stand as the program has set them,
+    and raise wherever they are called."""
+    global _depth
+    if threading.get_ident() != _main or not _depth or _holding or _acting:
+        yield
+        return
+    depth = _depth
+    try:
+        _depth = 0
+        _put_back()
+        _handle()
+        yield
+    finally:
+        _depth = depth
+        _stand_in()
+
+
+# -- safe places -----------------------------------------------------------------------------------
+
+
+def act() -> None:
+    """What is noted is handled here, which may raise; nothing under `held_back`."""
+    global _acting, _cut
+    if not noted or _holding or _acting or threading.get_ident() != _main:
+        return
+    _acting = True
+    try:
+        while noted:
+            number, _cut = noted.pop(0), False
+            try:
+                _call(number)
+            except BaseException:
+                if not _cut:
+                    raise
+            if _cut:
+                _after.append(number)
+    finally:
+        _acting = False
+
+
+def wait() -> None:
+    """As `act`, where results are waited for that may be given up."""
+    if noted and _waiting:
+        act()
+
+
+def keep(error: BaseException) -> None:
+    """The end of the outermost block raises it: `act` did, where what runs has to end well."""
+    _kept.append(error)
+
+
+class Lock:
+    """A lock that a thread may take again, and a block. While a thread waits for it, signals act
+    where nothing else has begun."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self._lock.acquire(blocking=blocking)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def waited_for(self) -> None:
+        """Called by a thread that waits, every now and then; may raise."""
+
+    def __enter__(self) -> None:
+        global _cut
+        _BLOCK.__enter__()
+        try:
+            if _acting and threading.get_ident() == _main:
+                _cut = True
+                raise CutOff
+            if not self._lock.acquire(blocking=False):
+                self.waited_for()
+                while not self._lock.acquire(timeout=LOOK_S):
+                    if noted and _depth == 1 and threading.get_ident() == _main:
+                        _handle()
+                    self.waited_for()
+        except BaseException:
+            _BLOCK.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        _BLOCK.__exit__()
+
+
+# -- how ours stands in ----------------------------------------------------------------------------
+
+
+def _stand_in() -> None:
+    global _seen
+    standing = tuple(map(_c.getsignal, _NUMBERS))
+    if standing != _seen[0]:
+        own = [(n, h) for n, h in zip(_NUMBERS, standing, strict=True) if callable(h)]
+        _seen = standing, own
+    for number, handler in _seen[1]:
+        if handler is not _note:  # left standing
+            _handlers[number] = handler
+            _c.signal(number, _note)
+
+
+def _put_back() -> None:
+    for number, handler in list(_handlers.items()):
+        if _c.getsignal(number) is _note:  # else the program has set another
+            _c.signal(number, handler)
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Stands in for handlers."""
+    global _forced
+    if not _depth:
+        _put_back()
+        _handlers[number](number, frame)
+    elif _said:
+        try:
+            _handlers[number](number, frame)
+        except BaseException:
+            _forced = True
+            raise
+    elif number not in noted:
+        noted.append(number)
+        _thread.start_new_thread(_say_late, (number,))  # takes no lock, which may be taken here
+
+
+def _call(number: int) -> None:
+    """The program's handler, where it still has one."""
+    handler = _c.getsignal(number)
+    handler = _handlers[number] if handler is _note else handler
+    if callable(handler):
+        handler(number, sys._getframe(2))
+
+
+def _handle() -> None:
+    """What is noted, and what was cut off; also what comes after one that raises."""
+    waiting = _after or noted
+    if waiting:
+        try:
+            _call(waiting.pop(0))
+        finally:
+            _handle()
+
+
+def _end() -> None:
+    """Of the outermost block."""
+    global _forced, _said
+    try:
+        _handle()
+    finally:
+        kept, forced, _said, _forced = _kept[:1], _forced, False, False
+        _kept.clear()
+        for lose in when_forced if forced else ():
+            lose()
+        for error in kept:
+            context = error.__context__
+            try:
+                raise error
+            finally:
+                error.__context__ = context  # not what it has ended
+
+
+def _say_late(number: int) -> None:
+    global _said
+    time.sleep(SAY_AFTER_S)
+    if number in noted or number in _after:
+        _said = True
+        print(
+            f"{signal.Signals(number).name} is held back until no state can be lost by it. "
+            f"A second one acts at once: the launch ends, and what its ranks have is lost.",
+            file=sys.stderr,
+            flush=True,
+        )
