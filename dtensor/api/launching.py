@@ -50,6 +50,7 @@ from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.signals import held_back, standing_in, waits_may_act
 
 _State = Literal["never started", "given up", "running", "ended"]
 _NO_RANKS: tuple[_State, ...] = ("never started", "given up")
@@ -103,28 +104,30 @@ class LaunchSession(MeshSession):
         Where it runs already, nothing happens. One whose start has failed may be started again.
         Raises PlanningError where another launch runs, and where this one has ended.
         """
-        with ONE_AT_A_TIME:
-            if self._state == "running":
-                return self
-            if self._state != "never started":
-                was = "has ended" if self._state == "ended" else "was given up"
-                raise self._refused(f"{was}, and none starts again", _ANEW)
-            _check_none_runs()
-            _starting.append(self)
-        try:  # without the lock: others go on meanwhile
-            running = self._start_ranks()
-            (first, own), *others = self._places.items()
-            super().__init__(first, running.part(first, own), running)
-            running.sessions[first] = self
-            for other, ranks_there in others:
-                running.add(other, ranks_there)
+        with standing_in():
             with ONE_AT_A_TIME:
-                self._actors = self._offer_actors()
-                launches.append(running)
-                self._state = "running"
-                forget(self)
-        finally:
-            _starting.clear()
+                if self._state == "running":
+                    return self
+                if self._state != "never started":
+                    was = "has ended" if self._state == "ended" else "was given up"
+                    raise self._refused(f"{was}, and none starts again", _ANEW)
+                _check_none_runs()
+                _starting.append(self)
+            try:  # without the lock: others go on meanwhile
+                with waits_may_act():
+                    running = self._start_ranks()
+                (first, own), *others = self._places.items()
+                super().__init__(first, running.part(first, own), running)
+                running.sessions[first] = self
+                for other, ranks_there in others:
+                    running.add(other, ranks_there)
+                with ONE_AT_A_TIME:
+                    self._actors = self._offer_actors()
+                    launches.append(running)
+                    self._state = "running"
+                    forget(self)
+            finally:
+                _starting.clear()
         return self
 
     def close(self) -> None:
@@ -133,26 +136,27 @@ class LaunchSession(MeshSession):
 
         Once it has ended, nothing happens; where it was never started, it is given up.
         """
-        if not self._ends():
-            return
-        try:
-            self.launch.settle()
-            self._actors.end()
-        except BaseException as error:
-            self._leave_by(error)
-            raise
-        self._leave()
+        with standing_in():
+            if not self._ends():
+                return
+            try:
+                with waits_may_act():
+                    self.launch.settle()
+                    self._actors.end()
+            except BaseException as error:
+                self._leave_by(error)
+                raise
+            self._leave()
 
     def __enter__(self) -> Self:
         if self._entered and self._state == "running":
             raise self._refused("is entered already", "leave the inner `with run:` out")
+        self._entered = True
         try:
-            self.start()
+            return self.start()
         except BaseException:
             self.close()  # nobody has it: what was raised is all that there is of it
             raise
-        self._entered = True
-        return self
 
     def __exit__(
         self,
@@ -162,8 +166,10 @@ class LaunchSession(MeshSession):
     ) -> None:
         if error is None:
             self.close()
-        elif self._ends():
-            self._leave_by(error)
+            return
+        with standing_in():
+            if self._ends():
+                self._leave_by(error)
 
     def _refused(self, why: str, fix: str) -> PlanningError:
         lines = lines_text(launch=self.source, call=source_here())
@@ -187,12 +193,13 @@ class LaunchSession(MeshSession):
             error.add_note(f"and not all weights came home: {lost}")
 
     def _leave(self) -> None:
-        with ONE_AT_A_TIME:
-            launches.remove(self.launch)
-        try:
-            self._actors.end(quiet=True)
-        finally:
-            self.launch.close(bring_home=self._bring_home)
+        with held_back():
+            with ONE_AT_A_TIME:
+                launches.remove(self.launch)
+            try:
+                self._actors.end(quiet=True)
+            finally:
+                self.launch.close(bring_home=self._bring_home)
 
     # -- between two steps ------------------------------------------------------------------------
 

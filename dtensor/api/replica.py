@@ -198,7 +198,7 @@ class _Pair:
     def oldest(self) -> Future | None:
         """What has to be read before another one runs."""
         has = self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD)
-        return self.unread.pop(0) if has else None
+        return self.unread[0] if has else None
 
     def run(self) -> None:
         self.source.settle()
@@ -240,15 +240,20 @@ class _Pair:
 
     def _settle(self) -> None:
         while self.unread:
-            self.read(self.unread.pop(0))
+            self.read(self.unread[0])
 
     def read(self, future: Future) -> None:
         try:
             future.check()
         except DaftError as error:
+            self._forget(future)
             if self.cluster.failure is None:
                 error.add_note("it was a sync, which changed nothing: the actor has what it had.")
             raise self.there.told(error) from error.__cause__
+        self._forget(future)
+
+    def _forget(self, future: Future) -> None:
+        self.unread = [each for each in self.unread if each is not future]
 
 
 # -- the plan --------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.signals import when_forced
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.log import Recovered
@@ -432,13 +433,28 @@ class Launch:
             saved.told()
         with ONE_AT_A_TIME:
             try:
-                for resident in self.residents:
-                    resident.end(bring_home)
+                self._end_residents(bring_home)
                 if bring_home and self.cluster.failure is None:
                     self._tell_of_unsaved()
             finally:
                 self.closed = True
                 self.cluster.close()
+
+    def _end_residents(self, bring_home: bool) -> None:
+        failed: list[Exception] = []
+        for resident in self.residents:
+            try:
+                resident.end(bring_home)
+            except (DaftError, PlanningError) as error:  # of this one
+                failed.append(error)
+            except BaseException:  # a second signal: the rest is lost
+                self.cluster.interrupted()
+                for left in self.residents:
+                    if not left.lost:
+                        left.end(bring_home)
+                raise
+        for error in failed[:1]:
+            raise error
 
     def _tell_of_unsaved(self) -> None:
         own = (resident for resident in self.residents if resident.model.source is None)
@@ -465,6 +481,15 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 launches: list[Launch] = []
 """That which runs, if one does."""
 _implicit: dict[Mesh, MeshSession] = {}
+
+
+def _lose() -> None:
+    """What ran was ended half-way by a second signal."""
+    for launch in (*launches, *(session.launch for session in _implicit.values())):
+        launch.cluster.interrupted()
+
+
+when_forced.append(_lose)
 _waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
 """The launch that was made last, with its line, until it is started or given up."""
 

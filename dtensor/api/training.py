@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ from dtensor.api.randomness import numbers_fed
 from dtensor.api.reads_as_float import ReadsAsFloat
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.daft import DaftError, Future, TaskError
+from dtensor.daft.errors import RunInterrupted
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
@@ -69,6 +70,7 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.showing import html_text, screen
+from dtensor.signals import standing_in
 
 if TYPE_CHECKING:
     from dtensor.runtime.simulate.profile import Profile
@@ -118,14 +120,18 @@ class Loss(ReadsAsFloat):
 
     def _get(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned."""
-        self.was_read = True
+        was_read = self.was_read
         try:
+            self.was_read = True
             return self.wait()
         except DaftError as error:
             self._session.launch.failure_was_read |= self._session.cluster.failure is not None
             if isinstance(error, TaskError) and self._line is not None:
                 error.locate(self._line)
             raise self._session.told(error) from error.__cause__
+        except BaseException:  # an interrupt, which has read nothing
+            self.was_read = was_read
+            raise
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned; does not count as reading it."""
@@ -340,18 +346,21 @@ class TrainStep:
             planned, turn = self._plan(call), ONE_AT_A_TIME.turn
         while (oldest := self._oldest()) is not None:  # without the lock: others go on meanwhile
             self._read(oldest)
-        with ONE_AT_A_TIME:
-            if ONE_AT_A_TIME.turn != turn:  # another thread may have changed what was planned with
-                planned = self._plan(call)
-            loss = self._run(call, planned)
-        self._latest = (*map(_held, batch),), kwargs
-        self._step_controller()
+        with ExitStack() as block:
+            with ONE_AT_A_TIME:
+                block.enter_context(standing_in())  # longer than the lock
+                if ONE_AT_A_TIME.turn != turn:  # another thread may have changed what was planned
+                    planned = self._plan(call)
+                loss = self._run(call, planned)
+            if not loss.was_read:  # it was not undone for a signal
+                self._latest = (*map(_held, batch),), kwargs
+                self._step_controller()
         return loss
 
     def _oldest(self) -> Loss | None:
         """Of as many as may be under way that which is read first."""
         with ONE_AT_A_TIME:
-            return self._running.popleft() if len(self._running) >= RUN_AHEAD else None
+            return self._running[0] if len(self._running) >= RUN_AHEAD else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         session, groups = session_for(self.model.mesh), self._groups()
@@ -393,8 +402,12 @@ class TrainStep:
         loss = Loss(future, planned, session, ended, self._line)
         self._running.append(loss)
         if session.at_once:
-            with suppress(DaftError):  # raised where it is read
+            try:
                 loss.wait()
+            except RunInterrupted:  # what the handler raised is about to be
+                loss.was_read = True
+            except DaftError:  # raised where it is read
+                pass
         resident.trained_by[id(self.optimizer)] = self
         if session is not self._session:
             self._session = session
@@ -473,9 +486,7 @@ class TrainStep:
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):
-            if loss.done() and not loss.was_read:
-                with suppress(ValueError):  # another thread reads it
-                    self._running.remove(loss)
+            if loss.done():
                 self._read(loss)
 
     def _settle(self) -> None:
@@ -485,14 +496,17 @@ class TrainStep:
 
     def _read(self, loss: Loss) -> None:
         """Wait for it before another step; a failure that nobody has read is raised here."""
-        if loss.was_read:
-            return
         try:
-            loss.tensor()
+            if not loss.was_read:
+                loss.tensor()
         except TaskError as error:
             if self._session is not None and self._session.cluster.failure is None:
                 error.add_note("an earlier step failed; the one called now has not run.")
             raise
+        finally:
+            with ONE_AT_A_TIME:
+                if loss.was_read and self._running and self._running[0] is loss:
+                    self._running.popleft()
 
     def _step_controller(self) -> None:
         """A step without gradients, for who sees it: schedulers put theirs in place of `step`."""

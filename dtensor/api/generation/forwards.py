@@ -45,6 +45,7 @@ from dtensor.frontend.capture.patches import FLAGS, load_compiler
 from dtensor.frontend.capture.replaced import answered_here, replaced
 from dtensor.frontend.graph import type_text
 from dtensor.private_torch import FakeTensorMode, compile_lock
+from dtensor.signals import as_set
 
 PROTOCOL = "forward(tokens, cache, pos), as docs/generation.md has it"
 _PROBED = 2  # positions

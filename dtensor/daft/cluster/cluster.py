@@ -240,6 +240,10 @@ class Cluster(ABC):
         what is under way. ValueError for fewer than it has."""
 
     @abstractmethod
+    def interrupted(self) -> None:
+        """What changed its values was ended half-way: they are lost."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop everything that this cluster started. Twice is fine."""
 
@@ -512,7 +516,7 @@ class HostedCluster(Cluster):
             except DaftError as error:
                 return Finished([], error)
             except BaseException:
-                self._interrupted()
+                self.interrupted()
                 raise
 
     def _dropped(self, drop: Names, places: Places) -> list[Names]:
@@ -717,7 +721,7 @@ class HostedCluster(Cluster):
                 self.calls += self._count(ranks)
         except BaseException as error:
             if asked or not isinstance(error, Exception):
-                self._interrupted()  # hosts that were called would wait for the others
+                self.interrupted()  # hosts that were called would wait for the others
             raise
         change = self.changes.number if self.changes and method in _CHANGES else None
         self._called(run, change, asked)
@@ -729,9 +733,10 @@ class HostedCluster(Cluster):
         if self.failure is not None:
             raise self.failure
 
-    def _interrupted(self) -> None:
-        """State may be half-written, and transfers half-made."""
-        self.failure = CommunicationError(Failure(rank=None, reason="it was interrupted while state changed."))
+    def interrupted(self) -> None:
+        self.failure = self.failure or CommunicationError(
+            Failure(rank=None, reason="it was interrupted while state changed.")
+        )
 
 
 class _Called(Future):

@@ -169,6 +169,9 @@ class Part(Cluster):
     def grow(self, size: int) -> None:
         raise ValueError("A part has the ranks that it was made of; the whole grows.")
 
+    def interrupted(self) -> None:
+        self.whole.interrupted()
+
     def close(self) -> None:
         self._closed = True
 

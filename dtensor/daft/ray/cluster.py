@@ -377,7 +377,7 @@ class RayCluster(HostedCluster):
                         raise root from root.__cause__
         finally:
             if self.channel.interrupted and self.failure is None:
-                self._interrupted()
+                self.interrupted()
 
     def _called(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
         if self._recovery is not None:
@@ -542,9 +542,6 @@ class RayCluster(HostedCluster):
     @property
     def secret(self) -> bytes:
         return self._home.secret
-
-    def interrupted(self) -> None:
-        self._interrupted()
 
     def lists(self, host: int) -> dict[int, Sequence[Site]]:
         programs = (handle for handle, _, _ in self._programs.values())

@@ -18,17 +18,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dtensor.daft.ray import private_ray
 from dtensor.daft.ray.own_folder import make_own, own_directory
+from dtensor.signals import held_back
 
 RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
@@ -72,7 +70,9 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         environment = worker_environment() | _own_token()
-        with _environment(environment), _on_loopback(), _interrupts_later():
+        # Ray that is interrupted while it starts believes that it has not, and the next start of it
+        # aborts the process.
+        with _environment(environment), _on_loopback(), held_back():
             _read_token()
             _ray.init(
                 include_dashboard=False,
@@ -309,31 +309,6 @@ def _environment(values: Mapping[str, str]) -> Generator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _interrupts_later() -> Generator[None]:
-    """Ctrl-C takes effect at the end, or at the second time: Ray that is interrupted while it
-    starts believes that it has not, and the next start of it aborts the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # interrupts come to the main thread alone
-        return
-    before, pressed = signal.getsignal(signal.SIGINT), list[int]()
-
-    def later(number: int, frame: FrameType | None) -> None:
-        pressed.append(number)
-        if len(pressed) > 1 and callable(before):
-            before(number, frame)
-
-    if callable(before):  # else it is ignored, or not Python's
-        signal.signal(signal.SIGINT, later)
-    try:
-        yield
-    finally:
-        if callable(before):
-            signal.signal(signal.SIGINT, before)
-    if pressed and callable(before):
-        before(pressed[0], None)
 
 
 def own_address() -> str:

@@ -38,6 +38,7 @@ from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.run_channel import CallLost, NotYet
 from dtensor.daft.ray.starting import START_S
 from dtensor.daft.status.diagnosis import FOR_NOBODY, Waits, ends_of
+from dtensor.signals import wait
 
 SLICE_S = 0.25  # how often a waiting controller looks at the hosts
 SETTLE_S = 5.0  # how long after a first failure it looks for its root
@@ -209,6 +210,7 @@ class HostWatch:
                 return found
             if self._controller.failure is not None:
                 raise self._controller.failure
+            wait()  # for signals
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
             self.look(asked, self.deadline_s if deadline_s is None else deadline_s)
