@@ -188,6 +188,11 @@ def wait() -> None:
         act()
 
 
+def is_said() -> bool:
+    """Whether one that waits was said to be held back: the next one acts where it comes."""
+    return _said
+
+
 def keep(error: BaseException) -> None:
     """The end of the outermost block raises it: `act` did, where what runs has to end well."""
     _kept.append(error)
@@ -309,10 +314,10 @@ def _say_late(number: int) -> None:
     global _said
     time.sleep(SAY_AFTER_S)
     if number in noted or number in _after:
-        _said = True
         print(
             f"{signal.Signals(number).name} is held back until no state can be lost by it. "
             f"A second one acts at once: the launch ends, and what its ranks have is lost.",
             file=sys.stderr,
             flush=True,
         )
+        _said = True

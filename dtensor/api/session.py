@@ -217,15 +217,18 @@ class MeshSession:
         if self._noting:
             self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
         called = time.monotonic()
-        future = self.cluster.run(
-            handle,
-            inputs,
-            mode=self.mode,
-            keep=keep,
-            counted=counted,
-            returned=returned,
-            drop=self._garbage(),
-        )
+        try:
+            future = self.cluster.run(
+                handle,
+                inputs,
+                mode=self.mode,
+                keep=keep,
+                counted=counted,
+                returned=returned,
+                drop=self._garbage(),
+            )
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
         if not self._noting:
             return future
         self.noted = Noted(handle, future, called, called - begin, time.monotonic())

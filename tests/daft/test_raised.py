@@ -16,10 +16,11 @@ from typing import NoReturn
 import pytest
 import torch
 
-from dtensor import daft
+from dtensor import daft, signals
 from dtensor.daft import Call, Cluster, Mode, TaskError, launch_cluster
 from dtensor.daft.cluster.cluster import HostedCluster
 from dtensor.daft.errors import Failure, HostError
+from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import Raised, interrupts
 from dtensor.daft.run.undone import Undone
 from tests.daft import raisers
@@ -294,19 +295,49 @@ def test_what_code_raises_is_its_own() -> None:
             raise
 
 
-@pytest.mark.parametrize("of", ["a call", "a task"])
-def test_ctrl_c_while_a_rank_computes(of: str) -> None:
-    """It ends what was called, and is no failure of the rank's."""
-    if of == "a task":
-        with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt), daft.launch():
-            daft.spawn(Computes).interrupted()
-        return
-    act = function("act", "def forward():\n    act()\n    return (1,)", act=sigint)
-    made = program([Call("act", (), ("y",))], functions=[act], outputs=[("y",)])
+def test_ctrl_c_while_a_task_computes() -> None:
+    """It ends what was called, and is no failure of the actor's."""
+    with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt), daft.launch():
+        daft.spawn(Computes).interrupted()
+
+
+def calls(act: Callable[[], object]) -> Program:
+    made = function("act", "def forward():\n    act()\n    return (1,)", act=act)
+    return program([Call("act", (), ("y",))], functions=[made], outputs=[("y",)])
+
+
+def test_ctrl_c_while_a_rank_computes() -> None:
+    """It waits for the end of the instruction, and is no failure of the rank's."""
+    ended: list[int] = []
+
+    def act() -> None:
+        signal.raise_signal(signal.SIGINT)
+        ended.append(1)
+
     with launch_cluster(1) as cluster:
+        loaded = cluster.load(calls(act))
         with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
-            cluster.run(cluster.load(made), [{}])
+            cluster.run(loaded, [{}])
+        assert ended and cluster.failure is None
+
+
+def test_a_second_ctrl_c_ends_an_instruction(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signals, "SAY_AFTER_S", 0.0)
+
+    def act() -> None:
+        signal.raise_signal(signal.SIGINT)
+        while not signals.is_said():
+            time.sleep(0.001)
+        sigint()
+
+    with launch_cluster(1) as cluster:
+        loaded = cluster.load(calls(act))
+        with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
+            cluster.run(loaded, [{}])
         assert "interrupted" in str(cluster.failure)
+    assert "SIGINT is held back" in capfd.readouterr().err
 
 
 class Computes:

@@ -1,0 +1,334 @@
+"""What a signal's handler raises loses nothing: at drawn lines of what changes state, it is undone
+or it ends, the state is that of one of the two, and the next step is right."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dtensor as dt
+from dtensor import signals
+from dtensor.api.session import launched
+from dtensor.daft import DaftError
+from dtensor.frontend.alone import ONE_AT_A_TIME
+
+TP, DP = dt.Mesh(tp=2), dt.Mesh(dp=2)
+WAIT_S = 60.0  # far beyond what anything here takes
+
+
+class Late(Exception):
+    """What a handler of SIGALRM raises, as of a job's time limit."""
+
+
+def ends(number: int, frame: FrameType | None) -> None:
+    raise Late if number == signal.SIGALRM else SystemExit(3)
+
+
+HANDLERS = {
+    signal.SIGINT: (signal.default_int_handler, KeyboardInterrupt),
+    signal.SIGTERM: (ends, SystemExit),
+    signal.SIGALRM: (ends, Late),
+}
+
+
+@contextmanager
+def handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    with handled({number: handler for number, (handler, _) in HANDLERS.items()}):
+        yield
+
+
+@dataclass
+class AtLine:
+    """Within, the signal comes at the n-th line of Python that runs; without one, they are counted
+    alone."""
+
+    at: int | None = None
+    number: int = signal.SIGINT
+    lines: int = 0
+    came: list[str] = field(default_factory=list[str])
+
+    def __enter__(self) -> AtLine:
+        sys.settrace(lambda *_: self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _look(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                self.came.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                signal.raise_signal(self.number)
+        return self._look
+
+
+class Net(nn.Module):
+    """With all that a step may change: weights, an optimizer's state, buffers, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(torch.relu(self.up(self.norm(x)))))
+
+
+class Training:
+    def __init__(self) -> None:
+        dt.manual_seed(0)
+        torch.manual_seed(0)
+        self.model = dt.parallelize(Net(), TP, {})
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self._step = dt.train_step(
+            self.model, lambda m, x, y: cross_entropy(m(x), y), self.opt, clip_grad_norm=1.0
+        )
+
+    def step(self, number: int) -> dt.Loss:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 8, generator=generator)
+        return self._step(x, torch.randint(0, 4, (8,), generator=generator))
+
+    def state(self) -> list[torch.Tensor]:
+        state = dt.gather_state_dict(self.model, self.opt)
+        moments = [own[key] for own in state["optimizer"]["state"].values() for key in sorted(own)]
+        return [*state["model"].values(), *moments]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def close(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.allclose(x, y, atol=1e-5) for x, y in zip(a, b))
+
+
+Does = Callable[[Training, Any], object]
+DOES: dict[str, Does] = {
+    "first step": lambda training, run: training.step(0),
+    "step": lambda training, run: training.step(1),
+    "gather": lambda training, run: training.state(),
+    "switch": lambda training, run: run.switch(training.model, training.opt, DP, {}),
+    "home": lambda training, run: run.close(),
+    "launch": lambda training, run: dt.launch(TP).start(),
+}
+
+
+@pytest.fixture(scope="module")
+def after() -> list[list[torch.Tensor]]:
+    """The state after so many steps."""
+    training, found = Training(), list[list[torch.Tensor]]()
+    with dt.launch(TP):
+        for number in range(3):
+            found.append(training.state())
+            training.step(number)
+        found.append(training.state())
+    return found
+
+
+def tried(what: str, line: AtLine, after: list[list[torch.Tensor]]) -> None:
+    training = Training()
+    run = None if what == "launch" else dt.launch(TP).start()
+    if what != "first step":
+        training.step(0)
+    try:
+        with line:
+            DOES[what](training, run)
+    except HANDLERS[signal.Signals(line.number)][1]:
+        assert line.came
+    else:
+        assert not line.came, "nobody heard of the signal"
+    try:
+        state, alike = training.state(), same
+        done = next((n for n, each in enumerate(after) if same(state, each)), None)
+        assert done in {"first step": (0, 1), "step": (1, 2)}.get(what, (1,)), done
+        training.step(done)
+        if what == "switch":  # sums are in another order then
+            alike = close
+        assert alike(training.state(), after[done + 1])
+    finally:
+        for left in filter(None, (run, launched())):
+            left.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [10, 400])
+@pytest.mark.parametrize("what", DOES)
+@pytest.mark.sample(*(f"{what}-10" for what in DOES))
+def test_a_signal_at_any_line_loses_nothing(
+    what: str, draws: int, after: list[list[torch.Tensor]]
+) -> None:
+    counted, drawn = AtLine(), random.Random(what)
+    tried(what, counted, after)
+    for number in range(draws):
+        line = AtLine(drawn.randint(1, counted.lines), list(HANDLERS)[number % len(HANDLERS)])
+        try:
+            tried(what, line, after)
+        except BaseException as error:
+            error.add_note(f"a signal at {line.came}, {what}, line {line.at} of {counted.lines}")
+            raise
+
+
+def test_a_handler_that_raises_nothing_changes_nothing(after: list[list[torch.Tensor]]) -> None:
+    seen: list[int] = []
+    training, counted = Training(), AtLine()
+    with dt.launch(TP), handled({signal.SIGUSR1: lambda number, frame: seen.append(number)}):
+        training.step(0)
+        with counted:
+            training.step(1)
+        with AtLine(counted.lines // 2, signal.SIGUSR1):
+            training.step(2)
+        assert seen == [signal.SIGUSR1]
+        assert same(training.state(), after[3])
+
+
+@pytest.mark.slow
+def test_a_handler_may_save(tmp_path: Path, after: list[list[torch.Tensor]]) -> None:
+    """It runs where all calls work, though the signal comes within a step; the step goes on."""
+    training, counted = Training(), AtLine()
+    with dt.launch(TP):
+        training.step(0)
+        with counted:
+            training.step(1)
+    for tenth in range(1, 10):
+        training, path = Training(), str(tmp_path / str(tenth))
+
+        def saves(number: int, frame: object) -> None:
+            dt.save(path, training.model, training.opt).get()  # noqa: B023
+            raise SystemExit(3)
+
+        with dt.launch(TP), handled({signal.SIGTERM: saves}):
+            training.step(0)
+            with pytest.raises(SystemExit), AtLine(counted.lines * tenth // 10, signal.SIGTERM):
+                training.step(1)
+            loaded = Training()
+            dt.load(path, loaded.model, loaded.opt)
+            assert same(loaded.state(), training.state())
+            done = next(n for n in (1, 2) if same(loaded.state(), after[n]))
+            loaded.step(done)
+            assert same(loaded.state(), after[done + 1])
+
+
+DOES_HERE: list[Callable[[], object]] = [int]
+"""What the op below does besides: the last of these."""
+
+
+@torch.library.custom_op("test_interrupts::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    DOES_HERE[-1]()
+    return x.clone()
+
+
+op.register_fake(torch.empty_like)
+op.register_autograd(lambda ctx, grad: grad)
+dt.rule("test_interrupts::op", "... -> ...", linear="x")
+
+
+class WithOp:
+    def __init__(self) -> None:
+        self.model = dt.parallelize(nn.Linear(4, 4), TP, {})
+        opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._step = dt.train_step(self.model, lambda m, x: op(m(x)).sum(), opt)
+
+    def step(self, does: Callable[[], object] = int) -> dt.Loss:
+        DOES_HERE.append(does)
+        try:
+            return self._step(torch.ones(2, 4))
+        finally:
+            DOES_HERE.pop()
+
+    def state(self) -> list[torch.Tensor]:
+        return list(dt.gather_state_dict(self.model)["model"].values())
+
+
+def test_one_within_an_instruction_undoes_the_step() -> None:
+    with dt.launch(TP):
+        training = WithOp()
+        training.step()
+        before = training.state()
+        with pytest.raises(KeyboardInterrupt):
+            training.step(lambda: signal.raise_signal(signal.SIGINT))
+        assert same(training.state(), before) and training.model.steps.present() == 1
+        assert float(training.step()) == float(before[0].sum() * 2 + before[1].sum() * 2)
+
+
+def test_the_second_ends_the_launch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is for what never ends, and what is lost is said."""
+    monkeypatch.setattr(signals, "SAY_AFTER_S", 0.0)
+
+    def hangs() -> None:
+        signal.raise_signal(signal.SIGINT)
+        while not signals.is_said():
+            time.sleep(0.001)
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            time.sleep(0.001)
+
+    with dt.launch(TP):
+        training = WithOp()
+        training.step()
+        with pytest.raises(KeyboardInterrupt):
+            training.step(hangs)
+        assert "SIGINT is held back" in capfd.readouterr().err
+        with pytest.raises(DaftError, match="interrupted") as caught:
+            training.step()
+        assert "the state on the ranks is lost" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="is lost"):
+        float(training.model.module.weight.sum())
+    with dt.launch(TP):
+        assert float(WithOp().step()) != 0.0
+
+
+def test_who_waits_for_another_threads_call_is_interrupted() -> None:
+    """Though what that thread does takes long."""
+    has, go = threading.Event(), threading.Event()
+
+    def holds() -> None:
+        with ONE_AT_A_TIME:
+            has.set()
+            assert go.wait(WAIT_S)
+
+    training = Training()
+    other = threading.Thread(target=holds)
+    other.start()
+    assert has.wait(WAIT_S)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            training.step(0)
+        assert not go.is_set()
+    finally:
+        go.set()
+        other.join()
+        timer.join()
+    training.step(0)
