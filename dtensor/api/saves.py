@@ -65,6 +65,7 @@ from dtensor.runtime.saving import (
 )
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.placements import Partial
+from dtensor.signals import held_back
 
 LOOK_S = 0.02  # how often a save looks for the parts of ranks
 ASK_S = 2.0  # after which it asks the ranks how far they are: one may be lost, or its disk full
@@ -164,7 +165,7 @@ class _Located:
 def submitted(
     stated: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
-    with ONE_AT_A_TIME:
+    with ONE_AT_A_TIME, held_back():  # it only begins here
         session = session_at_hand(model.mesh)
         if session is not None and launched() is not None:
             _hold_what_is_on_meta(session, model)
