@@ -8,8 +8,8 @@
 
 Within, ours stands in for every Python handler, and notes the signal. `act` calls the program's own
 for what is noted; so does the end of the outermost block. Who cannot let an exception pass keeps it
-(`keep`): the end of that block raises it. Under `held_back` nothing acts before its end. Under
-`as_set`, where nothing can be lost, handlers stand as the program set them.
+(`keep`): the end of that block raises it. Under `held_back` nothing acts before its end. In
+`as_set`, where nothing can be lost, handlers are called where signals come.
 
 A handler that `act` calls, within a block, is cut off where it calls something of ours: it runs
 again, from its beginning, at the end of the block, where all calls work.
@@ -59,9 +59,11 @@ _handlers: dict[int, Any] = {}  # for which ours stands, or has stood
 _seen: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all, and those of Python
 _after: list[int] = []  # whose handlers call something of ours
 _kept: list[BaseException] = []
+_plain = False  # in `as_set`
+_raised = False  # so did a handler there
 _acting = False
 _cut = False
-_said = False
+_waits: dict[int, list[bool]] = {}  # those in `noted` and `_after`; whether each was said to
 _forced = False
 
 
@@ -96,8 +98,9 @@ class StandingIn:
         global _depth
         if threading.get_ident() == _main:
             _depth = max(0, _depth - 1)
-            if not _depth:
-                _put_back()
+            if not _depth and not _raised:
+                if not _plain:
+                    _put_back()
                 if noted or _after or _kept or _forced:
                     _end()
 
@@ -142,20 +145,19 @@ def waits_may_act() -> Iterator[None]:
 
 @contextmanager
 def as_set() -> Iterator[None]:
-    """A part of a block in which nothing can be lost: handlers stand as the program has set them,
-    and raise wherever they are called."""
-    global _depth
+    """A part of a block in which nothing can be lost: handlers are called where signals come, as
+    without us, until one raises; what comes while that is on its way waits."""
+    global _depth, _plain, _raised
     if threading.get_ident() != _main or not _depth or _holding or _acting:
         yield
         return
-    depth = _depth
+    before = _depth, _plain, _raised
     try:
-        _depth = 0
-        _put_back()
+        _depth, _plain, _raised = 0, True, False
         _handle()
         yield
     finally:
-        _depth = depth
+        _depth, _plain, _raised = before
         _stand_in()
 
 
@@ -171,6 +173,7 @@ def act() -> None:
     try:
         while noted:
             number, _cut = noted.pop(0), False
+            waits = _waits[number]
             try:
                 _call(number)
             except BaseException:
@@ -178,6 +181,7 @@ def act() -> None:
                     raise
             if _cut:
                 _after.append(number)
+                _waits[number] = waits
     finally:
         _acting = False
 
@@ -190,7 +194,7 @@ def wait() -> None:
 
 def is_said() -> bool:
     """Whether one that waits was said to be held back: the next one acts where it comes."""
-    return _said
+    return any(waits[0] for waits in _waits.values())
 
 
 def keep(error: BaseException) -> None:
@@ -259,23 +263,30 @@ def _put_back() -> None:
 
 def _note(number: int, frame: FrameType | None) -> None:
     """Stands in for handlers."""
-    global _forced
-    if not _depth:
-        _put_back()
-        _handlers[number](number, frame)
-    elif _said:
+    global _forced, _raised
+    if not _depth and not _raised:
+        if not _plain:
+            _put_back()
+        try:
+            _handlers[number](number, frame)
+        except BaseException:
+            _raised = _plain
+            raise
+    elif is_said():
         try:
             _handlers[number](number, frame)
         except BaseException:
             _forced = True
             raise
-    elif number not in noted:
+    elif number not in _waits:
         noted.append(number)
-        _thread.start_new_thread(_say_late, (number,))  # takes no lock, which may be taken here
+        _waits[number] = waits = [False]
+        _thread.start_new_thread(_say_late, (number, waits))  # takes no lock, which this may be in
 
 
 def _call(number: int) -> None:
     """The program's handler, where it still has one."""
+    _waits.pop(number, None)
     handler = _c.getsignal(number)
     handler = _handlers[number] if handler is _note else handler
     if callable(handler):
@@ -294,11 +305,11 @@ def _handle() -> None:
 
 def _end() -> None:
     """Of the outermost block."""
-    global _forced, _said
+    global _forced
     try:
         _handle()
     finally:
-        kept, forced, _said, _forced = _kept[:1], _forced, False, False
+        kept, forced, _forced = _kept[:1], _forced, False
         _kept.clear()
         for lose in when_forced if forced else ():
             lose()
@@ -310,14 +321,13 @@ def _end() -> None:
                 error.__context__ = context  # not what it has ended
 
 
-def _say_late(number: int) -> None:
-    global _said
+def _say_late(number: int, waits: list[bool]) -> None:
     time.sleep(SAY_AFTER_S)
-    if number in noted or number in _after:
+    if _waits.get(number) is waits:
         print(
-            f"{signal.Signals(number).name} is held back until no state can be lost by it. "
-            f"A second one acts at once: the launch ends, and what its ranks have is lost.",
+            f"{signal.Signals(number).name} is held back: it acts as soon as nothing can be lost "
+            f"by it. A second one acts at once, and what the launch's ranks have is lost.",
             file=sys.stderr,
             flush=True,
         )
-        _said = True
+        waits[0] = True

@@ -40,6 +40,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.signals import waits_may_act
 
 RETURNED_BYTES = 2**16
 """What of a call's results comes back with its run, so that reading it costs no message: results
@@ -68,7 +69,8 @@ class LoadedProgram:
         self.specs: dict[str, TensorSpec] = {
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
-        self.handle = session.cluster.load(program)
+        with waits_may_act():  # of signals: nothing has changed yet
+            self.handle = session.cluster.load(program)
         self.writes: frozenset[str] = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
         self.written = tuple((model, frozenset(own)) for model, own in by_part)

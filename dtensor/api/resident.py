@@ -51,6 +51,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, assemble_at, held
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.signals import waits_may_act
 
 LOAD = "dt.load_state_dict(model, opt, state)"
 BUCKET_BYTES = 2**26
@@ -198,7 +199,8 @@ class Resident:
         known = self.stale & self.own.keys()
         wanted = [label for label in dict.fromkeys(labels) if label in known]
         self._refuse(self._written(wanted))
-        self._fetch(wanted)
+        with waits_may_act():  # of signals
+            self._fetch(wanted)
 
     def _fetch(self, wanted: Sequence[str]) -> None:
         for bucket in _buckets(wanted, self.specs):

@@ -53,7 +53,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.signals import when_forced
+from dtensor.signals import waits_may_act, when_forced
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.log import Recovered
@@ -323,6 +323,7 @@ class MeshSession:
         sent: dict[str, tuple[torch.Tensor, list[int]]] = {}
         made: list[dict[str, tuple[Any, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
+        everyone: dict[str, tuple[int, ...]] = {}
         for name, (spec, ranks) in wanted.items():
             known = resident.specs.get(name)
             if known is not None and known != spec:
@@ -342,12 +343,14 @@ class MeshSession:
                 for rank in missing:
                     made[rank][name] = source, held_at(spec, self.mesh.coordinates(rank))
             had = set(resident.ranks.get(name, ())) if known else set[int]()
-            resident.ranks[name] = tuple(sorted(had | set(ranks)))
+            everyone[name] = tuple(sorted(had | set(ranks)))
             put[name] = spec
-        self.put_each(self._shards(resident, sent, put))
+        with waits_may_act():  # of signals: what is put and not noted is put anew
+            self.put_each(self._shards(resident, sent, put))
         if any(made):
             self.make(made, {label: resident.name(label) for own in made for label in own})
         resident.specs.update(put)
+        resident.ranks.update(everyone)
         resident.keep({label: tensors[label] for label in put})
 
     def _shards(

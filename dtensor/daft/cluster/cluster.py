@@ -43,6 +43,7 @@ from dtensor.daft.errors import (
     CommunicationError,
     DaftError,
     Failure,
+    ProgramError,
     TaskError,
 )
 from dtensor.daft.ir.instructions import Commit
@@ -452,7 +453,13 @@ class HostedCluster(Cluster):
             self._next_handle += 1  # first: some hosts may have it when this is interrupted
             asked = self._ship(handle)
             self._handles[handle.id] = self._known[handle.id] = handle
-        self._joined(asked)
+        try:
+            self._joined(asked)
+        except (DaftError, ProgramError):
+            raise
+        except BaseException:  # a signal's handler has raised
+            self.unload(handle)
+            raise
         return handle
 
     def unload(self, handle: Handle) -> None:
