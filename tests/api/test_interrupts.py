@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -332,3 +333,61 @@ def test_who_waits_for_another_threads_call_is_interrupted() -> None:
         other.join()
         timer.join()
     training.step(0)
+
+
+GROUP = """
+import torch
+import dtensor as dt
+from tests.api.test_interrupts import TP, Training, same
+
+STEPS = 30
+
+
+def main():
+    training, caught = Training(), 0
+    with dt.launch(TP, backend="ray"):
+        training.step(0)
+        over = False
+        while not over:
+            try:
+                while (number := training.model.steps.present()) < STEPS:
+                    loss = training.step(number)
+                    print(number, flush=True)
+                    float(loss)
+                over = True
+            except KeyboardInterrupt:
+                caught += 1
+    state, training = training.state(), Training()
+    with dt.launch(TP):
+        for number in range(STEPS):
+            training.step(number)
+        print("same" if same(state, training.state()) else "other", caught > 0, flush=True)
+
+
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_ctrl_c_to_all_processes_of_a_launch() -> None:
+    """As a terminal sends it: the ranks' and Ray's are in the group, or see that they are not."""
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", GROUP],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+    )
+    said: list[str] = []
+    assert child.stdout is not None
+    try:
+        for line in child.stdout:
+            said.append(line.strip())
+            if said[-1].isdigit() and int(said[-1]) % 3 == 0 and int(said[-1]) < 25:
+                os.killpg(child.pid, signal.SIGINT)
+    finally:
+        child.kill()
+        child.stdout.close()
+    assert child.wait() == 0, said
+    assert said[-1] == "same True"

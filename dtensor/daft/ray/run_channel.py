@@ -56,6 +56,7 @@ from dtensor.daft.ray.messages import (
     widen,
 )
 from dtensor.daft.ray.silence import is_quiet
+from dtensor.signals import standing_in
 
 LONGEST_PATH = 100
 """Bytes of a unix socket's path that every system takes."""
@@ -182,7 +183,7 @@ class RunChannel:
         line = self._lines[host]
         reply = Reply(next(line.numbers), host)
         pieces = encoded(reply.number, kind, functions, given)
-        with self._changed:
+        with standing_in(), self._changed:
             if line.broken:
                 reply.lost = True
                 return reply
@@ -318,20 +319,22 @@ class RunChannel:
 
     def _read_once(self, seconds: float) -> None:
         """What there is, or comes first within so long."""
-        for descriptor, event in self._poll.poll(seconds):
-            if (line := self._joined.get(descriptor)) is not None:
-                if event & ~select.EPOLLOUT:
-                    self._read(line)
-                if event & select.EPOLLOUT:
-                    with self._changed:
-                        self._write_on(line)
-            elif (guest := self._guests.get(descriptor)) is not None:
-                self._hear(guest)
-            elif (sock := self._listening.get(descriptor)) is not None:
-                self._receive(sock)
-        if self._waiting:  # who looks whether it is done counts as such before that
-            with self._changed:
-                self._changed.notify_all()
+        events = self._poll.poll(seconds)
+        with standing_in():  # a message is read to its end, whatever signals come
+            for descriptor, event in events:
+                if (line := self._joined.get(descriptor)) is not None:
+                    if event & ~select.EPOLLOUT:
+                        self._read(line)
+                    if event & select.EPOLLOUT:
+                        with self._changed:
+                            self._write_on(line)
+                elif (guest := self._guests.get(descriptor)) is not None:
+                    self._hear(guest)
+                elif (sock := self._listening.get(descriptor)) is not None:
+                    self._receive(sock)
+            if self._waiting:  # who looks whether it is done counts as such before that
+                with self._changed:
+                    self._changed.notify_all()
 
     def _read(self, line: _Connection) -> None:
         try:

@@ -1,0 +1,227 @@
+"""Where signals act: within a block at its safe places, else as without us."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import FrameType
+
+import pytest
+
+from dtensor.signals import (
+    Lock,
+    act,
+    as_set,
+    held_back,
+    keep,
+    noted,
+    standing_in,
+    wait,
+    waits_may_act,
+)
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+class Stop(BaseException):
+    pass
+
+
+class Handlers:
+    """What came, in order; ``does``: what the handler does besides."""
+
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self.does: Callable[[int], object] = int
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came.append(number)
+        self.does(number)
+
+    def stops(self, number: int) -> None:
+        raise Stop(number)
+
+
+@pytest.fixture
+def handlers() -> Iterator[Handlers]:
+    made = Handlers()
+    before = [(n, signal.signal(n, made)) for n in (USR1, USR2)]
+    yield made
+    for number, handler in before:
+        signal.signal(number, handler)
+    assert not noted
+
+
+def test_one_waits_for_the_end_of_the_outermost_block(handlers: Handlers) -> None:
+    with standing_in():
+        with standing_in():
+            signal.raise_signal(USR1)
+        assert handlers.came == []
+    assert handlers.came == [USR1]
+    assert signal.getsignal(USR1) is handlers
+
+
+def test_each_is_handled_once_and_in_order(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    with pytest.raises(Stop) as caught, standing_in():
+        for number in (USR2, USR1, USR2):
+            signal.raise_signal(number)
+    assert handlers.came == [USR2, USR1]
+    assert str(caught.value.__context__) == str(USR2.value)
+
+
+def test_it_acts_at_a_safe_place(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    with standing_in():
+        signal.raise_signal(USR1)
+        wait()  # nobody has said that it may
+        assert handlers.came == []
+        with pytest.raises(Stop):
+            act()
+        signal.raise_signal(USR2)
+        with waits_may_act(), pytest.raises(Stop):
+            wait()
+    assert handlers.came == [USR1, USR2]
+
+
+def test_held_back_nothing_acts(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    done: list[int] = []
+    with pytest.raises(Stop), held_back(), waits_may_act():
+        signal.raise_signal(USR1)
+        act()
+        wait()
+        done.append(1)
+    assert done
+
+
+def test_what_is_kept_is_raised_at_the_end_as_itself(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    with pytest.raises(Stop) as caught, standing_in():
+        signal.raise_signal(USR1)
+        try:
+            act()
+        except Stop as error:
+            keep(error)
+        raise ValueError("of the run that it ended")
+    assert caught.value.__context__ is None
+
+
+def test_a_part_of_a_block_is_as_without_it(handlers: Handlers) -> None:
+    """But what undoes that part is left alone."""
+    handlers.does = handlers.stops
+    ended: list[int] = []
+    with pytest.raises(Stop), standing_in():
+        with pytest.raises(Stop), as_set():
+            try:
+                signal.raise_signal(USR1)
+            finally:
+                signal.raise_signal(USR2)
+                with standing_in():
+                    pass
+                ended.append(len(handlers.came))
+        assert handlers.came == [USR1]
+    assert ended == [1]
+    assert handlers.came == [USR1, USR2]
+
+
+def test_a_block_within_such_a_part_is_one(handlers: Handlers) -> None:
+    with standing_in(), as_set():
+        with standing_in():
+            signal.raise_signal(USR1)
+            assert handlers.came == []
+        assert handlers.came == [USR1]
+        signal.raise_signal(USR2)
+        assert handlers.came == [USR1, USR2]
+
+
+def test_a_handler_that_calls_us_runs_again_at_the_end(handlers: Handlers) -> None:
+    lock, had = Lock(), list[int]()
+
+    def saves(number: int) -> None:
+        try:
+            with lock:
+                had.append(number)
+        finally:
+            raise Stop
+
+    handlers.does = saves
+    with pytest.raises(Stop), lock:
+        signal.raise_signal(USR1)
+        act()
+        assert had == []  # in the midst of what runs
+    assert had == [USR1]
+    assert handlers.came == [USR1, USR1]
+
+
+def test_a_handler_that_is_set_within_stays(handlers: Handlers) -> None:
+    other = Handlers()
+    with standing_in():
+        signal.raise_signal(USR1)
+        signal.signal(USR1, other)
+    assert (handlers.came, other.came) == ([], [USR1])
+    assert signal.getsignal(USR1) is other
+
+
+def test_ours_that_is_left_standing_calls_the_programs(handlers: Handlers) -> None:
+    with standing_in():
+        ours = signal.getsignal(USR1)
+    signal.signal(USR1, ours)
+    signal.raise_signal(USR1)
+    assert handlers.came == [USR1]
+    assert signal.getsignal(USR1) is handlers
+
+
+def test_default_and_ignored_signals_stay(handlers: Handlers) -> None:
+    signal.signal(USR1, signal.SIG_IGN)
+    signal.signal(USR2, signal.SIG_DFL)
+    with standing_in():
+        assert signal.getsignal(USR1) is signal.SIG_IGN
+        assert signal.getsignal(USR2) is signal.SIG_DFL
+
+
+def test_other_threads_have_no_part_in_it(handlers: Handlers) -> None:
+    """Python calls handlers in the main thread, whatever another one is in the midst of."""
+    inside, go = threading.Event(), threading.Event()
+
+    def runs() -> None:
+        with standing_in(), held_back(), as_set():
+            inside.set()
+            go.wait()
+
+    thread = threading.Thread(target=runs)
+    thread.start()
+    inside.wait()
+    signal.raise_signal(USR1)
+    assert handlers.came == [USR1]
+    go.set()
+    thread.join()
+
+
+def test_a_lock_that_another_thread_has_is_waited_for_with_signals(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    has, go = threading.Event(), threading.Event()
+
+    class Waited(Lock):
+        def waited_for(self) -> None:
+            signal.raise_signal(USR1)
+
+    lock = Waited()
+
+    def holds() -> None:
+        with lock:
+            has.set()
+            go.wait()
+
+    with ExitStack() as stack:
+        thread = threading.Thread(target=holds)
+        stack.callback(thread.join)
+        stack.callback(go.set)
+        thread.start()
+        has.wait()
+        with pytest.raises(Stop), lock:
+            raise AssertionError("another has it")
+    assert lock.acquire(blocking=False)
+    lock.release()
