@@ -180,7 +180,8 @@ def test_the_map_names_every_file():
         if f.is_relative_to(ROOT / "dtensor") and f.stem != "__init__"
     }
     assert sorted(listed) == sorted(
-        files - {"numerics", "errors", "kernel_flags", "showing", "private_torch", "__main__"}
+        files
+        - {"numerics", "errors", "kernel_flags", "showing", "signals", "private_torch", "__main__"}
     )
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", text)
     assert len(paths) > 60
