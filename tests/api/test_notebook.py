@@ -1,0 +1,126 @@
+"""A launch over the cells of a notebook: cells that fail, that are interrupted, that run again, and
+one that is never run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.watch import processes_of, running
+from tests.notebook import Notebook
+
+pytestmark = pytest.mark.slow
+
+SETUP = '''
+import time, torch, dtensor as dt
+import torch.nn.functional as F
+
+mesh = dt.Mesh(dp=2)
+x, y = torch.randn(8, 4), torch.arange(8) % 3
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+def made(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = dt.parallelize(module, mesh, {})
+    return dt.train_step(model, loss_fn, optimizer, inputs=dict(dp=dt.Row()))
+
+def steps_taken():
+    """After which numbers of steps in plain torch the weights are these."""
+    torchs, found = torch.nn.Linear(4, 3), []
+    torchs.load_state_dict(begin)
+    optimizer = torch.optim.SGD(torchs.parameters(), lr=0.1)
+    for number in range(100):
+        if torch.allclose(module.weight, torchs.weight, atol=1e-6):
+            found.append(number)
+        optimizer.zero_grad()
+        loss_fn(torchs, x, y).backward()
+        optimizer.step()
+    return found
+
+module = torch.nn.Linear(4, 3)
+begin = {name: value.clone() for name, value in module.state_dict().items()}
+step = made(module)
+'''
+LAUNCH = "run = dt.launch(mesh)"
+BEGUN = "print('begun', flush=True)\n"
+BAD_LABEL = "float(step(x, y + 70))"
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    with Notebook(tmp_path_factory.mktemp("notebook")) as notebook:
+        yield notebook
+
+
+@pytest.fixture
+def notebook(kernel: Notebook) -> Iterator[Notebook]:
+    assert not kernel(SETUP).error
+    yield kernel
+    assert not kernel("run.close()").error
+
+
+def test_a_launch_over_cells(notebook: Notebook) -> None:
+    assert notebook(f"{LAUNCH}\nrun").text == "launch of mesh(dp=2): never started"
+    refused = notebook("step(x, y)").error
+    assert refused.startswith("PlanningError: a launch was made and never started")
+    assert f": {LAUNCH}\n" in refused and ": step(x, y)\n" in refused and "run.start()" in refused
+    assert not notebook("run.start()").error
+    assert not notebook("for _ in range(3):\n    step(x, y)").error
+    assert "IndexError" in notebook(BAD_LABEL).error
+    assert notebook("1 / 0").error == "ZeroDivisionError: division by zero"
+    assert notebook("run").text.startswith("launch of mesh(dp=2): running")
+    assert not notebook("float(step(x, y))").error
+    assert not notebook("run.close()").error
+    assert notebook("steps_taken()").text == "[4]"
+
+
+def test_the_same_cells_again(notebook: Notebook) -> None:
+    cells = [f"{LAUNCH}\nrun.start()", "step(x, y)"]
+    for cell in cells:
+        assert not notebook(cell).error
+    again = notebook(cells[0]).error
+    assert again.startswith("PlanningError: a launch is running already")
+    assert "  running  " in again and f": {LAUNCH}\n" in again and "fix: run.close()" in again
+    assert not notebook(cells[1]).error  # in the first, which `run` is still
+    for cell in ("run.close()", *cells, "run.close()", "run.close()"):
+        assert not notebook(cell).error
+    assert notebook("steps_taken()").text == "[3]"
+    for cell in (LAUNCH, LAUNCH, f"{LAUNCH}\nrun", "run.start()", cells[1]):
+        assert not notebook(cell).error
+    assert "has ended" in notebook("run.close()\nrun.start()").error
+
+
+def test_an_interrupt_between_steps(notebook: Notebook) -> None:
+    assert not notebook(f"{LAUNCH}\nrun.start()").error
+    waits = f"for _ in range(3):\n    step(x, y)\n{BEGUN}time.sleep(1e6)"
+    assert notebook(waits, interrupt_at="begun").error.startswith("KeyboardInterrupt")
+    assert not notebook("step(x, y)").error
+    block = (
+        f"run.close()\nwith dt.launch(mesh) as run:\n    step(x, y)\n    {BEGUN}    time.sleep(1e6)"
+    )
+    assert notebook(block, interrupt_at="begun").error.startswith("KeyboardInterrupt")
+    assert notebook("run, steps_taken()").text == "(launch of mesh(dp=2): ended, [5])"
+
+
+@pytest.mark.ray
+def test_the_cell_that_closes_is_never_run(tmp_path: Path) -> None:
+    """Steps on Ray, one of them interrupted; then the kernel is shut down, and nothing is left."""
+    with Notebook(tmp_path) as notebook:
+        assert not notebook(SETUP).error
+        on_ray = "run = dt.launch(mesh, backend='ray', deadline_s=3600)\nrun.start()"
+        assert not notebook(on_ray).error
+        loop = f"step(x, y)\n{BEGUN}while True:\n    step(x, y)"
+        assert notebook(loop, interrupt_at="begun").error.startswith("KeyboardInterrupt")
+        assert not notebook("float(step(x, y))").error
+        assert "IndexError" in notebook(BAD_LABEL).error
+        processes = processes_of(notebook.pid)
+        assert any("raylet" in name for name in processes.values())
+        notebook.kernel.shutdown_kernel()
+        while left := [pid for pid in processes if running(pid)]:
+            time.sleep(0.05)
+        assert not left and not processes_of(notebook.pid)
