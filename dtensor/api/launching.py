@@ -18,7 +18,11 @@ Not here: what is on the ranks (session.py), what a switch does (switching.py).
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -171,6 +175,17 @@ class LaunchSession(MeshSession):
             if self._ends():
                 self._leave_by(error)
 
+    def end_with_process(self) -> None:
+        """As `close`, but that what became of saves is for the process's end to say (saves.py)."""
+        with standing_in():
+            if self._ends():
+                try:
+                    with waits_may_act():
+                        self.launch.settle(saves=False)
+                        self._actors.end()
+                finally:
+                    self._leave()
+
     def _refused(self, why: str, fix: str) -> PlanningError:
         lines = lines_text(launch=self.source, call=source_here())
         return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
@@ -181,6 +196,7 @@ class LaunchSession(MeshSession):
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"
             forget(self)
+            atexit.unregister(_end_last)
         return before == "running"
 
     def _leave_by(self, error: BaseException) -> None:
@@ -306,7 +322,7 @@ def launch(
 
     Gives the session of the first mesh, of which nothing is started yet. A step is an error while
     the launch that was made last waits for that; ``run.close()``, or another launch, gives it up.
-    A launch starts once.
+    A launch starts once; one that runs still when the process ends is closed then.
 
     Args:
         meshes: after them backend and device may stand, as in ``launch(mesh, "ray")``.
@@ -407,6 +423,7 @@ def launch(
             max_restarts=max_restarts,
             together=() if backend == "inprocess" else together(places),
         )
+        atexit.register(_end_last, os.getpid())  # after Ray's: so it runs before
         return Launch(cluster, mode, local)
 
     actors = partial(Offer, backend, address, deadline_s, call_deadline_s)
@@ -423,6 +440,18 @@ def _check_none_runs() -> None:
             f"{lines_text(running=first.source, another=source_here())}"
             f"fix: run.close(), where run is what the first one gave; or leave its `with` block"
         )
+
+
+def _end_last(controller: int) -> None:
+    """The process ends, and nobody has closed its launch. A failure is printed."""
+    run = launched()
+    if os.getpid() == controller and isinstance(run, LaunchSession):  # and not a fork of it
+        try:
+            run.end_with_process()
+        except BaseException:
+            lines = lines_text(launch=run.source)
+            words = "dtensor: a launch that was never closed has failed, and nobody has read that."
+            print(f"{words}\n{lines}{traceback.format_exc()}", end="", file=sys.stderr)
 
 
 def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:

@@ -19,6 +19,7 @@ Not here: how a launch begins and ends (launching.py), an optimizer's state (opt
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
@@ -416,8 +417,8 @@ class Launch:
     def residents(self) -> list[Resident]:
         return [r for session in self.sessions.values() for r in session.residents.values()]
 
-    def settle(self) -> None:
-        """Wait for what is under way; a failure that nobody has read raises here."""
+    def settle(self, *, saves: bool = True) -> None:
+        """Wait for what is under way; a failure that nobody has read raises here, of a save too."""
         if not self.failure_was_read:
             for session in self.sessions.values():
                 for wait in session.settling:
@@ -428,7 +429,7 @@ class Launch:
                 except DaftError as error:
                     told = next(iter(self.sessions.values())).told
                     raise told(error) from error.__cause__
-        for saved in self.saves:
+        for saved in self.saves if saves else ():
             saved.settle()
 
     def close(self, *, bring_home: bool = True) -> None:
@@ -487,27 +488,34 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 launches: list[Launch] = []
 """That which runs, if one does."""
 _implicit: dict[Mesh, MeshSession] = {}
-
-
-def _lose() -> None:
-    """What ran was ended half-way by a second signal."""
-    for launch in (*launches, *(session.launch for session in _implicit.values())):
-        launch.cluster.interrupted()
-
-
-when_forced.append(_lose)
 _waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
 """The launch that was made last, with its line, until it is started or given up."""
 
 
 def remember(made: MeshSession, source: Source | None) -> None:
     """It waits to be started; one that was made before no longer does."""
-    _waiting[:] = [(weakref.ref(made), source)]
+    _waiting[:] = [(weakref.ref(made, _dropped), source)]
 
 
 def forget(made: MeshSession) -> None:
     """It no longer waits to be started, if it did."""
     _waiting[:] = [one for one in _waiting if one[0]() is not made]
+
+
+def _dropped(made: weakref.ref[MeshSession]) -> None:
+    """Nobody refers to it any more. Where it still waited, as after ``dt.launch(mesh)`` in a line
+    of its own, a warning: nothing will ever run there."""
+    for waiting, source in list(_waiting):
+        if waiting is made and not sys.is_finalizing():
+            _waiting.clear()
+            warnings.warn(
+                f"a launch was made and never started, and nothing refers to it any more: what "
+                f"follows runs without it.\n"
+                f"{lines_text(launch=source)}"
+                f"fix: with dt.launch(...): ...; or run = dt.launch(...) and run.start()",
+                RuntimeWarning,
+                stacklevel=caller_level(),
+            )
 
 
 def check_started() -> None:
@@ -521,6 +529,15 @@ def check_started() -> None:
                 f"fix: `with run:` around the call or run.start() before it, where run is what "
                 f"dt.launch gave; run.close() gives the launch up"
             )
+
+
+def _lose() -> None:
+    """What ran was ended half-way by a second signal."""
+    for launch in (*launches, *(session.launch for session in _implicit.values())):
+        launch.cluster.interrupted()
+
+
+when_forced.append(_lose)
 
 
 def session_for(mesh: Mesh) -> MeshSession:

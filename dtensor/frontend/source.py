@@ -164,7 +164,15 @@ def lines_text(**lines: Source | None) -> str:
     """Lines of the program by what they are, as a message has them: one below the other."""
     width = max(map(len, lines))
     known = {what: source for what, source in lines.items() if source is not None}
-    return "".join(f"  {w:<{width}}  {source}: {source.text}\n" for w, source in known.items())
+    return "".join(f"  {w:<{width}}  {_place(line)}: {line.text}\n" for w, line in known.items())
+
+
+def _place(source: Source) -> str:
+    """``mlp.py:14``, and ``Cell In[3]:2`` in a notebook, whose cells are files with a number."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    cell = None if shell is None else shell.compile.format_code_name(source.file)
+    return str(source) if cell is None else f"{' '.join(cell)}:{source.line}"
 
 
 def places_below(entry: CodeType) -> list[Place]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -185,9 +187,17 @@ def test_closing_the_older_one_does_not_start_the_newer(trained: Trained) -> Non
 
 
 def test_one_that_is_gone_does_not_count(trained: Trained) -> None:
-    run = dt.launch(MESH)
-    del run
+    """It is told where it goes, as nobody can start it."""
+    with pytest.warns(
+        RuntimeWarning, match=r"(?s)nothing refers to it .*: dt.launch\(MESH\)\n"
+    ) as c:
+        dt.launch(MESH)
+    assert [warning.filename for warning in c] == [__file__]
     trained.step(X)
+    run = dt.launch(MESH)
+    run = dt.launch(MESH)  # the one before is replaced
+    run.close()
+    del run
 
 
 def test_one_waits_while_another_runs(trained: Trained) -> None:
@@ -272,3 +282,36 @@ def test_a_start_that_fails(trained: Trained, monkeypatch: pytest.MonkeyPatch) -
 
 def too_few(*_: object, **__: object) -> None:
     raise ValueError("too few GPUs")
+
+
+# -- never closed ----------------------------------------------------------------------------------
+
+NEVER_CLOSED = """
+import atexit, sys, torch, dtensor as dt
+
+mesh = dt.Mesh(dp=2)
+module = torch.nn.Embedding(4, 2)
+before = module.weight.detach().clone()
+atexit.register(lambda: print("trained:", not torch.equal(before, module.weight)))
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+model = dt.parallelize(module, mesh, {})
+step = dt.train_step(model, lambda m, x: m(x).sum(), optimizer, inputs=dict(dp=dt.Row()))
+run = dt.launch(mesh, backend=sys.argv[1]).start()
+step(torch.tensor([0, 1]))
+step(torch.tensor([0, int(sys.argv[2])]))  # nobody reads it
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "index"),
+    [("inprocess", 1), ("inprocess", 77), pytest.param("ray", 77, marks=pytest.mark.ray)],
+)
+def test_one_that_is_never_closed_ends_with_the_process(backend: str, index: int) -> None:
+    """Its values come home, and what failed is told."""
+    words = [sys.executable, "-c", NEVER_CLOSED, backend, str(index)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout == "trained: True\n"
+    failed = index > 3
+    assert ("a launch that was never closed has failed" in ended.stderr) == failed
+    assert ("IndexError" in ended.stderr) == failed

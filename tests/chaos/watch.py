@@ -58,7 +58,7 @@ PROC = Path("/proc")
 
 
 def held() -> Held:
-    everything = _processes()
+    everything = processes_of(os.getpid())
     processes = {p: n for p, n in everything.items() if n != "idle worker" or not _ray_runs()}
     return {
         "process": Counter(processes.values()),
@@ -110,14 +110,14 @@ def _more(before: Held, after: Held) -> list[str]:
     ]
 
 
-def _processes() -> dict[int, str]:
+def processes_of(controller: int) -> dict[int, str]:
     """Pid to name, of this process and all that descend from it or belong to a Ray that it started:
     those are adopted by init when their parent ends before them."""
     parents = {pid: int(state[1]) for pid in _pids() if (state := _try(_state, pid))}
-    ours = {os.getpid()}
+    ours = {controller}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more
-    logs = re.compile(rf"/session_[^/]*_{os.getpid()}/")
+    logs = re.compile(rf"/session_[^/]*_{controller}/")
     ours |= {pid for pid in parents if any(map(logs.search, _links(pid)))}
     return {pid: name for pid in ours if (name := _name(pid)) is not None}
 
@@ -172,7 +172,7 @@ def listening(processes: Mapping[int, str] | None = None) -> list[tuple[str, str
             if fields[3] == "0A":
                 address, port = fields[1].split(":")
                 found[f"socket:[{fields[9]}]"] = (_address(address), int(port, 16))
-    processes = _processes() if processes is None else processes
+    processes = processes_of(os.getpid()) if processes is None else processes
     return [
         (name, *found[link])
         for pid, name in processes.items()
