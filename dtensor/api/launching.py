@@ -5,9 +5,13 @@
         run.switch(model, opt, Mesh(dp=2), {})          # f32[64@dp,16]: [16,16] to [32,16]
     with launch(train, play):                           # train has ranks 0..n-1, play those after
         ...
+    run = launch(Mesh(dp=4))                            # the same over the cells of a notebook
+    run.start()
+    run.close()
 
 What it is given is checked before anything starts. Leaving the block by an exception brings home
-what can be, and notes on it what cannot. One launch runs at a time.
+what can be, and notes on it what cannot. One launch runs at a time, and each starts once. While
+the one that was made last waits to be started, a step is an error: it would run in this process.
 
 Not here: what is on the ranks (session.py), what a switch does (switching.py).
 """
@@ -15,14 +19,23 @@ Not here: what is on the ranks (session.py), what a switch does (switching.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.session import Launch, LocalKind, MeshSession, launches
+from dtensor.api.session import (
+    Launch,
+    LocalKind,
+    MeshSession,
+    forget,
+    launched,
+    launches,
+    remember,
+)
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
 from dtensor.api.switching import Optimizers, Wanted, switch_of
@@ -31,25 +44,157 @@ from dtensor.daft.launching import Offer
 from dtensor.daft.status.diagnosis import ranks_text
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.source import lines_text, source_here
 from dtensor.private_torch import cpp_compiler
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 
+_State = Literal["never started", "given up", "running", "ended"]
+_NO_RANKS: tuple[_State, ...] = ("never started", "given up")
+_ANEW = "run = dt.launch(...), and start that one"
+
 
 class LaunchSession(MeshSession):
     """What `launch` gives: the session of its first mesh, and what is done between two steps. It
-    prints as its meshes and, where they are on several machines, who is where."""
+    prints as its meshes and, where they are on several machines, who is where.
+
+    What a `MeshSession` has is there from `start` on.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[Mesh, tuple[int, ...] | None],
+        ranks: Callable[[], Launch],
+        actors: Callable[[], Offer],
+        bring_home: bool,
+    ) -> None:
+        self.mesh = next(iter(places))
+        self.source = source_here()
+        self._places = places
+        self._start_ranks, self._offer_actors = ranks, actors
+        self._bring_home = bring_home
+        self._state: _State = "never started"
+        self._entered = False
+        remember(self, self.source)
+
+    if not TYPE_CHECKING:  # for a checker all of them are there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("launch", "cluster") and self._state in _NO_RANKS:
+                fix = _ANEW if self._state == "given up" else "run.start(), or `with run:`"
+                raise self._refused(f"was {self._state}, and has no ranks", fix)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
-        meshes = ", ".join(map(str, self.launch.places))
-        state = "ended" if self.closed else "running"
-        lines = [f"launch of {meshes}: {state}"]
-        if not self.closed:
+        meshes = self._places if self._state in _NO_RANKS else self.launch.places
+        lines = [f"launch of {', '.join(map(str, meshes))}: {self._state}"]
+        if self._state == "running":
             for machine, ranks in self.launch.cluster.machines.items():
                 lines.append(f"  {ranks_text(ranks)} on {machine}")
         return "\n".join(lines)
+
+    # -- its begin and its end --------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start the ranks: what runs from here to `close` runs there. The launch itself.
+
+        Where it runs already, nothing happens. One whose start has failed may be started again.
+        Raises PlanningError where another launch runs, and where this one has ended.
+        """
+        with ONE_AT_A_TIME:
+            if self._state == "running":
+                return self
+            if self._state != "never started":
+                was = "has ended" if self._state == "ended" else "was given up"
+                raise self._refused(f"{was}, and none starts again", _ANEW)
+            _check_none_runs()
+            _starting.append(self)
+        try:  # without the lock: others go on meanwhile
+            running = self._start_ranks()
+            (first, own), *others = self._places.items()
+            super().__init__(first, running.part(first, own), running)
+            running.sessions[first] = self
+            for other, ranks_there in others:
+                running.add(other, ranks_there)
+            with ONE_AT_A_TIME:
+                self._actors = self._offer_actors()
+                launches.append(running)
+                self._state = "running"
+                forget(self)
+        finally:
+            _starting.clear()
+        return self
+
+    def close(self) -> None:
+        """Wait for what is under way, bring the values home and end the ranks, as leaving the
+        `with` block does. Raises a failure that nobody has read.
+
+        Once it has ended, nothing happens; where it was never started, it is given up.
+        """
+        if not self._ends():
+            return
+        try:
+            self.launch.settle()
+            self._actors.end()
+        except BaseException as error:
+            self._leave_by(error)
+            raise
+        self._leave()
+
+    def __enter__(self) -> Self:
+        if self._entered and self._state == "running":
+            raise self._refused("is entered already", "leave the inner `with run:` out")
+        try:
+            self.start()
+        except BaseException:
+            self.close()  # nobody has it: what was raised is all that there is of it
+            raise
+        self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._ends():
+            self._leave_by(error)
+
+    def _refused(self, why: str, fix: str) -> PlanningError:
+        lines = lines_text(launch=self.source, call=source_here())
+        return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
+
+    def _ends(self) -> bool:
+        """From here on it has ended, or is given up; whether it ran."""
+        with ONE_AT_A_TIME:
+            before = self._state
+            self._state = "ended" if before in ("running", "ended") else "given up"
+            forget(self)
+        return before == "running"
+
+    def _leave_by(self, error: BaseException) -> None:
+        """The error has notes of what is lost with the launch."""
+        for lost in filter(None, [saved.told() for saved in self.launch.saves]):
+            error.add_note(lost)
+        try:
+            self._leave()
+        except (DaftError, PlanningError) as lost:  # which reading the weights says, too
+            error.add_note(f"and not all weights came home: {lost}")
+
+    def _leave(self) -> None:
+        with ONE_AT_A_TIME:
+            launches.remove(self.launch)
+        try:
+            self._actors.end(quiet=True)
+        finally:
+            self.launch.close(bring_home=self._bring_home)
+
+    # -- between two steps ------------------------------------------------------------------------
 
     def switch_plan(
         self,
@@ -117,11 +262,10 @@ class LaunchSession(MeshSession):
             return found.plan
 
 
-_starting: list[object] = []
+_starting: list[LaunchSession] = []
 """The launch that starts, if one does."""
 
 
-@contextmanager
 def launch(
     *meshes: Mesh | str,
     backend: Backend = "inprocess",
@@ -137,8 +281,9 @@ def launch(
     spares: int = 0,
     snapshot_every: int | None = None,
     max_restarts: int = 100,
-) -> Iterator[LaunchSession]:
-    """Start the ranks of one or several meshes; what runs inside the block runs there.
+) -> LaunchSession:
+    """The ranks of one or several meshes, for a `with` block: what runs inside it runs there.
+    ``run.start()`` and ``run.close()`` do the same without a block, as over cells of a notebook.
 
     Several meshes are on ranks of one cluster, in order: the first has ranks 0, 1, ..., the next
     those after. Equal meshes are one: ``Mesh(tp=2, name="play")`` is another than ``Mesh(tp=2)``.
@@ -152,7 +297,9 @@ def launch(
     At its end the values of models and the state of their optimizers come home, in place: what the
     controller's module and optimizer have is current again. Models on the meta device stay away.
 
-    Gives the session of the first mesh.
+    Gives the session of the first mesh, of which nothing is started yet. A step is an error while
+    the launch that was made last waits for that; ``run.close()``, or another launch, gives it up.
+    A launch starts once.
 
     Args:
         meshes: after them backend and device may stand, as in ``launch(mesh, "ray")``.
@@ -188,8 +335,9 @@ def launch(
             no error (docs/recovery.md). By default nothing is kept.
         max_restarts: how many ranks may be replaced before the loss of one is an error.
 
-    Raises ValueError where Ray has too few GPUs; daft's errors: a failed rank, with its instruction
-    and the model's source line.
+    Raises PlanningError for arguments that do not do and while another launch runs. Its start
+    raises ValueError where Ray has too few GPUs; its end daft's errors: a failed rank, with its
+    instruction and the model's source line.
     """
     if ranks is None and len(meshes) == 1 and isinstance(mesh := meshes[0], Mesh):
         places, size = {mesh: None}, mesh.size
@@ -236,10 +384,9 @@ def launch(
             f"fix: leave spares and snapshot_every out"
         )
     with ONE_AT_A_TIME:
-        if launches or _starting:
-            raise PlanningError("a launch is running already; leave it before starting another")
-        _starting.append(meshes)
-    try:  # without the lock: others go on meanwhile
+        _check_none_runs()
+
+    def start_ranks() -> Launch:
         cluster = launch_cluster(
             size,
             backend=backend,
@@ -253,29 +400,22 @@ def launch(
             max_restarts=max_restarts,
             together=() if backend == "inprocess" else together(places),
         )
-        running = Launch(cluster, mode, local)
-        (first, own), *others = places.items()
-        running.sessions[first] = run = LaunchSession(first, running.part(first, own), running)
-        for other, ranks_there in others:
-            running.add(other, ranks_there)
-        with ONE_AT_A_TIME:
-            launches.append(running)
-    finally:
-        _starting.clear()
-    actors = Offer(backend, address, deadline_s, call_deadline_s)
-    try:
-        yield run
-        running.settle()
-        actors.end()
-    except BaseException as error:
-        for lost in filter(None, [saved.told() for saved in running.saves]):
-            error.add_note(lost)
-        try:
-            _leave(running, actors, bring_home)
-        except (DaftError, PlanningError) as lost:  # which reading the weights says, too
-            error.add_note(f"and not all weights came home: {lost}")
-        raise
-    _leave(running, actors, bring_home)
+        return Launch(cluster, mode, local)
+
+    actors = partial(Offer, backend, address, deadline_s, call_deadline_s)
+    return LaunchSession(places, start_ranks, actors, bring_home)
+
+
+def _check_none_runs() -> None:
+    """PlanningError where a launch runs, or starts."""
+    first = _starting[-1] if _starting else launched()
+    if first is not None:
+        assert isinstance(first, LaunchSession), "an implicit one is none"
+        raise PlanningError(
+            f"a launch is running already, and one runs at a time.\n"
+            f"{lines_text(running=first.source, another=source_here())}"
+            f"fix: run.close(), where run is what the first one gave; or leave its `with` block"
+        )
 
 
 def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:
@@ -304,12 +444,3 @@ def _check_inductor(device: str) -> None:
             f'local="inductor" needs a C++ compiler, and there is none here: {error}\n'
             f"fix: install g++, or set CXX to a compiler; or leave local out"
         ) from error
-
-
-def _leave(running: Launch, actors: Offer, bring_home: bool) -> None:
-    with ONE_AT_A_TIME:
-        launches.remove(running)
-    try:
-        actors.end(quiet=True)
-    finally:
-        running.close(bring_home=bring_home)

@@ -6,7 +6,8 @@
     session.fetch("value 3", ranks=(0, 1))
 
 A `Launch` has a session for each mesh that it was started with, and for each that a transfer has
-put values on. Outside a launch there is an implicit in-process one per mesh.
+put values on. Outside a launch there is an implicit in-process one per mesh, but for while a launch
+that was made waits to be started: that would run in this process what was meant for its ranks.
 
 A parallelized module becomes resident at first use: the controller's values are cut into shards
 and put on the ranks, and the module's tensors are away (resident.py). Leaving a launch brings them
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +43,7 @@ from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors, type_text
+from dtensor.frontend.source import Source, caller_level, lines_text, source_here
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
@@ -445,7 +448,7 @@ class Launch:
                 f"the launch ended with changed state of {count} model(s) on the meta device that "
                 f"was not gathered: it is gone. fix: state = dt.gather_state_dict(model, opt) "
                 f"inside the launch",
-                stacklevel=6,
+                stacklevel=caller_level(),
             )
 
 
@@ -462,10 +465,36 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 launches: list[Launch] = []
 """That which runs, if one does."""
 _implicit: dict[Mesh, MeshSession] = {}
+_waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
+"""The launch that was made last, with its line, until it is started or given up."""
+
+
+def remember(made: MeshSession, source: Source | None) -> None:
+    """It waits to be started; one that was made before no longer does."""
+    _waiting[:] = [(weakref.ref(made), source)]
+
+
+def forget(made: MeshSession) -> None:
+    """It no longer waits to be started, if it did."""
+    _waiting[:] = [one for one in _waiting if one[0]() is not made]
+
+
+def check_started() -> None:
+    """PlanningError where the launch that was made last was never started. One that nobody refers
+    to any more is none."""
+    for made, source in _waiting:
+        if made() is not None:
+            raise PlanningError(
+                f"a launch was made and never started, and this would run without it.\n"
+                f"{lines_text(launch=source, call=source_here())}"
+                f"fix: `with run:` around the call or run.start() before it, where run is what "
+                f"dt.launch gave; run.close() gives the launch up"
+            )
 
 
 def session_for(mesh: Mesh) -> MeshSession:
-    """That of the running launch, or the implicit in-process one of the mesh."""
+    """That of the running launch, or the implicit in-process one of the mesh. PlanningError where
+    a launch waits to be started."""
     with ONE_AT_A_TIME:
         if launches:
             launch = launches[-1]
@@ -474,6 +503,7 @@ def session_for(mesh: Mesh) -> MeshSession:
             from dtensor.api.several_meshes import not_launched
 
             raise not_launched(mesh, launch.places)
+        check_started()
         if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
             _implicit.pop(mesh).launch.close()
         if mesh not in _implicit:

@@ -18,7 +18,7 @@ import torch
 from dtensor.api.compiled import CompiledFunction
 from dtensor.api.launching import launch
 from dtensor.api.plan_call import BoundCall
-from dtensor.api.session import Launch, launched, session_for
+from dtensor.api.session import Launch, check_started, launched, session_for
 from dtensor.api.training import Loss, TrainStep
 from dtensor.daft.cluster.cluster import Backend, RecordedRun
 from dtensor.errors import PlanningError
@@ -184,6 +184,7 @@ def calibrate(
         )
     running = launched()
     if running is None:
+        check_started()
         whole = mesh or Mesh()
         with launch(
             whole,

@@ -92,8 +92,8 @@ def run(options: argparse.Namespace) -> int:
     with launching(options), AtWork() as progress:
         starts = progress.doing(f"starts {mesh.size} ranks, {options.backend}")
         with starts, too_few_are_users():
-            launch.__enter__()
-        try:
+            launch.start()
+        with launch:
             for number in range(options.steps):
                 begin = time.perf_counter()
                 loss = float(step(*work.batches[number % len(work.batches)]))
@@ -104,10 +104,6 @@ def run(options: argparse.Namespace) -> int:
                     print(f"step {number + 1}  loss {loss:.6g}  {took}", flush=True)
             if options.trace:
                 write(options.trace, dt.trace(step, *work.batch).save)
-        except BaseException:
-            launch.__exit__(*sys.exc_info())
-            raise
-        launch.__exit__(None, None, None)
     later = seconds[1:] or seconds
     usual = statistics.median(later)
     if options.json:

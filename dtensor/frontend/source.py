@@ -160,6 +160,13 @@ def source_here() -> Source | None:
     return None if place is None else line_of(*place)
 
 
+def lines_text(**lines: Source | None) -> str:
+    """Lines of the program by what they are, as a message has them: one below the other."""
+    width = max(map(len, lines))
+    known = {what: source for what, source in lines.items() if source is not None}
+    return "".join(f"  {w:<{width}}  {source}: {source.text}\n" for w, source in known.items())
+
+
 def places_below(entry: CodeType) -> list[Place]:
     """Those that count below ``entry`` in the calling stack, outermost first; none outside it."""
     below: list[tuple[FrameType, int]] = []

@@ -1,0 +1,274 @@
+"""A launch is an object: what it is before it starts, over cells, after its end; one at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor import daft
+from dtensor.api import launching
+from dtensor.daft import TaskError
+
+MESH = dt.Mesh(dp=2)
+X = torch.arange(32.0).reshape(8, 4) / 32
+
+
+class Trained:
+    """A linear map, and its training on two ranks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.module = nn.Linear(4, 4)
+        self.model = dt.parallelize(self.module, MESH, {})
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.step = dt.train_step(self.model, squares, self.optimizer, inputs=dict(dp=dt.Row()))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.module.weight.detach().clone()
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def trained() -> Trained:
+    return Trained()
+
+
+@pytest.fixture(autouse=True)
+def none_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    dt.distribute(X, MESH)  # no launch waits, and none runs: that of a test is closed
+    assert not launching.launches
+
+
+# -- started and closed ----------------------------------------------------------------------------
+
+
+def test_start_and_close_are_as_a_block(trained: Trained) -> None:
+    other = Trained()
+    with dt.launch(MESH) as run:
+        assert isinstance(run, launching.LaunchSession)
+        expected = [float(other.step(X)) for _ in range(3)]
+    run = dt.launch(MESH)
+    assert repr(run) == "launch of mesh(dp=2): never started"
+    assert run.start() is run
+    assert repr(run).splitlines()[0] == "launch of mesh(dp=2): running"
+    losses = [float(trained.step(X)) for _ in range(2)]
+    run.start()  # a cell that is run again
+    losses.append(float(trained.step(X)))
+    assert run.ranks == (0, 1) and not run.recoveries and not run.closed
+    run.close()
+    assert run.closed and repr(run) == "launch of mesh(dp=2): ended"
+    run.close()
+    assert losses == expected
+    assert torch.equal(trained.weight, other.weight)
+
+
+def test_a_started_one_is_entered(trained: Trained) -> None:
+    with dt.launch(MESH).start() as run:
+        trained.step(X)
+        run.switch(trained.model, trained.optimizer, dt.Mesh(dp=1), {})
+        run.start()
+    assert run.closed
+    run = dt.launch(MESH)
+    run.start()
+    with pytest.raises(KeyError), run:
+        raise KeyError
+    assert run.closed
+
+
+def test_one_is_closed_in_its_block(trained: Trained) -> None:
+    with dt.launch(MESH) as run:
+        trained.step(X)
+        run.close()
+        assert not launching.launches
+    with pytest.raises(KeyError), dt.launch(MESH) as run:
+        run.close()
+        raise KeyError
+
+
+def test_closing_raises_what_nobody_has_read(trained: Trained) -> None:
+    """Once, and with the weights at home."""
+    before = trained.weight
+    run = dt.launch(MESH).start()
+    trained.step(X)
+    daft.spawn(Raising).fail()
+    with pytest.raises(TaskError, match="on purpose"):
+        run.close()
+    assert run.closed and not torch.equal(trained.weight, before)
+    run.close()
+
+
+class Raising:
+    def fail(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+# -- never started ---------------------------------------------------------------------------------
+
+
+def distribute(_: Trained) -> object:
+    return dt.distribute(X, MESH)
+
+
+def compiled(trained: Trained) -> object:
+    return dt.compile(trained.model, MESH)(X)
+
+
+def steps(trained: Trained) -> object:
+    return trained.step(X)
+
+
+def calibrate(_: Trained) -> object:
+    return dt.calibrate(MESH)
+
+
+def trace(trained: Trained) -> object:
+    return dt.trace(trained.step, X)
+
+
+@pytest.mark.parametrize("call", [steps, compiled, distribute, calibrate, trace])
+def test_nothing_runs_while_one_waits(trained: Trained, call: Callable[[Trained], object]) -> None:
+    before = trained.weight
+    run = dt.launch(MESH)
+    with pytest.raises(dt.PlanningError) as caught:
+        call(trained)
+    text = str(caught.value)
+    assert text.startswith("a launch was made and never started")
+    assert "  launch  test_launching.py:" in text and "run = dt.launch(MESH)\n" in text
+    assert "  call    test_launching.py:" in text
+    assert "run.start()" in text
+    assert torch.equal(trained.weight, before)
+    run.close()
+    assert repr(run) == "launch of mesh(dp=2): given up"
+    if call is not calibrate:  # which takes a second
+        call(trained)
+
+
+def test_what_runs_nothing_goes_on(trained: Trained) -> None:
+    state = dt.gather_state_dict(trained.model, trained.optimizer)
+    run = dt.launch(MESH)
+    assert trained.step.plan(X).cost.seconds > 0
+    dt.load_state_dict(trained.model, trained.optimizer, state)
+    run.close()
+
+
+def test_a_newer_one_replaces_it(trained: Trained) -> None:
+    """As where a cell is run again, and ``Out[1]`` has the first."""
+    first = dt.launch(MESH)
+    second = dt.launch(MESH)
+    with second:
+        trained.step(X)
+    trained.step(X)
+    assert "never started" in repr(first)
+    with first:  # it may be, still
+        trained.step(X)
+
+
+def test_closing_the_older_one_does_not_start_the_newer(trained: Trained) -> None:
+    first, second = dt.launch(MESH), dt.launch(MESH)
+    first.close()
+    with pytest.raises(dt.PlanningError, match="never started"):
+        trained.step(X)
+    second.close()
+    trained.step(X)
+
+
+def test_one_that_is_gone_does_not_count(trained: Trained) -> None:
+    run = dt.launch(MESH)
+    del run
+    trained.step(X)
+
+
+def test_one_waits_while_another_runs(trained: Trained) -> None:
+    """Both were made before: what runs in the first is meant for it, what comes after is not."""
+    first, second = dt.launch(MESH), dt.launch(MESH)
+    with first:
+        trained.step(X)
+        with pytest.raises(dt.PlanningError, match="a launch is running already"):
+            second.start()
+    with pytest.raises(dt.PlanningError, match="never started"):
+        trained.step(X)
+    with second:
+        trained.step(X)
+
+
+def test_it_has_no_ranks(trained: Trained) -> None:
+    run = dt.launch(MESH)
+    reads: list[Callable[[], Any]] = [
+        lambda: run.recoveries,
+        lambda: run.ranks,
+        lambda: run.switch(trained.model, trained.optimizer, MESH, {}),
+    ]
+    for read in reads:
+        with pytest.raises(dt.PlanningError, match=r"(?s)never started, .*\nfix: run.start\(\)"):
+            read()
+    assert run.mesh == MESH and not hasattr(run, "_repr_html_")
+    run.close()
+    with pytest.raises(dt.PlanningError, match=r"(?s)given up, .*\nfix: run = dt.launch"):
+        reads[0]()
+
+
+# -- one at a time, and each once ------------------------------------------------------------------
+
+
+def test_a_second_one_while_one_runs(trained: Trained) -> None:
+    """It is refused where it is made, so that ``run`` in a notebook is still the first."""
+    run = dt.launch(MESH).start()
+    with pytest.raises(dt.PlanningError) as caught:
+        run = dt.launch(dt.Mesh(tp=2))
+    _, running, another, fix = str(caught.value).splitlines()
+    assert running.startswith("  running  test_launching.py:") and "(MESH).start()" in running
+    assert another.startswith("  another  test_launching.py:") and "(tp=2)" in another
+    assert fix.startswith("fix: run.close()")
+    trained.step(X)
+    run.close()
+
+
+def test_none_starts_twice(trained: Trained) -> None:
+    with dt.launch(MESH) as run:
+        with pytest.raises(dt.PlanningError, match="is entered already"), run:
+            pass
+        trained.step(X)
+    for again in (run.start, run.__enter__):
+        with pytest.raises(dt.PlanningError, match=r"(?s)has ended, .*fix: run = dt.launch"):
+            again()
+    given_up = dt.launch(MESH)
+    given_up.close()
+    given_up.close()
+    with pytest.raises(dt.PlanningError, match=r"(?s)was given up, .*fix: run = dt.launch"):
+        given_up.start()
+
+
+def test_a_start_that_fails(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start` may be called again, and until then steps are refused; a block is over."""
+    run = dt.launch(MESH)
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "launch_cluster", too_few)
+        with pytest.raises(ValueError, match="too few"):
+            run.start()
+        with pytest.raises(dt.PlanningError, match="never started"):
+            trained.step(X)
+    run.start()
+    trained.step(X)
+    run.close()
+    block = dt.launch(MESH)
+    with monkeypatch.context() as patch:
+        patch.setattr(launching, "launch_cluster", too_few)
+        with pytest.raises(ValueError, match="too few"), block:
+            pass
+    trained.step(X)
+
+
+def too_few(*_: object, **__: object) -> None:
+    raise ValueError("too few GPUs")
