@@ -117,6 +117,8 @@ def save(
             _LAST.pop().settle()
         saved = submitted(stated, model, optimizer)
         _LAST.append(saved)
+    if format == "hf" or launched() is None:
+        saved.wait()
     return saved
 
 

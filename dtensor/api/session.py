@@ -429,7 +429,7 @@ class Launch:
         if self.closed:
             return
         for saved in self.saves:
-            saved.told()
+            saved.join()
         with ONE_AT_A_TIME:
             try:
                 for resident in self.residents:
