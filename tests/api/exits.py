@@ -9,6 +9,7 @@ program does. Writes fail for real: the system refuses files of more bytes than 
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import os
 import sys
@@ -39,7 +40,7 @@ from torch import nn  # noqa: E402
 import dtensor as dt  # noqa: E402
 from dtensor.api.saves import Saved  # noqa: E402
 from dtensor.runtime import saving  # noqa: E402
-from dtensor.runtime.checkpoint import CheckpointError  # noqa: E402
+from dtensor.runtime.checkpoint import CheckpointError, writing  # noqa: E402
 
 atexit.register(said, "handler after the import")
 
@@ -59,6 +60,15 @@ def made(steps: bool) -> Any:
 def fail() -> None:
     """From here on writes of more than some bytes fail."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def fail_to_publish() -> None:
+    """From here on what ranks write is fine, and what the controller does is not."""
+
+    def metadata_bytes(*_: Any) -> bytes:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    writing.metadata_bytes = metadata_bytes
 
 
 def write_at_the_end() -> None:
@@ -98,8 +108,10 @@ def never_left(
 ) -> None:
     kept.append(dt.launch(MESH, backend=backend).start())
     model = made(steps)
-    if fails:
+    if fails and backend == "inprocess":
         fail()
+    elif fails:  # actors have limits of their own
+        fail_to_publish()
     kept.append(dt.save(TO, model))
     then()
 
@@ -198,6 +210,7 @@ CASES: dict[str, Callable[[], None]] = {
     "a stderr of one's own": lambda: stderr_is(Tee()),
     "no stderr": lambda: stderr_is(None),
     "on Ray, never left": lambda: never_left(nothing, backend="ray", steps=True),
+    "on Ray, never left, sys.exit(3)": lambda: never_left(lambda: sys.exit(3), backend="ray"),
     "on Ray, never left, written": lambda: never_left(
         nothing, backend="ray", fails=False, steps=True
     ),
