@@ -235,3 +235,33 @@ def test_a_save_into_a_folder_that_fails_leaves_what_was_there(held: Any, tmp_pa
         dt.save(tmp_path / "out", own, format="hf", step=2)
     assert caught.value.__notes__ == [f"what was in {tmp_path}/out before is untouched."]
     assert dt.load(tmp_path / "out", own).step == 1
+
+
+@pytest.mark.slow
+def test_from_pretrained_may_stand_on_the_next_line(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    own, out = dt.parallelize(module, dt.Mesh(tp=2)), tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("{}")
+
+    def check(value: float) -> None:
+        with torch.no_grad():
+            module.lm_head.weight.fill_(value)
+        dt.save(out, own, format="hf")
+        read = transformers.AutoModelForCausalLM.from_pretrained(out)
+        for (name, a), (other, b) in zip(module.state_dict().items(), read.state_dict().items()):
+            assert name == other and torch.equal(a, b)
+        assert module.lm_head.weight[0, 0] == value
+
+    check(1.0)
+    for value in (2.0, 3.0):  # in the place of what was there
+        check(value)
+        assert len(list(out.glob("*.safetensors"))) == 1
+    read = transformers.AutoModelForCausalLM.from_pretrained(out)
+    read.save_pretrained(out)  # which takes ours for shards of its own, and removes them
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+    with pytest.raises(dt.PlanningError, match="did not save there: model.safetensors"):
+        dt.save(out, own, format="hf")

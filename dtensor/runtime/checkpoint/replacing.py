@@ -1,6 +1,6 @@
 """Weights in a folder that is there already: beside other files, or in the place of older weights.
 
-    claim = claim_place(Path("out"))      # out/.tmp-out-1f0c9a3e; out has a tokenizer
+    claim = claim_existing(Path("out"))      # out/.tmp-out-1f0c9a3e; out has a tokenizer
     ...                                   # safetensors files, their index, config.json, a manifest
     claim.publish()                       # moved into out; what it had of ours before is removed
 
@@ -89,7 +89,7 @@ class _Listed:
 
 
 @dataclass(slots=True)
-class Place:
+class Replacement:
     """A folder being written into: what is in ``folder`` goes to ``target``."""
 
     folder: Path
@@ -178,7 +178,7 @@ class Place:
         sync(self.target)
 
 
-def claim_place(target: Path) -> Place:
+def claim_existing(target: Path) -> Replacement:
     """A place for weights in a folder that is there.
 
     PlanningError, and nothing is touched, if it has weights that dtensor did not save there, if it
@@ -203,7 +203,7 @@ def claim_place(target: Path) -> Place:
         _Listed(before=own).write(folder)
         sync(folder)
         remove_leftovers(target)  # whose lists this one has taken over
-        return Place(folder, target, f"-{tag}" if own else "", own, locks)
+        return Replacement(folder, target, f"-{tag}" if own else "", own, locks)
     except BaseException as error:
         for descriptor in locks:
             os.close(descriptor)

@@ -52,7 +52,7 @@ from dtensor.runtime.checkpoint.records import (
     TensorRecord,
     merged,
 )
-from dtensor.runtime.checkpoint.replacing import Place, claim_place
+from dtensor.runtime.checkpoint.replacing import Replacement, claim_existing
 from dtensor.runtime.checkpoint.safetensors import (
     SHARD_BYTES,
     make_files,
@@ -70,7 +70,7 @@ class Writing:
     """Where parts are written: beside the target."""
     previous: str | None
     """The newest checkpoint in the same folder, whose unchanged files are linked."""
-    _claim: Claim | Place
+    _claim: Claim | Replacement
     _head: Head
     _extra: tuple[Any, dict[str, torch.Tensor]]
     _small: list[tuple[tuple[str, ...], Any]]
@@ -145,7 +145,7 @@ class Writing:
         target = checked_path(path)
         _check_beside(target)
         into = layout == "hf" and target.is_dir()
-        claim = claim_place(target) if into else claim_folder(target)
+        claim = claim_existing(target) if into else claim_folder(target)
         try:
             before = made_in(claim.target.parent, skip_damaged=True)
         except OSError as error:
