@@ -94,6 +94,7 @@ class Saved:
         self._source = source
         self._error: BaseException | None = None
         self._read = False
+        self._noted = False
         self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path}")
         _open.add(self)
         try:
@@ -108,7 +109,8 @@ class Saved:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s; ask again.")
-        self._mark_read()
+        self._read, self._noted = True, False
+        _open.discard(self)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.path
@@ -129,11 +131,12 @@ class Saved:
         self.join()
         if self._read:
             return
-        try:
+        if not isinstance(self._error, WriterLost):
             self.get()
-        except WriterLost as error:
-            notes = "\n".join(error.__notes__)
-            warnings.warn(f"{error}\n{notes}", RuntimeWarning, stacklevel=4)
+            return
+        self._read = self._noted = True
+        notes = "\n".join(self._error.__notes__)
+        warnings.warn(f"{self._error}\n{notes}", RuntimeWarning, stacklevel=4)
 
     def join(self) -> None:
         """Wait, and read nothing."""
@@ -146,30 +149,26 @@ class Saved:
     def told(self) -> str:
         """Wait; what failed, if nobody has read it, or ""."""
         self.join()
-        unread = not self._read
-        self._mark_read()
-        if self._error is None or not unread:
+        if self._error is None or self._read:
             return ""
+        self._read = self._noted = True
         return f"and of the save to {self.path}: {self._error}"
 
     def unread(self) -> str:
-        """Wait; what the end of the process prints, if nobody has read a failure; or ""."""
+        """Wait; what the end of the process prints, if nobody has read a failure, or it was a
+        warning or a note, which may be seen or not; or ""."""
         try:
             self.join()
         except BaseException as error:  # a Ctrl-C at the end: the process goes, and the thread too
             why = f"{self.path} is not written: waiting for it was ended by {error!r}."
         else:
-            if self._error is None or self._read:
+            if self._error is None or (self._read and not self._noted):
                 return ""
             why = "\n".join([str(self._error), *getattr(self._error, "__notes__", ())])
         return (
             "dtensor: a save failed, and nobody has read that: the exit status is not 0.\n"
             f"{lines_text(save=self._source)}{why}\n"
         )
-
-    def _mark_read(self) -> None:
-        self._read = True
-        _open.discard(self)
 
     def _run(self, finish: Callable[[], None]) -> None:
         try:
@@ -179,7 +178,8 @@ class Saved:
                 error.add_note(f"{self.path} was not written; what was there before is untouched.")
             self._error = error
         else:
-            _open.discard(self)
+            moot = {other for other in [*_open] if other._noted}  # there is a later checkpoint
+            _open.difference_update(moot, [self])
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -187,7 +187,7 @@ class Saved:
 
 
 _open: set[Saved] = set()
-"""Saves that are under way, or have failed and nobody has read that."""
+"""Saves that are under way, or have failed and nobody has read that for sure."""
 os.register_at_fork(after_in_child=_open.clear)  # whose threads the child has not
 
 

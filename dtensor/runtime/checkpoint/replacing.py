@@ -1,6 +1,6 @@
 """Weights in a folder that is there already: beside other files, or in the place of older weights.
 
-    claim = claim_existing(Path("out"))      # out/.tmp-out-1f0c9a3e; out has a tokenizer
+    claim = claim_existing(Path("out"))   # out/.tmp-out-1f0c9a3e; out has a tokenizer
     ...                                   # safetensors files, their index, config.json, a manifest
     claim.publish()                       # moved into out; what it had of ours before is removed
 
@@ -48,7 +48,13 @@ from dtensor.runtime.checkpoint.folders import (
     sync,
     write_synced,
 )
-from dtensor.runtime.checkpoint.manifest import MANIFEST, made_in, read_head, read_manifest
+from dtensor.runtime.checkpoint.manifest import (
+    MANIFEST,
+    damaged,
+    made_in,
+    read_head,
+    read_manifest,
+)
 from dtensor.runtime.checkpoint.records import CheckpointError, plain_name
 from dtensor.runtime.checkpoint.safetensors import INDEX, SINGLE, index_map
 
@@ -77,15 +83,18 @@ class _Listed:
 
     @staticmethod
     def read(folder: Path) -> _Listed:
+        """Empty where there is none: of another kind of save, or of one that moved nothing."""
         try:
             said: dict[str, Any] = json.loads((folder / _LIST).read_bytes())
-        except FileNotFoundError:  # of another kind of save, or killed before anything was moved
+            before, after = (
+                {plain_name(name): int(nbytes) for name, nbytes in said[key].items()}
+                for key in ("before", "after")
+            )
+            return _Listed(before=before, after=after, added=tuple(map(plain_name, said["added"])))
+        except FileNotFoundError:
             return _Listed(before={})
-        before, after = (
-            {plain_name(name): int(nbytes) for name, nbytes in said[key].items()}
-            for key in ("before", "after")
-        )
-        return _Listed(before=before, after=after, added=tuple(map(plain_name, said["added"])))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(folder / _LIST, repr(error)) from error
 
 
 @dataclass(slots=True)
@@ -118,8 +127,7 @@ class Replacement:
             self._move(tensors, others)
         except BaseException:
             if not self.published:
-                _give_back(self.folder, self.target)
-                self._needed = False
+                self._undo()
             raise
         self._remove_old(set(self._before) - set(tensors))
         self._needed = False
@@ -131,6 +139,17 @@ class Replacement:
             shutil.rmtree(self.folder, ignore_errors=True)
         while self._locks:
             os.close(self._locks.pop())
+
+    def _undo(self) -> None:
+        try:
+            _give_back(self.folder, self.target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.target} could not be written, and what was there could not be put back: "
+                f"{error}. It is in {self.folder}.\n"
+                f"fix: look at the disk, and save there once more, which puts it back first"
+            ) from error
+        self._needed = False
 
     def _prepare(self, tensors: Mapping[str, int], others: list[str]) -> None:
         """All that undoing will need, on the disk."""
@@ -235,7 +254,7 @@ def _own_files(target: Path) -> dict[str, int]:
 
 
 def _check_others(target: Path, own: Mapping[str, int]) -> None:
-    made = made_in(target, skip_damaged=True)
+    made = [head for head in made_in(target, skip_damaged=True) if head.layout == "dcp"]
     if made:
         raise PlanningError(
             f"{target} holds checkpoints, such as {made[-1].name}, which dt.resume would no longer "
