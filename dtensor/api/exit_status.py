@@ -58,7 +58,7 @@ def _status_of_copy() -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of threads beside a fork: none of them is needed
             copy = os.fork()
-    except OSError:
+    except (OSError, RuntimeError):  # no memory for one; a Python that forks no more by now
         return 0
     if copy:
         return _status_of(copy)

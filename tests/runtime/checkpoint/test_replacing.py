@@ -326,6 +326,60 @@ def test_a_disk_that_fails_at_every_operation(
         check_next_save(folder, others)
 
 
+@pytest.mark.slow
+def test_what_a_killed_save_took_away_comes_back_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it puts another config in place; also if the next one comes to nothing itself."""
+    case = "one, several, another config"
+    total, _, _ = operations(case, 1, tmp_path, monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    folder = tmp_path / "out"
+    before = [read(reader, tmp_path / "first") for reader in READERS]
+    away = 0
+    for n in range(total - 30, total):
+        as_before(folder)
+
+        def work(n: int = n) -> None:
+            Disk(pytest.MonkeyPatch(), n, die)
+            put(folder, 2, SHARDED, 2)
+
+        os.waitpid(in_child(work), 0)
+        if read(as_transformers, folder) or (folder / INDEX).exists():
+            continue
+        away += 1
+        with pytest.raises(PlanningError, match="complex128"):
+            Writing.begin_hf(folder, {"a": (torch.complex128, (4,))})
+        assert [read(reader, folder) for reader in READERS] == before
+        assert set(os.listdir(folder)) == set(os.listdir(tmp_path / "first"))
+    assert away
+
+
+def test_what_cannot_be_put_back_is_said_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    one(folder)
+    before = [read(reader, folder) for reader in READERS]
+    rename = Path.rename
+
+    def fails_at_the_index(self: Path, to: Path) -> Path:
+        if Path(to).name in (INDEX, SINGLE) and Path(to).parent == folder:
+            full()
+        return rename(self, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", fails_at_the_index)
+        with pytest.raises(
+            CheckpointError, match="could not be put back: .* It is in (.*).tmp-out"
+        ):
+            put(folder, 2, SHARDED, 2)
+    assert not read(as_transformers, folder)
+    with pytest.raises(PlanningError, match="complex128"):
+        Writing.begin_hf(folder, {"a": (torch.complex128, (4,))})
+    assert [read(reader, folder) for reader in READERS] == before
+
+
 def test_new_names_each_time_and_nothing_else_is_touched(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     tokenizer(folder)
