@@ -4,7 +4,7 @@
 
 An exception in an exit handler leaves the status as it is; `os._exit` in one skips the handlers
 that were registered before it, and what open files still hold. But Python gives 120 where its last
-flush of `sys.stderr` fails (`Py_FinalizeEx`; read in CPython 3.11 to 3.13, run in 3.11): after all
+flush of `sys.stderr` fails (`Py_FinalizeEx`, which does so since 3.6; tried in 3.11): after all
 handlers, of whichever order, and with everything else ended as it should be. So that flush fails.
 
 A status that is not 0 already stays: 120 would take its place, and no handler is told which it is,
@@ -13,7 +13,9 @@ goes on to its end at once, and the status that it gets is this one's. Nobody no
 runs no handler, prints nothing, and deletes nothing, as an object of a file or a folder would that
 is deleted as Python ends. This happens only where a status has to be changed.
 
-Where it cannot be tried (no glibc, Python 3.14, a copy that hangs or dies) the status is 120.
+Where it cannot be tried the status is 120 in any case: without glibc's `on_exit`; on Python 3.14,
+whose `atexit` goes through a list of its own; where a Python does not fork in exit handlers, as
+3.12.0; and if the copy hangs or dies.
 """
 
 from __future__ import annotations

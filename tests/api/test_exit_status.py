@@ -1,4 +1,4 @@
-"""What is found out of a copy of the process; that it makes the status right is in test_saves.py."""
+"""What a copy of the process tells; that the status is right with it is in test_saves.py."""
 
 from __future__ import annotations
 
