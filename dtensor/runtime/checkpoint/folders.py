@@ -21,6 +21,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Claim:
 
     def _unlock(self) -> None:
         if self.lock >= 0:
-            os.close(self.lock)
+            unlock(self.lock)
             self.lock = -1
 
 
@@ -148,7 +149,7 @@ def leftovers(parent: Path) -> Iterator[Path]:
             if locked(lock):
                 yield folder
         finally:
-            os.close(lock)
+            unlock(lock)
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -212,6 +213,14 @@ def locked(descriptor: int) -> bool | None:
             return None
         raise
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """Free the lock and close it. A process that was forked meanwhile has it open, too, and would
+    keep a lock that is but closed here."""
+    with suppress(OSError):  # there may be no locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _rename_new(folder: Path, target: Path) -> None:

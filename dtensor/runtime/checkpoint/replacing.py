@@ -46,6 +46,7 @@ from dtensor.runtime.checkpoint.folders import (
     refused,
     remove_leftovers,
     sync,
+    unlock,
     write_synced,
 )
 from dtensor.runtime.checkpoint.manifest import (
@@ -138,7 +139,7 @@ class Replacement:
         if not self._needed:
             shutil.rmtree(self.folder, ignore_errors=True)
         while self._locks:
-            os.close(self._locks.pop())
+            unlock(self._locks.pop())
 
     def _undo(self) -> None:
         try:
@@ -225,7 +226,7 @@ def claim_existing(target: Path) -> Replacement:
         return Replacement(folder, target, f"-{tag}" if own else "", own, locks)
     except BaseException as error:
         for descriptor in locks:
-            os.close(descriptor)
+            unlock(descriptor)
         if isinstance(error, OSError):
             raise refused(target, error) from error
         raise
