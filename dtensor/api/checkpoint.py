@@ -9,7 +9,8 @@
 
 A save is submitted like a step, and has its place in their order: it has the state after the steps
 called before it, and nothing of those called after. One save is under way at a time: the next waits
-for it, so that no rank holds more than one copy.
+for it, so that no rank holds more than one copy. Where no step could go on beside it, outside a
+launch, it is over when the call returns; so is one for Hugging Face, whose folder others write to.
 
 Besides parameters, buffers and the optimizer's state a checkpoint has what random numbers depend
 on: the seed, the number of the next training step, the counts of compiled functions' calls.
@@ -82,18 +83,24 @@ def save(
     """Write a checkpoint while training goes on: the state after the steps called before.
 
     Args:
-        path: a folder that is not there yet, and that all machines of the launch see.
+        path: a folder that is not there yet, and that all machines of the launch see. With
+            ``format="hf"`` it may be there, with a tokenizer, say: other files stay, and what a
+            save wrote there before is replaced, so that no reader gets a part of both. Other
+            weights in it are refused.
         optimizer: None leaves its state out.
         step: what `load` gives back; by default the number of training steps taken.
         extra: so is this: numbers, text, containers, tensors; state_dict()s of schedulers, say.
         keep: how many of dtensor's checkpoints of this format to leave in the folder around
-            ``path``, the newest.
+            ``path``, the newest; others are removed with all that is in them.
         format: "dcp", the files of torch.distributed.checkpoint; "hf", safetensors of the model
             alone, as `from_pretrained` reads them.
 
-    It waits for a save that is under way, and raises what has failed in it if nobody has read that.
-    Leaving the launch waits for its saves. Raises PlanningError for what cannot be written as
-    stated; what fails while it is written is raised by the `Saved` that this returns.
+    Outside a launch, and everywhere with ``format="hf"``, it returns when all is on the disk, and
+    raises what fails: `from_pretrained(path)` may follow. Within a launch "dcp" is written beside
+    the steps, and what fails is raised by the `Saved` that this returns; if nobody reads it, by the
+    next save or the launch's end; at the latest the process's end prints it, and its status is not
+    0. It waits for a save that is under way. Raises PlanningError for what cannot be written as
+    stated.
     """
     _check_path("save", path)
     check_parallel("save", model)
@@ -117,6 +124,8 @@ def save(
             _LAST.pop().settle()
         saved = submitted(stated, model, optimizer)
         _LAST.append(saved)
+    if format == "hf" or launched() is None:
+        saved.wait()
     return saved
 
 

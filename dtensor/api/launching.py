@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import torch
 
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.saves import note_unread
 from dtensor.api.session import (
     Launch,
     LocalKind,
@@ -201,8 +202,7 @@ class LaunchSession(MeshSession):
 
     def _leave_by(self, error: BaseException) -> None:
         """The error has notes of what is lost with the launch."""
-        for lost in filter(None, [saved.told() for saved in self.launch.saves]):
-            error.add_note(lost)
+        note_unread(error, self.launch.saves)
         try:
             self._leave()
         except (DaftError, PlanningError) as lost:  # which reading the weights says, too

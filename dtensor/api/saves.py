@@ -2,22 +2,30 @@
 
     saved = submitted(SaveOptions("ckpt/100", 100, None, None, "dcp"), model, optimizer)
     saved.get()                # "ckpt/100", once it is on the disk
+    saved.wait()               # the same, and gives nothing
 
 What ranks have, they copy in a run among the steps, and write beside those that follow; of
 `f32[64@dp,16]` at dp=4 each rank writes its `[16,16]`, of what is replicated one rank all. What is
 still the controller's, it writes by the same code. A thread of the controller waits for all parts,
 and publishes the folder whole.
 
+Invariant: a save is over before the process is, and a failure that nobody has read by then is
+printed, and the exit status is not 0. (Python waits for the thread, which is no daemon, and calls
+exit handlers then.)
+
 Not here: the files (runtime/checkpoint), what a rank does (runtime/saving.py).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +36,7 @@ from dtensor.api.away import (
     AwayState,
     holder_of,
 )
+from dtensor.api.exit_status import not_zero
 from dtensor.api.initial import names_in_state
 from dtensor.api.kept import kept
 from dtensor.api.names_in_checkpoint import OWN, keys_in_state
@@ -40,6 +49,7 @@ from dtensor.daft import Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors
+from dtensor.frontend.source import Source, lines_text, source_here
 from dtensor.runtime.checkpoint import (
     CheckpointError,
     PartRecord,
@@ -76,15 +86,23 @@ class WriterLost(CheckpointError):
 
 
 class Saved:
-    """A save that may be under way. ``get()`` waits, and gives the path or raises what failed: no
-    checkpoint is there then, and those before it are as they were. ``done()``; ``path``."""
+    """A save that may be under way. ``get()`` waits, and gives the path or raises what failed:
+    then no checkpoint is there, and those before it are as they were. ``wait()`` does so and gives
+    nothing. ``done()``; ``path``."""
 
-    def __init__(self, path: str, finish: Callable[[], None]) -> None:
+    def __init__(self, path: str, finish: Callable[[], None], source: Source | None = None) -> None:
         self.path = path
+        self._source = source
         self._error: BaseException | None = None
         self._read = False
+        self._noted = False
         self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path}")
-        self._thread.start()
+        _open.add(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            _open.discard(self)
+            raise
 
     def get(self, timeout: float | None = None) -> str:
         """The path, when all is on the disk. `TimeoutError` after ``timeout`` seconds, which ends
@@ -92,12 +110,17 @@ class Saved:
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s; ask again.")
-        self._read = True
+        self._read, self._noted = True, False
+        _open.discard(self)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self.path
 
     result = get
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `get`, for who has the path."""
+        self.get(timeout)
 
     def done(self) -> bool:
         """Whether `get` would not wait."""
@@ -106,14 +129,19 @@ class Saved:
     def settle(self) -> None:
         """Wait; raises what failed, unless somebody has read it. That a rank was lost, which was
         replaced, is a warning: the loop goes on, and so do the saves that follow."""
-        self._thread.join()
+        self.join()
         if self._read:
             return
-        try:
+        if not isinstance(self._error, WriterLost):
             self.get()
-        except WriterLost as error:
-            notes = "\n".join(error.__notes__)
-            warnings.warn(f"{error}\n{notes}", RuntimeWarning, stacklevel=4)
+            return
+        self._read = self._noted = True
+        notes = "\n".join(self._error.__notes__)
+        warnings.warn(f"{self._error}\n{notes}", RuntimeWarning, stacklevel=4)
+
+    def join(self) -> None:
+        """Wait, and read nothing."""
+        self._thread.join()
 
     def over(self) -> bool:
         """Whether nobody need wait for it, or be told of it."""
@@ -121,11 +149,27 @@ class Saved:
 
     def told(self) -> str:
         """Wait; what failed, if nobody has read it, or ""."""
-        self._thread.join()
-        unread, self._read = not self._read, True
-        if self._error is None or not unread:
+        self.join()
+        if self._error is None or self._read:
             return ""
+        self._read = self._noted = True
         return f"and of the save to {self.path}: {self._error}"
+
+    def unread(self) -> str:
+        """Wait; what the end of the process prints, if nobody has read a failure, or it was a
+        warning or a note, which may be seen or not; or ""."""
+        try:
+            self.join()
+        except BaseException as error:  # a Ctrl-C at the end: the process goes, and the thread too
+            why = f"{self.path} is not written: waiting for it was ended by {error!r}."
+        else:
+            if self._error is None or (self._read and not self._noted):
+                return ""
+            why = "\n".join([str(self._error), *getattr(self._error, "__notes__", ())])
+        return (
+            "dtensor: a save failed, and nobody has read that: the exit status is not 0.\n"
+            f"{lines_text(save=self._source)}{why}\n"
+        )
 
     def _run(self, finish: Callable[[], None]) -> None:
         try:
@@ -134,10 +178,38 @@ class Saved:
             if not os.path.exists(self.path):  # it is there where an older one cannot be removed
                 error.add_note(f"{self.path} was not written; what was there before is untouched.")
             self._error = error
+        else:
+            moot = {other for other in [*_open] if other._noted}  # there is a later checkpoint
+            _open.difference_update(moot, [self])
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
         return f"Saved({self.path!r}, {state})"
+
+
+_open: set[Saved] = set()
+"""Saves that are under way, or have failed and nobody has read that for sure."""
+os.register_at_fork(after_in_child=_open.clear)  # whose threads the child has not
+
+
+def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
+    """Wait for saves; what failed in them, if nobody has read it, becomes notes on the error by
+    which a launch is left. Nobody sees notes on an exit: that is for the process's end to say."""
+    for saved in saves:
+        saved.join()
+        if not isinstance(error, SystemExit | GeneratorExit) and (lost := saved.told()):
+            error.add_note(lost)
+
+
+@atexit.register
+def _tell_unread() -> None:
+    texts = [text for saved in sorted(_open, key=lambda s: s.path) if (text := saved.unread())]
+    if texts:
+        if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            with suppress(OSError, ValueError):  # a broken pipe, or closed
+                sys.stderr.write("".join(texts))
+        _open.clear()  # with the tracebacks, which keep what Python is to delete at its end
+        not_zero()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +268,11 @@ def submitted(
         )
         if resident is not None:
             resident.unsaved = False
-        saved = Saved(stated.path, ending.finish)
+        try:
+            saved = Saved(stated.path, ending.finish, source_here())
+        except BaseException:  # as of a process that ends, which starts no thread
+            writing.abort()
+            raise
         if session is not None:
             launch = session.launch
             launch.saves = [other for other in launch.saves if not other.over()] + [saved]
@@ -334,9 +410,11 @@ class _Ending:
     def finish(self) -> None:
         try:
             self._finish()
-        except BaseException:
+        except BaseException as error:
             if self.resident is not None:
                 self.resident.unsaved = True
+            if self.writing.replaces and not self.writing.published:
+                error.add_note(f"what was in {self.stated.path} before is untouched.")
             raise
 
     def _finish(self) -> None:

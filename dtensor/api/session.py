@@ -437,7 +437,7 @@ class Launch:
         if self.closed:
             return
         for saved in self.saves:
-            saved.told()
+            saved.join()
         with ONE_AT_A_TIME:
             try:
                 self._end_residents(bring_home)

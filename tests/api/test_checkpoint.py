@@ -447,9 +447,11 @@ def test_a_write_that_fails_is_named_and_leaves_what_was_there(
     failing.set()
     with pytest.raises(ZeroDivisionError) as caught, dt.launch(run.mesh):
         run.step(*batch(0))
-        dt.save(tmp_path / "5", run.model, run.optimizer)
+        future = dt.save(tmp_path / "5", run.model, run.optimizer)
         raise ZeroDivisionError
     assert any(f"the save to {tmp_path}/5" in note for note in caught.value.__notes__)
+    with pytest.raises(CheckpointError, match=said):  # else the end of the process says it
+        future.get()
 
 
 def test_a_save_waits_for_the_one_under_way(

@@ -20,6 +20,8 @@ import io
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,10 @@ class Claim:
     folder: Path
     target: Path
     lock: int
+    tag: str = ""
+    """What the names of its files have besides: nothing, in a folder of its own."""
+    replaces: bool = False
+    published: bool = False
 
     def publish(self) -> None:
         """Make it the target, for good. CheckpointError if that is there by now."""
@@ -48,6 +54,7 @@ class Claim:
                 f"{self.target} was made by another while this checkpoint was written; what was "
                 f"written here is removed.\nfix: give each save a path of its own"
             ) from None
+        self.published = True
         sync(self.target.parent)
         self._unlock()
 
@@ -58,7 +65,7 @@ class Claim:
 
     def _unlock(self) -> None:
         if self.lock >= 0:
-            os.close(self.lock)
+            unlock(self.lock)
             self.lock = -1
 
 
@@ -99,40 +106,56 @@ def claim_folder(target: Path) -> Claim:
                 f"fix: save to another path, such as {free_path(target)}, or remove it first"
             )
         remove_leftovers(target.parent)
-        while True:
-            folder = target.parent / f"{TMP}{target.name}-{secrets.token_hex(4)}"
-            folder.mkdir()
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            if _locked(lock) is not False and folder.exists():
-                return Claim(folder, target, lock)
-            os.close(lock)  # another save's tidying came between: once more
+        folder, lock = locked_folder(target.parent, f"{target.name}-{secrets.token_hex(4)}")
+        return Claim(folder, target, lock)
     except (FileExistsError, NotADirectoryError):
         raise PlanningError(
             f"{target} cannot be a folder: something above it is a file.\n"
             "fix: save to a path all of whose parents are folders"
         ) from None
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
-            raise PlanningError(
-                f"{target} cannot be made: {error.strerror}.\n"
-                f"fix: save to a folder that this user may write to, under a name of at most 200 "
-                "bytes"
-            ) from None
-        raise disk_error(target, error) from error
+        raise refused(target, error) from error
 
 
-def remove_leftovers(parent: Path) -> None:
-    """Remove the `.tmp-*` folders of writers that are no more."""
+def refused(target: Path, error: OSError) -> PlanningError | CheckpointError:
+    """The error for a folder in which nothing can be written."""
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
+        return PlanningError(
+            f"{target} cannot be made: {error.strerror}.\n"
+            f"fix: save to a folder that this user may write to, under a name of at most 200 bytes"
+        )
+    return disk_error(target, error)
+
+
+def locked_folder(parent: Path, name: str) -> tuple[Path, int]:
+    """A new `.tmp-<name>`, and its lock."""
+    folder = parent / f"{TMP}{name}"
+    while True:
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if locked(lock) is not False and folder.exists():
+            return folder, lock
+        os.close(lock)  # another save's tidying came between: once more
+
+
+def leftovers(parent: Path) -> Iterator[Path]:
+    """The `.tmp-*` folders of writers that are no more, each locked while it is looked at."""
     for folder in sorted(parent.glob(f"{TMP}*")):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
             continue  # gone meanwhile, or no folder: then it is none of ours
         try:
-            if _locked(lock):
-                shutil.rmtree(folder, ignore_errors=True)
+            if locked(lock):
+                yield folder
         finally:
-            os.close(lock)
+            unlock(lock)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what writers that are no more have left."""
+    for folder in leftovers(parent):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
@@ -179,7 +202,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _locked(descriptor: int) -> bool | None:
+def locked(descriptor: int) -> bool | None:
     """Whether the lock is ours now; None where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,6 +213,14 @@ def _locked(descriptor: int) -> bool | None:
             return None
         raise
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """Free the lock and close it. A process that was forked meanwhile has it open, too, and would
+    keep a lock that is but closed here."""
+    with suppress(OSError):  # there may be no locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _rename_new(folder: Path, target: Path) -> None:

@@ -41,15 +41,15 @@ CONTROLLER = -1
 
 
 def write_part(
-    folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None
+    folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None, tag: str = ""
 ) -> PartRecord:
     """Write a rank's pieces; returns when they are on the disk.
 
-    ``folder`` and ``previous`` are `Writing`'s. CheckpointError if the disk is full or fails: the
-    files are then left to `Writing.abort`.
+    ``folder`` and ``previous`` are `Writing`'s; ``tag`` is in the files' names. CheckpointError if
+    the disk is full or fails: the files are then left to `Writing.abort`.
     """
     try:
-        return _Part(Path(folder), rank, Path(previous) if previous else None).write(pieces)
+        return _Part(Path(folder), rank, Path(previous) if previous else None, tag).write(pieces)
     except OSError as error:
         raise disk_error(Path(folder), error) from error
 
@@ -121,6 +121,7 @@ class _Part:
     folder: Path
     rank: int
     previous: Path | None
+    tag: str = ""
     num_files: int = 0
     bytes_written: int = 0
     bytes_linked: int = 0
@@ -176,7 +177,7 @@ class _Part:
         return name
 
     def _name(self, number: int | str) -> str:
-        return f"__{'c' if self.rank == CONTROLLER else self.rank}_{number}.distcp"
+        return f"__{'c' if self.rank == CONTROLLER else self.rank}_{number}{self.tag}.distcp"
 
     def _link(
         self, old: str, bucket: list[tuple[TensorPiece, tuple[int, ...]]]

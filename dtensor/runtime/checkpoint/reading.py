@@ -41,7 +41,7 @@ from dtensor.runtime.checkpoint.records import (
     TensorRecord,
     block_bytes,
 )
-from dtensor.runtime.checkpoint.safetensors import is_directory, read_directory
+from dtensor.runtime.checkpoint.safetensors import is_directory, read_directory, read_files
 from dtensor.runtime.checkpoint.strangers import METADATA, load_whole, locate, read_metadata
 
 _CHUNK_BYTES = 8 << 20
@@ -277,8 +277,8 @@ def _open_own(folder: Path) -> Checkpoint:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(folder / MANIFEST, f"it is not what dtensor writes ({error!r})") from error
     opened.tensors = {n: r for n, r in records.items() if n not in kept}
-    if head.layout == "hf":
-        there = read_directory(folder)
+    if head.layout == "hf":  # by the manifest's files, not by an index: see replacing.py
+        there = read_files(folder, [name for name in opened.files if name.endswith(".safetensors")])
         opened.layout, opened.tensors, opened.tied = "hf", there.tensors, there.tied
         wrong = [file for file, nbytes in there.files.items() if opened.files.get(file) != nbytes]
         if wrong:

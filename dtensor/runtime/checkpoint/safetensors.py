@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from dtensor.runtime.checkpoint.records import (
     plain_name,
 )
 
+SINGLE = "model.safetensors"
+"""What transformers reads if it is there, and else by the index."""
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 _MAX_HEADER = 100_000_000  # as the format's own reader
@@ -82,11 +85,14 @@ def planned_files(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tied: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
+    tag: str = "",
 ) -> dict[str, SafetensorsFile]:
     """The files by name, for tensors in the order given, ``shard_bytes`` each, or one tensor.
 
-    ``tied``: for a name that is not written, the one under which its tensor is. PlanningError for a
-    dtype that the format has no name for.
+    ``tied``: for a name that is not written, the one under which its tensor is. ``tag``: what is in
+    the files' names, where others of the folder have the usual ones: "-1f0c" gives
+    `model-1f0c-00001-of-00001.safetensors`, which transformers' `save_pretrained` knows as a shard.
+    PlanningError for a dtype that the format has no name for.
     """
     groups: list[list[str]] = []
     size = shard_bytes
@@ -102,10 +108,10 @@ def planned_files(
             size = 0
         groups[-1].append(name)
         size += nbytes
-    if len(groups) < 2:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    number = max(len(groups), 1)
+    names = [f"model{tag}-{i:05}-of-{number:05}.safetensors" for i in range(1, number + 1)]
+    if number == 1 and not tag:
+        names = [SINGLE]
     return {
         file: _file({name: tensors[name] for name in group}, tied)
         for file, group in zip(names, groups or [[]])
@@ -146,12 +152,20 @@ def read_directory(folder: Path) -> SafetensorsDirectory:
     if len(indexes) > 1:
         raise CheckpointError(f"{folder} has several indexes: {[i.name for i in indexes]}")
     if indexes:
-        weight_map = _read_index(indexes[0])
+        weight_map = index_map(indexes[0])
         files = sorted(set(weight_map.values()))
-    elif (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]
+    elif (folder / SINGLE).exists():
+        files = [SINGLE]
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
+        _check_all_there(folder, files)
+    return read_files(folder, files, weight_map)
+
+
+def read_files(
+    folder: Path, files: Sequence[str], weight_map: Mapping[str, str] | None = None
+) -> SafetensorsDirectory:
+    """What is in these files of it; where an index says by name which file has what, as it says."""
     tensors: dict[str, TensorRecord] = {}
     sizes: dict[str, int] = {}
     tied: dict[str, str] = {}
@@ -178,6 +192,23 @@ def read_directory(folder: Path) -> SafetensorsDirectory:
         files=sizes,
         tied={name: kept for name, kept in tied.items() if kept in tensors and name not in tensors},
     )
+
+
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+
+
+def _check_all_there(folder: Path, files: Sequence[str]) -> None:
+    """CheckpointError if there are some of so many shards, by their names."""
+    for file in files:
+        if shard := _SHARD.fullmatch(file):
+            begin, _, number = shard.groups()
+            for i in range(1, int(number) + 1):
+                other = f"{begin}{i:05}-of-{number}.safetensors"
+                if other not in files:
+                    raise CheckpointError(
+                        f"{folder} has {file} and no {other}, and no index.\n"
+                        "fix: download or copy the directory again"
+                    )
 
 
 def runs(
@@ -265,7 +296,8 @@ def _file(
     return SafetensorsFile(len(text).to_bytes(8, "little") + text, 8 + len(text) + at)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def index_map(path: Path) -> dict[str, str]:
+    """The file of each tensor, as an index has it; CheckpointError if it is none."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         return {str(name): plain_name(file) for name, file in weight_map.items()}

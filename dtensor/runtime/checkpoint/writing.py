@@ -5,7 +5,8 @@
     writing.finish([part, ...], keep=3)                                 # controller; ckpt/100
 
 Invariants: a checkpoint is published when every file in it is synced, its manifest last, by one
-rename; what `keep` removes is removed after that.
+rename of its folder, or into a folder that is there (replacing.py); what `keep` removes is removed
+after that.
 
 Not here: who writes which pieces, and that pieces do not change meanwhile.
 """
@@ -32,6 +33,7 @@ from dtensor.runtime.checkpoint.folders import (
     claim_folder,
     disk_error,
     free_path,
+    refused,
     remove_folder,
     write_synced,
 )
@@ -50,6 +52,7 @@ from dtensor.runtime.checkpoint.records import (
     TensorRecord,
     merged,
 )
+from dtensor.runtime.checkpoint.replacing import Replacement, claim_existing
 from dtensor.runtime.checkpoint.safetensors import (
     SHARD_BYTES,
     make_files,
@@ -67,7 +70,7 @@ class Writing:
     """Where parts are written: beside the target."""
     previous: str | None
     """The newest checkpoint in the same folder, whose unchanged files are linked."""
-    _claim: Claim
+    _claim: Claim | Replacement
     _head: Head
     _extra: tuple[Any, dict[str, torch.Tensor]]
     _small: list[tuple[tuple[str, ...], Any]]
@@ -107,13 +110,15 @@ class Writing:
         """The same for Hugging Face's files, which are made here, with room for all ``tensors``
         (by name, dtype and global shape). Ranks write with `write_hf_part`.
 
+        A folder that is there is taken if it has no weights but those that dtensor has saved there,
+        whose place these take. Then `.tmp-*` is in it.
+
         ``tied``: for each name that is not among them, the one whose tensor it is. ``model``: whose
         ``config``, if it has one, is written beside them.
         """
-        names = dict(tied or {})
-        files = planned_files(tensors, names, shard_bytes)
         writing = Writing._claimed(path, step, extra, [], "hf")
         try:
+            files = planned_files(tensors, tied or {}, shard_bytes, writing._claim.tag)
             make_files(writing._claim.folder, files)
             if model is not None:
                 write_config(writing._claim.folder, model)
@@ -139,8 +144,13 @@ class Writing:
         said = encoded(extra, "extra")
         target = checked_path(path)
         _check_beside(target)
-        claim = claim_folder(target)
-        before = made_in(claim.target.parent, skip_damaged=True)
+        into = layout == "hf" and target.is_dir()
+        claim = claim_existing(target) if into else claim_folder(target)
+        try:
+            before = made_in(claim.target.parent, skip_damaged=True)
+        except OSError as error:
+            claim.give_up()
+            raise refused(target, error) from error
         head = Head(
             name=claim.target.name,
             sequence=1 + max((head.sequence for head in before), default=0),
@@ -168,6 +178,12 @@ class Writing:
             self._publish(list(parts))
         except OSError as error:
             self.abort()
+            if self.published:
+                raise CheckpointError(
+                    f"{self._claim.target} is saved, but the disk failed right after: {error}. "
+                    "Some readers may still take what was there before.\n"
+                    "fix: look at the disk, and save once more"
+                ) from error
             raise disk_error(self._claim.target, error) from error
         except BaseException:
             self.abort()
@@ -189,6 +205,16 @@ class Writing:
         """Remove what was written; the checkpoints before are as they were."""
         self._claim.give_up()
 
+    @property
+    def replaces(self) -> bool:
+        """Whether it is written into a folder that was there."""
+        return self._claim.replaces
+
+    @property
+    def published(self) -> bool:
+        """Whether it is the checkpoint at its path by now."""
+        return self._claim.published
+
     def _publish(self, parts: list[PartRecord]) -> None:
         folder = self._claim.folder
         tree, tensors = self._extra
@@ -203,7 +229,7 @@ class Writing:
         ]
         records = merged(record for part in parts for record in part.tensors)
         files = {file: nbytes for part in parts for file, nbytes in part.files.items()}
-        own = write_part(self.folder, CONTROLLER, pieces, None)
+        own = write_part(self.folder, CONTROLLER, pieces, None, self._claim.tag)
         if self._head.layout == "hf":
             there = read_directory(folder)
             _check_written(there.tensors, records)

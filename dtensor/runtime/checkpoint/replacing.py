@@ -1,0 +1,320 @@
+"""Weights in a folder that is there already: beside other files, or in the place of older weights.
+
+    claim = claim_existing(Path("out"))   # out/.tmp-out-1f0c9a3e; out has a tokenizer
+    ...                                   # safetensors files, their index, config.json, a manifest
+    claim.publish()                       # moved into out; what it had of ours before is removed
+
+A reader never gets a part of the old and a part of the new, whatever is killed when: transformers,
+which takes `model.safetensors` if it is there and else what the index names; one that goes by the
+index; ours, which goes by the manifest. For that,
+
+- files of tensors get names that nothing has, and are moved first: nobody reads them yet. (The
+  first weights in a folder have the usual names.)
+- What readers go by is moved last, each file by one rename: the index, then the manifest (before
+  the files, where there was none). A `model.safetensors` of before, which transformers would
+  prefer, is removed after them, and then the other files of before.
+- Where another `config.json` comes, it and the weights cannot change at once. So what readers go by
+  is taken away first: who looks meanwhile, or after a kill there, finds no weights. It is kept in
+  the `.tmp-*`, and put back if the save fails, or by the next save after a kill.
+
+Only what dtensor has saved there is ever removed: what a manifest names, or a list in the `.tmp-*`
+of a writer that was killed before it had one. Other weights are refused, and named.
+
+Invariants: each step is synced before the next begins; one process at a time writes to a folder.
+
+Not here: folders that a save makes (folders.py), what is in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtensor.errors import PlanningError
+from dtensor.runtime.checkpoint.folders import (
+    free_path,
+    leftovers,
+    locked,
+    locked_folder,
+    refused,
+    remove_leftovers,
+    sync,
+    unlock,
+    write_synced,
+)
+from dtensor.runtime.checkpoint.manifest import (
+    MANIFEST,
+    damaged,
+    made_in,
+    read_head,
+    read_manifest,
+)
+from dtensor.runtime.checkpoint.records import CheckpointError, plain_name
+from dtensor.runtime.checkpoint.safetensors import INDEX, SINGLE, index_map
+
+_LIST = "files.json"
+"""In the `.tmp-*`: which files of the folder are ours, before and after; see `_Listed`."""
+_OLD = "old"
+"""In the `.tmp-*`: what comes back if the save fails."""
+_TENSORS = re.compile(r".*\.(safetensors|distcp)")
+_WEIGHTS = re.compile(
+    r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?|.*\.distcp|\.metadata"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listed:
+    """Files of tensors in the folder by size, ``before`` this save and ``after`` it; ``added`` are
+    others that it brings and that were not there."""
+
+    before: Mapping[str, int]
+    after: Mapping[str, int] = field(default_factory=dict[str, int])
+    added: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> None:
+        said = {"before": self.before, "after": self.after, "added": self.added}
+        write_synced(folder / _LIST, json.dumps(said).encode())
+
+    @staticmethod
+    def read(folder: Path) -> _Listed:
+        """Empty where there is none: of another kind of save, or of one that moved nothing."""
+        try:
+            said: dict[str, Any] = json.loads((folder / _LIST).read_bytes())
+            before, after = (
+                {plain_name(name): int(nbytes) for name, nbytes in said[key].items()}
+                for key in ("before", "after")
+            )
+            return _Listed(before=before, after=after, added=tuple(map(plain_name, said["added"])))
+        except FileNotFoundError:
+            return _Listed(before={})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(folder / _LIST, repr(error)) from error
+
+
+@dataclass(slots=True)
+class Replacement:
+    """A folder being written into: what is in ``folder`` goes to ``target``."""
+
+    folder: Path
+    target: Path
+    tag: str
+    """What the names of its files of tensors have, so that no other has them; or nothing."""
+    _before: Mapping[str, int]
+    _locks: list[int]
+    replaces: bool = True
+    published: bool = False
+    _needed: bool = False
+
+    def publish(self) -> None:
+        """Move all of it, and remove what was there of ours before. What fails before it is
+        published leaves what was there."""
+        names = {path.name for path in self.folder.iterdir()} - {_LIST, _OLD}
+        tensors = {n: (self.folder / n).stat().st_size for n in names if _TENSORS.fullmatch(n)}
+        others = sorted(
+            n
+            for n in names - set(tensors) - {INDEX, MANIFEST}
+            if _content(self.target / n) != (self.folder / n).read_bytes()
+        )
+        self._prepare(tensors, others)
+        self._needed = True
+        try:
+            self._move(tensors, others)
+        except BaseException:
+            if not self.published:
+                self._undo()
+            raise
+        self._remove_old(set(self._before) - set(tensors))
+        self._needed = False
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Remove what was written and not moved; but not what the next save has to know."""
+        if not self._needed:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        while self._locks:
+            unlock(self._locks.pop())
+
+    def _undo(self) -> None:
+        try:
+            _give_back(self.folder, self.target)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.target} could not be written, and what was there could not be put back: "
+                f"{error}. It is in {self.folder}.\n"
+                f"fix: look at the disk, and save there once more, which puts it back first"
+            ) from error
+        self._needed = False
+
+    def _prepare(self, tensors: Mapping[str, int], others: list[str]) -> None:
+        """All that undoing will need, on the disk."""
+        old = self.folder / _OLD
+        old.mkdir()
+        added: list[str] = []
+        for name in (INDEX, SINGLE, MANIFEST, *others):
+            if not (self.target / name).exists():
+                added.append(name)
+            elif name not in (SINGLE, MANIFEST):  # that is moved, if at all; this is the last
+                write_synced(old / name, (self.target / name).read_bytes())
+        _Listed(before=self._before, after=tensors, added=tuple(added)).write(self.folder)
+        sync(old)
+        sync(self.folder)
+
+    def _move(self, tensors: Mapping[str, int], others: list[str]) -> None:
+        here, there = self.folder, self.target
+        last = [name for name in (SINGLE, INDEX, MANIFEST) if (here / name).exists()]
+        if not (there / MANIFEST).exists():  # else files of tensors would be read without it
+            last.remove(MANIFEST)
+            (here / MANIFEST).rename(there / MANIFEST)
+            sync(there)
+        for name in sorted(tensors.keys() - {SINGLE}):
+            (here / name).rename(there / name)
+        sync(there)
+        if others:
+            (there / INDEX).unlink(missing_ok=True)
+            if (there / SINGLE).exists():
+                sync(there)
+                (there / SINGLE).rename(here / _OLD / SINGLE)
+            sync(there)
+            for name in others:
+                (here / name).rename(there / name)
+            sync(there)
+        for name in last:
+            (here / name).rename(there / name)
+            self.published = name == last[-1]
+            sync(there)
+
+    def _remove_old(self, old: set[str]) -> None:
+        for name in sorted(old, key=lambda name: (name != SINGLE, name)):
+            (self.target / name).unlink(missing_ok=True)
+            if name == SINGLE:
+                sync(self.target)
+        sync(self.target)
+
+
+def claim_existing(target: Path) -> Replacement:
+    """A place for weights in a folder that is there.
+
+    PlanningError, and nothing is touched, if it has weights that dtensor did not save there, if it
+    is or holds checkpoints, or if another process writes there.
+    """
+    locks: list[int] = []
+    try:
+        locks.append(os.open(target, os.O_RDONLY | os.O_DIRECTORY))
+        if locked(locks[0]) is False:
+            raise PlanningError(
+                f"another save writes to {target} now.\n"
+                f"fix: wait for it, or save to another path, such as {free_path(target)}"
+            )
+        own = _own_files(target)
+        _check_others(target, own)
+        for left in leftovers(target):
+            if not (target / INDEX).exists() and _put_aside(left):
+                _give_back(left, target)
+        tag = secrets.token_hex(4)
+        folder, inner = locked_folder(target, f"{target.name}-{tag}")
+        locks.append(inner)
+        _Listed(before=own).write(folder)
+        sync(folder)
+        remove_leftovers(target)  # whose lists this one has taken over
+        return Replacement(folder, target, f"-{tag}" if own else "", own, locks)
+    except BaseException as error:
+        for descriptor in locks:
+            unlock(descriptor)
+        if isinstance(error, OSError):
+            raise refused(target, error) from error
+        raise
+
+
+def _own_files(target: Path) -> dict[str, int]:
+    """The files of tensors in it that dtensor has saved there, with the sizes that they had."""
+    own: dict[str, int] = {}
+    for left in leftovers(target):
+        listed = _Listed.read(left)
+        own |= {**listed.before, **listed.after}
+    if (target / MANIFEST).exists():
+        head = read_head(target)
+        if head is None:
+            raise PlanningError(
+                f"{target / MANIFEST} is another program's, and a save would replace it.\n"
+                f"fix: save to another path, such as {free_path(target)}"
+            )
+        if head.layout != "hf":
+            raise PlanningError(
+                f"{target} is a checkpoint in torch's files, and a save never replaces one.\n"
+                f"fix: save to another path, such as {free_path(target)}"
+            )
+        own |= {str(n): int(nbytes) for n, nbytes in read_manifest(target)[1]["files"].items()}
+    return own
+
+
+def _check_others(target: Path, own: Mapping[str, int]) -> None:
+    made = [head for head in made_in(target, skip_damaged=True) if head.layout == "dcp"]
+    if made:
+        raise PlanningError(
+            f"{target} holds checkpoints, such as {made[-1].name}, which dt.resume would no longer "
+            f"find behind one that is {target} itself.\n"
+            f"fix: save beside them, such as to {free_path(target / 'hf')}"
+        )
+    strange = sorted(
+        path.name
+        for path in target.iterdir()
+        if _WEIGHTS.fullmatch(path.name) and not _is_own(path, own)
+    )
+    if strange:
+        few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if strange[4:] else "")
+        raise PlanningError(
+            f"{target} has weights that dtensor did not save there: {few}. A save there would mix "
+            f"them with its own, or replace them.\n"
+            f"fix: save to another path, such as {free_path(target)}; or remove them first, if "
+            f"nobody needs them"
+        )
+
+
+def _is_own(path: Path, own: Mapping[str, int]) -> bool:
+    if path.name == INDEX:
+        try:
+            return set(index_map(path).values()) <= own.keys()
+        except CheckpointError:
+            return False
+    return path.is_file() and own.get(path.name) == path.stat().st_size
+
+
+def _put_aside(folder: Path) -> bool:
+    """Whether a writer that is no more took away what readers go by."""
+    return any((folder / _OLD / name).exists() for name in (INDEX, SINGLE))
+
+
+def _give_back(folder: Path, target: Path) -> None:
+    """Undo what was moved from ``folder``, in an order in which no reader sees a mix."""
+    old, listed = folder / _OLD, _Listed.read(folder)
+    back = [path.name for path in old.iterdir()]
+    others = sorted(set(back) - {INDEX, SINGLE})
+    for name in (INDEX, SINGLE):
+        if name in listed.added or (others and name == INDEX):
+            (target / name).unlink(missing_ok=True)
+    sync(target)
+    for name in set(listed.added) - {MANIFEST}:
+        (target / name).unlink(missing_ok=True)
+    for name in (*others, *(name for name in (SINGLE, INDEX) if name in back)):
+        (old / name).rename(target / name)
+        sync(target)
+    for name in listed.after.keys() - listed.before.keys():
+        (target / name).unlink(missing_ok=True)
+    sync(target)
+    if MANIFEST in listed.added:
+        (target / MANIFEST).unlink(missing_ok=True)
+        sync(target)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
