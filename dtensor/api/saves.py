@@ -75,7 +75,7 @@ from dtensor.runtime.saving import (
 )
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.placements import Partial
-from dtensor.signals import held_back
+from dtensor.signals import held_back, wait
 
 LOOK_S = 0.02  # how often a save looks for the parts of ranks
 ASK_S = 2.0  # after which it asks the ranks how far they are: one may be lost, or its disk full
@@ -141,7 +141,9 @@ class Saved:
 
     def join(self) -> None:
         """Wait, and read nothing."""
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+            wait()  # for signals
 
     def over(self) -> bool:
         """Whether nobody need wait for it, or be told of it."""
