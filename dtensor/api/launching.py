@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 import torch
 
+from dtensor.api.exit_status import not_zero
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.saves import note_unread
 from dtensor.api.session import (
@@ -452,6 +453,7 @@ def _end_last(controller: int) -> None:
             lines = lines_text(launch=run.source)
             words = "dtensor: a launch that was never closed has failed, and nobody has read that."
             print(f"{words}\n{lines}{traceback.format_exc()}", end="", file=sys.stderr)
+            not_zero()
 
 
 def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:

@@ -110,7 +110,6 @@ def test_an_interrupt_between_steps(notebook: Notebook) -> None:
     assert notebook("run, steps_taken()").text == "(launch of mesh(dp=2): ended, [5])"
 
 
-@pytest.mark.xfail(strict=False, reason="an interrupt within a step loses the launch")
 def test_an_interrupt_within_steps(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         assert not notebook(f"{SETUP}\n{LAUNCH}\nrun.start()\nnum = 0").error
