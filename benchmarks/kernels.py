@@ -5,9 +5,11 @@ they compile to.
     python -m benchmarks.kernels --aot [--write]               # needs none
 
 On a GPU each call is timed by CUDA events, all ways interleaved in one run, the level-2 cache
-overwritten before each; median seconds. The roofline is the bytes that a call must read and write
-over the device's bandwidth, which is that of a copy of 1 GiB in the same run. Peers: torch eager,
-torch.compile(dynamic=False), and Liger-Kernel where it can be imported. Shapes are aligned and odd.
+overwritten before each, so often that the host has queued the whole call by then; median seconds.
+The host's own time is that of a call until it returns. The roofline is the bytes that a call must
+read and write over the device's bandwidth, which is that of a copy of 1 GiB in the same run. Peers:
+torch eager, torch.compile(dynamic=False), and Liger-Kernel where it can be imported. Shapes are
+aligned and odd.
 
 `--aot` compiles every kernel for four targets, checks that none spills or takes more than 128
 registers, and prints registers and loads of 16 bytes of all loads (tests/kernels/ahead.py).
@@ -19,6 +21,7 @@ import argparse
 import importlib
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -159,49 +162,62 @@ def timed(rows: int, odd: bool) -> Iterator[Timed]:
     )
 
 
-def seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median of each, interleaved; the cache is overwritten before each."""
+FLUSHES = 12
+"""Each takes about 90 us on an H100: longer than what launches a call takes."""
+
+
+def seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Medians of each, interleaved: on the device, and of the host until the call returns."""
     flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    spent: dict[str, list[float]] = {name: [] for name in ways}
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(rounds + 5):
         for name, call in ways.items():
-            flush.zero_()
+            for _ in range(FLUSHES):
+                flush.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
+            before = time.perf_counter()
             call()
+            host = time.perf_counter() - before
             end.record()
             end.synchronize()
             if number >= 5:  # compiled and warm
-                spent[name].append(begin.elapsed_time(end) / 1e3)
-    return {name: statistics.median(each) for name, each in spent.items()}
+                spent[name].append((begin.elapsed_time(end) / 1e3, host))
+    return {
+        name: (statistics.median(t for t, _ in each), statistics.median(t for _, t in each))
+        for name, each in spent.items()
+    }
 
 
 def bandwidth(rounds: int) -> float:
     """Bytes a second of a copy of 1 GiB, read and written."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds({"copy": lambda: target.copy_(source)}, rounds)["copy"]
+    return 2 * source.numel() / seconds({"copy": lambda: target.copy_(source)}, rounds)["copy"][0]
 
 
 def on_gpu(rounds: int) -> Iterator[str]:
     most = bandwidth(rounds)
     device = torch.cuda.get_device_name()
-    yield f"{device}, torch {torch.__version__}; a copy: {most / 1e12:.2f} TB/s"
+    versions = f"torch {torch.__version__}, Triton {importlib.import_module('triton').__version__}"
+    yield f"{device}, {versions}; a copy: {most / 1e12:.2f} TB/s"
     yield ""
-    yield "| op | ours, us | of the roofline | eager | compile | Liger |"
-    yield "|---|---|---|---|---|---|"
+    yield "| op | ours, us | of the roofline | eager | compile | Liger | host, us: ours | eager |"
+    yield "|---|---|---|---|---|---|---|---|"
     for odd in (False, True):
         for each in timed(8192, odd):
             found = seconds(each.ways, rounds)
-            ours = found.pop("ours")
+            ours, host = found.pop("ours")
             share = each.nbytes / most / ours
             peers = [
-                f"{found[p] / ours:.2f}x" if p in found else "-"
+                f"{found[p][0] / ours:.2f}x" if p in found else "-"
                 for p in ("eager", "compile", "Liger")
             ]
-            yield f"| {each.name} | {ours * 1e6:.0f} | {share:.0%} | {' | '.join(peers)} |"
+            hosts = f"{host * 1e6:.0f} | {found['eager'][1] * 1e6:.0f}"
+            cells = [each.name, f"{ours * 1e6:.0f}", f"{share:.0%}", *peers, hosts]
+            yield f"| {' | '.join(cells)} |"
     yield ""
-    yield "A peer's figure is its time over ours."
+    yield "A peer's figure is its time over ours, on the device; of the host, until a call returns."
 
 
 def ahead_of_time() -> Iterator[str]:

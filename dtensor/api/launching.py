@@ -392,6 +392,8 @@ def launch(
         )
     if backend == "inprocess" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PlanningError(f'device="{device}", and this process sees no GPU; fix: device="cpu"')
+    if backend == "inprocess" and device.startswith("cuda:"):
+        _check_current(int(device.removeprefix("cuda:")))
     check_word("local", local, get_args(LocalKind))
     if local == "inductor":
         _check_inductor(device)
@@ -465,6 +467,20 @@ def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]
         size = next((n for n in reversed(mesh.shape.values()) if n > 1), 1)
         found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
     return found
+
+
+def _check_current(index: int) -> None:
+    """PlanningError where that is not this process's current GPU, on which kernels are launched."""
+    count, current = torch.cuda.device_count(), torch.cuda.current_device()
+    if index >= count:
+        raise PlanningError(
+            f'device="cuda:{index}", and this process sees {count} GPUs; fix: device="cuda"'
+        )
+    if index != current:
+        raise PlanningError(
+            f'device="cuda:{index}", and this process\'s current GPU is cuda:{current}, where '
+            f'ranks in process run.\nfix: torch.cuda.set_device({index}) before, or device="cuda"'
+        )
 
 
 def _check_inductor(device: str) -> None:

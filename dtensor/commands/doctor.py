@@ -8,7 +8,8 @@
 
 A line for each: *ok*; *warning*, which costs something and stops nothing; *wrong*, with what to do.
 Supported versions are those of the package's own metadata. The self-test trains for three steps on
-two ranks in this process, and on Ray, and compares the losses with one rank's.
+two ranks in this process, on its GPU if it has one, and on Ray, and compares the losses with one
+rank's.
 
 Exit status 1 where a line is wrong. It changes nothing but what a launch makes for itself, and
 takes down; a Ray that it joined is left as it is.
@@ -75,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         ("looks at versions", versions),
         ("looks at the machine", machine),
         ("trains on two ranks in this process", in_process),
+        ("trains on two ranks on the GPU", on_gpu),
     ]
     if not options.no_ray:
         parts.append(("trains on two ranks on Ray", on_ray))
@@ -285,6 +287,31 @@ def in_process() -> Iterator[Check]:
     words = f"{STEPS} steps on two ranks in this process, {took:.1f} s"
     note = "losses are one rank's" + (f", but for {off:.0e}" if off else "")
     yield Check("ok", "self-test", words, note)
+
+
+def on_gpu() -> Iterator[Check]:
+    """Whether two ranks train on this process's GPU: its kernels are compiled there."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return  # `machine` has said it
+    import dtensor as dt
+    from dtensor.commands.selftest import ON_A_GPU, STEPS, difference, losses
+
+    mesh, begin = dt.Mesh(tp=2), time.perf_counter()
+    try:
+        there = losses("inprocess", mesh, device="cuda")
+    except Exception as error:
+        yield Check("wrong", "on the GPU", _first_line(error), "report it, with this table")
+        return
+    took, here = time.perf_counter() - begin, losses("inprocess", mesh)
+    off = difference(there, here)
+    if not off <= ON_A_GPU:
+        words = f"losses on the GPU are {off:.1e} off the CPU's: {there} and {here}"
+        yield Check("wrong", "on the GPU", words, "report it, with this table")
+        return
+    words = f"{STEPS} steps on two ranks on the GPU, {took:.1f} s"
+    yield Check("ok", "on the GPU", words, f"losses are the CPU's, but for {off:.0e}")
 
 
 def on_ray() -> Iterator[Check]:

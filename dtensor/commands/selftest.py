@@ -1,10 +1,11 @@
 """A training run of a few steps that any machine can make, and what its losses must be.
 
     losses("inprocess", dt.Mesh(tp=2))         # those of two ranks
+    losses("inprocess", dt.Mesh(tp=2), device="cuda")
     difference(a, b)                           # the largest, relative
 
 The same model, batch and seed under each mesh: losses differ by no more than the order of their
-sums, and one mesh gives the same bits in this process and on Ray.
+sums, and one mesh gives the same bits in this process and on Ray. On a GPU all ranks share one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ TOLERANCE = 1e-5
 """Relative, of float32: the order of a sum of 64 products, three steps on."""
 
 
-def losses(backend: Any, mesh: Mesh, address: str | None = None) -> list[float]:
+ON_A_GPU = 1e-4
+"""The same, of a GPU beside a CPU: its kernels add in another order."""
+
+
+def losses(
+    backend: Any, mesh: Mesh, address: str | None = None, device: str = "cpu"
+) -> list[float]:
     """Of STEPS steps. Raises what a launch and a step raise."""
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng(devices=[]):
@@ -33,7 +40,10 @@ def losses(backend: Any, mesh: Mesh, address: str | None = None) -> list[float]:
     pins = {"0.weight": {"tp": dt.Row()}, "2.weight": {"tp": dt.Column()}}
     placed = dt.parallelize(model, mesh, pins if mesh.size > 1 else {})
     step = dt.train_step(placed, _loss, torch.optim.AdamW(model.parameters(), lr=0.01))
-    with dt.launch(mesh, backend=backend, address=address, deadline_s=30.0, bring_home=False):
+    where: Any = dict(backend=backend, device=device, address=address, ranks_per_actor=None)
+    if device == "cuda":
+        where["ranks_per_actor"] = mesh.size
+    with dt.launch(mesh, **where, deadline_s=30.0, bring_home=False):
         return [float(step(x, y)) for _ in range(STEPS)]
 
 

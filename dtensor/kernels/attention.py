@@ -32,7 +32,7 @@ def attention(
     """q[b h t d], k[b g s d], v[b g s d] -> out[b h t d] laid out as q, lse[b h t] in float32."""
     if not _flash_takes(q, k, is_causal):
         return torch.ops.dt.attention(q, k, v, is_causal, scale)
-    q_rows, k_rows, v_rows = map(_adjacent, (q, k, v))
+    q_rows, k_rows, v_rows = map(_in_rows, (q, k, v))
     out, lse, *_ = _aten._scaled_dot_product_flash_attention(
         q_rows, k_rows, v_rows, 0.0, is_causal, False, scale=scale
     )
@@ -56,7 +56,7 @@ def attention_backward(
     # the random state of a dropout that there is not
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty((), dtype=torch.uint64, device=q.device)
-    rows = [_adjacent(x) for x in (grad, q, k, v, out)]
+    rows = [_in_rows(x) for x in (grad, q, k, v, out)]
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
         *rows, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, unused,
         scale=scale,
@@ -85,5 +85,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
-def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _in_rows(x: Tensor) -> Tensor:
+    """As flash reads it: elements of a row adjacent, rows on 16-byte boundaries. Torch checks the
+    first alone, and a row that lies elsewhere ends the use of the GPU. Memory begins on one."""
+    starts = [s for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    starts = [start * x.element_size() for start in (*starts, x.storage_offset())]
+    is_read = x.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
+    return x if is_read else x.clone(memory_format=torch.contiguous_format)

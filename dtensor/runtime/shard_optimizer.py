@@ -65,7 +65,8 @@ IF_STATED = {
 """Keys that are there only where an option of the group is true."""
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Classes for which torch has a kernel of the whole update, on the CPU too."""
+"""Classes for which torch has a kernel of the whole update, on the CPU too; that of Adagrad there
+alone."""
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of the state entries that are one number for a parameter; others have one an element."""
@@ -79,7 +80,8 @@ def has_kernel(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
     """
     on_cpu = device.type == "cpu"
     right = kind != "SGD" or not (on_cpu and is_narrow(dtype))
-    fits = dtype.is_floating_point and (on_cpu or device.type == "cuda")
+    on_cuda = device.type == "cuda" and kind != "Adagrad"
+    fits = dtype.is_floating_point and (on_cpu or on_cuda)
     return kind in {cls.__name__ for cls in FUSED} and fits and right
 
 

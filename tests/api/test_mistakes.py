@@ -219,3 +219,14 @@ def test_evaluation_beside_training_uses_the_trained_values() -> None:
         dt.gather_state_dict(parallel, optimizer)
     assert before == pytest.approx(first, rel=1e-6) and after == pytest.approx(third, rel=1e-6)
     assert third < second < first
+
+
+def test_in_process_ranks_run_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for device, said in {
+        "cuda:2": r'"cuda:2", and this process sees 2 GPUs; fix: device="cuda"',
+        "cuda:1": r"current GPU is cuda:0, where(.|\n)*fix: torch.cuda.set_device\(1\)",
+    }.items():
+        with pytest.raises(dt.PlanningError, match=said), dt.launch(TP2, device=device):
+            pass

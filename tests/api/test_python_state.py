@@ -1342,6 +1342,38 @@ def test_a_step_that_is_captured_at_each_call_draws_as_torch_does() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+class ByClass(dict[str, float]):
+    """Takes an object for its key, in methods of its own, and no default."""
+
+    def __setitem__(self, key: object, value: float) -> None:
+        super().__setitem__(type(key).__name__, value)
+
+    def get(self, key: object) -> float:  # type: ignore[override]
+        return super().get(type(key).__name__) or 1.0
+
+
+SCALES = ByClass()
+
+
+def test_a_dict_with_methods_of_its_own_is_read_as_a_dict() -> None:
+    """A registry of transformers is one; an unexpected argument of its `get` was the error."""
+    net = Net()
+    SCALES[net] = 2.0
+    model = dt.parallelize(net, MESH, {})
+    step = dt.train_step(
+        model,
+        lambda model, x: model(x).square().mean() * SCALES.get(net),
+        torch.optim.SGD(model.parameters(), lr=0.0),
+    )
+    x = torch.randn(3, 8)
+    wanted = net(x).square().mean().item()
+    with dt.launch(MESH):
+        found = [float(step(x))]
+        SCALES[net] = 3.0
+        found.append(float(step(x)))
+    assert found == pytest.approx([2 * wanted, 3 * wanted], rel=1e-5)
+
+
 def test_a_misspelt_capture() -> None:
     with pytest.raises(dt.PlanningError, match='capture=.*"once" or "each call"'):
         step_of(net(), cross_entropy, capture="every call")

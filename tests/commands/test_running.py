@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import dtensor.__main__ as command_line
-from dtensor.commands import doctor, plan
+from dtensor.commands import doctor, plan, selftest
 from tests.commands.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,30 @@ def test_doctor_tests_itself(command: Command):
     assert found["torch"]["found"] == metadata.version("torch")
     assert found["torch"]["note"] == "supported: >=2.11,<2.14"
     assert {"python", "ray", "triton", "transformers", "cores", "ports", "/dev/shm"} <= set(found)
+
+
+def test_doctor_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Played: losses that are close, that are not, and an error."""
+    assert list(doctor.on_gpu()) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = {1.00001: "ok", 1.01: "wrong", math.nan: "wrong", None: "wrong"}
+    for loss, state in found.items():
+
+        def losses(backend: str, mesh: Any, device: str = "cpu", loss: Any = loss) -> list[float]:
+            if loss is None:
+                raise RuntimeError("no C compiler")
+            return [loss if device == "cuda" else 1.0]
+
+        monkeypatch.setattr(selftest, "losses", losses)
+        (check,) = doctor.on_gpu()
+        assert (check.state, check.name) == (state, "on the GPU"), check
+    assert check.found == "RuntimeError: no C compiler"
+
+
+@pytest.mark.gpu
+def test_doctor_trains_on_this_gpu():
+    (check,) = doctor.on_gpu()
+    assert check.state == "ok", check
 
 
 def test_doctor_names_what_is_missing_or_too_old(command: Command, monkeypatch: pytest.MonkeyPatch):

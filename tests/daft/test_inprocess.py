@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
+from dtensor.daft.run.worker import is_on
 from dtensor.numerics import fold, piece_unit
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
@@ -49,6 +51,35 @@ def test_every_collective_among_ranks_of_one_gpu() -> None:
         results = cluster.run(cluster.load(case.program()), case.fed).get()
     for rank in range(3):
         assert all(same_bits(results[rank][n], v) for n, v in case.expected[rank].items())
+
+
+def test_cuda_without_a_number_is_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that inputs there are read where they are."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+    class There:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+
+    x: Any = There("cuda:1")
+    assert is_on(x, torch.device("cuda")) and is_on(x, torch.device("cuda:1"))
+    assert not is_on(x, torch.device("cuda:0")) and not is_on(x, torch.device("cpu"))
+    x = There("cuda:0")
+    assert not is_on(x, torch.device("cuda")) and is_on(x, torch.device("cuda:0"))
+    assert is_on(torch.ones(1), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_the_gpu_is_lent() -> None:
+    made = program(
+        [Call("own", ("x",), ("y",))],
+        functions=[function("own", "def forward(x):\n    return (x.data_ptr(),)")],
+        inputs=[("x",)],
+        outputs=[("y",)],
+    )
+    x = torch.ones(3, device="cuda")
+    with launch_cluster(1, device="cuda") as cluster:
+        assert cluster.run(cluster.load(made), [{"x": x}]).get() == [{"y": x.data_ptr()}]
 
 
 def test_a_sum_is_a_left_fold_in_rank_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -220,6 +221,40 @@ def test_what_a_failed_run_was_to_keep() -> None:
         cluster.check_undone()
         cluster.delete([("new", "newer")] * 2)
         assert cluster.failure is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_failed_run_computed_is_let_go(mode: Mode) -> None:
+    """The exception keeps frames, with the activations in them; the host keeps neither."""
+    source = "def forward(x):\n    y = x + 1\n    1 / y.new_zeros(()).item()\n    return (y,)"
+    items = [Call("failing", ("x",), ("y",)), *AGREE, Call("noted", ("w", "n"), (), ("w",))]
+    made = program(
+        items,
+        items,
+        functions=[function("failing", source), NOTED],
+        inputs=[("x", "n")] * 2,
+        outputs=[("y",)] * 2,
+        state=[("w",)] * 2,
+    )
+    x, alive = torch.ones(3), weakref.WeakSet[torch.Tensor]()
+    with launch_cluster(2) as cluster:
+        cluster.put([{"w": torch.zeros(())}] * 2)
+        handle = cluster.load(made)
+        for _ in range(3):
+            with pytest.raises(TaskError, match="ZeroDivisionError") as caught:
+                cluster.run(handle, [{"x": x, "n": 0}] * 2, mode=mode, keep={"y": "new"}).get()
+            assert caught.value.__cause__ is not None
+            at = caught.value.__cause__.__traceback__
+            while at is not None:
+                values = at.tb_frame.f_locals.values()
+                alive.update(v for v in values if isinstance(v, torch.Tensor) and v.sum() == 6)
+                at = at.tb_next
+            assert alive
+            del caught, values, at
+        cluster.put([{"w": torch.zeros(())}] * 2)
+        with pytest.raises(TaskError):  # the next run lets go of what was before
+            cluster.run(handle, [{"x": "no tensor", "n": 0}] * 2, mode=mode).get()
+        assert not alive
 
 
 def test_the_number_of_a_run_that_failed_is_the_next_ones() -> None:

@@ -443,3 +443,25 @@ def _adamws(make: _Maker, full: bool) -> Iterator[Case]:
                 dtypes=(F32, F32, F32, F32),
                 equal=True,
             )
+
+    shapes, options = (1008, 96, 0, 64), {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-6}
+    items = [(make(n), make(n)) for n in shapes]
+
+    def several(kernel: Any = adamw.fused_adamw_, to: torch.device = make.device) -> Any:
+        """Some parameters, each at a step of its own."""
+        ps, grads = ([x.to(to, copy=True) for x in each] for each in zip(*items, strict=True))
+        ms, vs = ([torch.zeros_like(x) for x in ps] for _ in range(2))
+        steps = [torch.full((), float(at + 1), device=to) for at in range(len(ps))]
+        kernel(
+            ps, grads, ms, vs, [], steps, amsgrad=False, maximize=False, weight_decay=0.1, **options
+        )
+        return (*ps, *ms, *vs)
+
+    yield Case(
+        kernel="adamw",
+        label="several, each at its own step",
+        call=several,
+        reference=lambda: several(torch._fused_adamw_, torch.device("cpu")),
+        dtypes=(F32,) * 3 * len(shapes),
+        equal=True,
+    )

@@ -59,6 +59,20 @@ def test_grouped_heads_go_to_flash_as_they_are(hopper: None, is_causal: bool) ->
         assert (made.shape, made.stride(), made.dtype) == (want.shape, want.stride(), want.dtype)
 
 
+def test_rows_that_flash_could_not_read_are_copied() -> None:
+    """It checks the last stride alone; a row that begins elsewhere ended the use of the GPU."""
+    wide = torch.randn(2, 32, 4 * 64 + 8, dtype=torch.bfloat16)
+    kept = wide[..., 8:].unflatten(-1, (4, 64)).transpose(1, 2)
+    assert attention._in_rows(kept) is kept
+    for odd in (
+        torch.randn(2, 4, 32, 65, dtype=torch.bfloat16)[..., :64],
+        wide[..., 1:257].unflatten(-1, (4, 64)).transpose(1, 2),
+        torch.randn(2, 4, 64, 32, dtype=torch.bfloat16).mT,
+    ):
+        made = attention._in_rows(odd)
+        assert torch.equal(made, odd) and made.is_contiguous() and made.storage_offset() == 0
+
+
 def test_what_flash_does_not_take_the_op_computes(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +102,26 @@ def test_there_is_no_flash_on_a_cpu() -> None:
     out, lse = attention.attention(q, q, q, True, 0.3)
     wanted = torch.ops.dt.attention(q, q, q, True, 0.3)
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first, width", [(0, 65), (1, 72), (3, 65)])
+def test_rows_on_a_gpu_that_begin_anywhere(first: int, width: int) -> None:
+    made = torch.Generator().manual_seed(0)
+    size, strides = (2, 8, 160, 64), (8 * 160 * width, 160 * width, width, 1)
+    q, k, v, grad = (torch.randn(size, generator=made).bfloat16() for _ in range(4))
+    wide = torch.empty(4, 2 * strides[0] + first, dtype=torch.bfloat16, device="cuda")
+    there = [
+        row.as_strided(size, strides, row.storage_offset() + first).copy_(x)
+        for row, x in zip(wide, (q, k, v, grad), strict=True)
+    ]
+    out, lse = attention.attention(*there[:3], True, 0.125)
+    grads = attention.attention_backward(there[3], *there[:3], out, lse, True, 0.125)
+    q, k, v, grad = (x.float() for x in (q, k, v, grad))
+    want, want_lse = torch.ops.dt.attention(q, k, v, True, 0.125)
+    wanted = torch.ops.dt.attention_backward(grad, q, k, v, want, want_lse, True, 0.125)
+    for x, y in zip((out, lse, *grads), (want, want_lse, *wanted), strict=True):
+        assert (x.cpu().float() - y).abs().max() <= 1.6e-2 * y.abs().max()
 
 
 @pytest.mark.gpu

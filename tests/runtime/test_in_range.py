@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as dt
 from dtensor.runtime.lower.program import lower
-from dtensor.sharding.local.in_range import CHECKS
+from dtensor.sharding.local.in_range import CHECKS, check_range
 
 aten = torch.ops.aten
 
@@ -38,6 +39,14 @@ def calls(a: int, b: int) -> dict[Any, tuple[Any, ...]]:
         aten.index_fill.int_Scalar: (X, 0, at, 1.0),
         aten.index_put.default: (X, [at], Y),
         aten.index_select.default: (X, 0, at),
+        aten.max_unpool2d.default: (X[:1, None, :2, None], at[None, None, :, None], [1, 3]),
+        aten.max_unpool3d.default: (
+            X[:1, None, :2, None, None],
+            at[None, None, :, None, None],
+            [1, 1, 3],
+            [1, 1, 1],
+            [0, 0, 0],
+        ),
         aten.nll_loss2d_forward.default: (Y[..., None, None], at[:, None, None], None, 1, -1),
         aten.nll_loss_forward.default: (Y, at, None, 1, -1),
         aten.scatter.src: (X, 0, row, Y),
@@ -60,6 +69,40 @@ def test_a_check_finds_what_the_op_finds(op: Any, index: int) -> None:
             CHECKS[op](*args)
     else:
         CHECKS[op](*args)
+
+
+class Ops(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_known_to_be_in_range_is_not_looked_at_again() -> None:
+    """As it was: written to, or for another size, it is."""
+    at = i64(0, 3)
+    check_range(at, 4)
+    with Ops() as ops:
+        check_range(at, 4)
+    assert ops.count == 0
+    with pytest.raises(IndexError, match="index 3 is out of range for a dim of size 3"):
+        check_range(at, 3)
+    at[0] = 4
+    for _ in range(2):
+        with pytest.raises(IndexError, match="index 4 is out of range"):
+            check_range(at, 4)
+    check_range(at, 5)
+    check_range(at, 6, -6)
+    with Ops() as ops:
+        check_range(at, 5)
+        check_range(at, 6, -6)
+    assert ops.count == 0
+    with torch.inference_mode():  # has no count of writes
+        unknown = i64(0, 3)
+    check_range(unknown, 4)
+    with pytest.raises(IndexError, match="index 3"):
+        check_range(unknown, 3)
 
 
 def test_masks_and_gaps_among_indices() -> None:

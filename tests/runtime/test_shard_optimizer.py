@@ -22,6 +22,7 @@ from dtensor.runtime.shard_optimizer import (
     ShardOptimizer,
     Updated,
     absent,
+    has_kernel,
     hyperparameters,
     is_absent,
     keys_of,
@@ -441,6 +442,16 @@ assert_same_bits(found[2:], found[:2])
 assert len(called) >= 6, called
 print("alike")
 """
+
+
+def test_which_updates_have_a_kernel_of_torchs() -> None:
+    """That of Adagrad is for CPUs alone: on CUDA torch refuses to make the optimizer."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert has_kernel("Adagrad", torch.float32, cpu) and not has_kernel(
+        "Adagrad", torch.float32, cuda
+    )
+    assert has_kernel("AdamW", torch.bfloat16, cuda) and has_kernel("SGD", torch.bfloat16, cuda)
+    assert not has_kernel("SGD", torch.bfloat16, cpu)
 
 
 @pytest.mark.slow

@@ -88,6 +88,13 @@ def with_run(error: DaftError, run: int) -> DaftError:
     return found
 
 
+def detached(error: DaftError) -> DaftError:
+    """The same failure, without the frames of what was raised."""
+    failure = error.failure
+    raised = None if failure.raised is None else failure.raised.detached()
+    return type(error)(replace(failure, raised=raised))
+
+
 _INNER = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__))
 
 

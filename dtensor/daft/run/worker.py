@@ -27,6 +27,7 @@ by one thread at a time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.transport import Transport
 from dtensor.daft.run.undoing import UNNUMBERED, Stored, TableChange, Undoing
-from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, with_run
+from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, detached, with_run
 from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
@@ -95,6 +96,7 @@ class Worker:
         self._table: Table = {}
         self._undoing = None if snapshots is None else Undoing(self._table, snapshots, ranks)
         self._run = 0  # the number of the last one here
+        self._has_failed = False  # that before the next
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
         self._returned: Collection[str] = ()  # of the run under way, as `_now` is
 
@@ -265,6 +267,9 @@ class Worker:
         run: int,
         change: TableChange,
     ) -> None:
+        if self._has_failed:  # an exception and its frames are a cycle, with what a run computed
+            self._has_failed = False
+            gc.collect()
         if self._undoing is not None:
             self._undoing.begin_run(handle, inputs, keep, drop, change)
         self._drop(drop)
@@ -301,7 +306,7 @@ class Worker:
 
     def _lend(self, value: object) -> object:
         """A tensor that is as a copy would be: itself."""
-        if isinstance(value, torch.Tensor) and value.device == self.device:
+        if isinstance(value, torch.Tensor) and is_on(value, self.device):
             plain = not (value.is_inference() or value.is_conj() or value.is_neg())
             if plain and value.is_contiguous():
                 return value.detach()
@@ -331,7 +336,7 @@ class Worker:
     def _undo(
         self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
     ) -> Undone:
-        run = self._run
+        run, self._has_failed = self._run, True
         if self._undoing is not None and self.engines[handle].late:
             self._undoing.undo()
         faults = tuple(
@@ -343,9 +348,11 @@ class Worker:
         runs = dict(before.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
-        self._table[COUNTERS] = Counters((*before.undone, undone)[-MOST_UNDONE:], runs)
+        # What stays here holds no frames: their locals are the activations of the run.
+        kept = Undone(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
+        self._table[COUNTERS] = Counters((*before.undone, kept)[-MOST_UNDONE:], runs)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
-        spoiled = Spoiled(faults[0].error.failure if faults else elsewhere)
+        spoiled = Spoiled(kept.faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
         for rank in self._ranks_of(program):
             for output, name in keep.items():
@@ -368,10 +375,18 @@ class Worker:
         return self._table[rank, name]
 
 
+def is_on(value: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is there; ``cuda`` without a number is the current GPU."""
+    there = value.device
+    if there == device or torch.device(there.type) != device or there.type != "cuda":
+        return there == device
+    return there.index == torch.cuda.current_device()
+
+
 def copy_to(value: object, device: torch.device) -> object:
     """A contiguous copy of a tensor on `device`; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.device == device:  # half the time of `to`
+    if is_on(value, device):  # half the time of `to`
         return value.detach().clone(memory_format=torch.contiguous_format)
     return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)

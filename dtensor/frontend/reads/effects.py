@@ -116,7 +116,7 @@ class Before:
         for path, holder, copy in self._copies:
             made += _changes_in(path, holder, copy)
         for path, holder, key, value in self._entries:
-            now = holder.get(key, _ABSENT)
+            now = dict.get(holder, key, _ABSENT)  # a subclass may have a `get` of its own
             if not _same(now, value):
                 made.append(Change(path=path, holder=holder, key=key, before=value, after=now))
         for path, cell, value in self._cells:
@@ -196,16 +196,17 @@ def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
     if isinstance(copy, dict):
         stem = path.removesuffix("*").partition(": ")[0].removeprefix(".")  # of the root
         owner = holder if isinstance(holder, dict) else _owner_of(holder)
+        there = dict(holder)
         return [
             Change(
                 path=f"{stem}{key}" if path.endswith("*") else f"{stem}[{key!r}]",
                 holder=owner,
                 key=key,
                 before=copy.get(key, _ABSENT),
-                after=holder.get(key, _ABSENT),
+                after=there.get(key, _ABSENT),
             )
-            for key in {**copy, **holder}
-            if not _same(copy.get(key, _ABSENT), holder.get(key, _ABSENT))
+            for key in {**copy, **there}
+            if not _same(copy.get(key, _ABSENT), there.get(key, _ABSENT))
             and not (isinstance(key, str) and (key.startswith("__") or key in _RNN_WEIGHTS))
         ]
     now = _copy(holder)
@@ -233,7 +234,7 @@ def _now(holder: Any, key: Any) -> Any:
         case CellType():
             return _content(holder)
         case dict():
-            return holder.get(key, _ABSENT)
+            return dict.get(holder, key, _ABSENT)
         case type():
             return vars(holder).get(key, _ABSENT)
         case _:
