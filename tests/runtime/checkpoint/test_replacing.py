@@ -457,14 +457,13 @@ def test_one_save_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it holds no lock any more
     os.close(descriptor)
     writing = Writing.begin_hf(folder, {"a": (torch.float32, (4,))})
-    reader, writer = os.pipe()
-    child = in_child(lambda: os.read(reader, 1) and None)  # of a fork meanwhile, as a data loader's
-    writing.abort()
-    put(folder, 3, WHOLE)
-    os.write(writer, b"x")
-    os.waitpid(child, 0)
-    os.close(reader)
-    os.close(writer)
+    child = in_child(signal.pause)  # of a fork meanwhile, as a data loader's
+    try:
+        writing.abort()
+        put(folder, 3, WHOLE)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_shards_without_an_index_are_all_there(tmp_path: Path) -> None:
