@@ -222,8 +222,9 @@ def test_the_path_of_the_readmes_example():
     # sums of 16 bits whose parts are float32, and the table of ops that give such parts: 250
     # what hosts raise, checks of values, waits that are followed: 250 more, and one file;
     # captures for one thread, reads of what is outside, programs that are unloaded, the names of
-    # what is private of torch: 1,400 lines, a third of them run, and four files
-    assert files <= 101 and lines <= 27_600 and ran <= 12_050, text
+    # what is private of torch: 1,400 lines, a third of them run, and four files;
+    # where signals act, launches that are objects: 600 lines, 250 of them run, and one file
+    assert files <= 101 and lines <= 28_250 and ran <= 12_260, text
 
 
 def test_long_files_are_looked_at():

@@ -134,6 +134,8 @@ class LaunchSession(MeshSession):
                     forget(self)
             finally:
                 _starting.clear()
+                if self._state == "never started":
+                    remember(self, self.source, tried=True)
         return self
 
     def close(self) -> None:

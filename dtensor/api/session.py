@@ -492,9 +492,10 @@ _waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
 """The launch that was made last, with its line, until it is started or given up."""
 
 
-def remember(made: MeshSession, source: Source | None) -> None:
-    """It waits to be started; one that was made before no longer does."""
-    _waiting[:] = [(weakref.ref(made, _dropped), source)]
+def remember(made: MeshSession, source: Source | None, *, tried: bool = False) -> None:
+    """It waits to be started, again where that was ``tried``; one that was made before no longer
+    does."""
+    _waiting[:] = [(weakref.ref(made, None if tried else _dropped), source)]
 
 
 def forget(made: MeshSession) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,6 +199,24 @@ def test_one_that_is_gone_does_not_count(trained: Trained) -> None:
     run = dt.launch(MESH)  # the one before is replaced
     run.close()
     del run
+
+
+def test_one_whose_start_failed_goes_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error has said all. Until then steps wait for another start."""
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise ValueError("no room")
+
+    run = dt.launch(MESH)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no room"):
+        patch.setattr(launching, "launch_cluster", fails)
+        run.start()
+    with pytest.raises(dt.PlanningError, match="never started"):
+        dt.distribute(X, MESH)
+    with warnings.catch_warnings(record=True) as told:
+        del run
+        gc.collect()
+    assert told == []
 
 
 def test_one_waits_while_another_runs(trained: Trained) -> None:

@@ -555,6 +555,25 @@ def test_there_are_at_least_thirty_seven_ways() -> None:
     assert set(SAMPLE) <= set(WAYS)
 
 
+def test_a_program_that_logs_beside_ray_reads_nothing() -> None:
+    """Ray puts a function into Python's logging that asks the clock."""
+    pytest.importorskip("ray")
+    from ray._private import log
+
+    before = logging.getLogRecordFactory()
+    log._setup_log_record_factory()
+
+    def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        logging.getLogger("test").warning("a step")
+        return cross_entropy(m, x, y)
+
+    try:
+        step, _ = step_of(lambda: (net(), loss, nothing))
+        step.plan(*batch(0))
+    finally:
+        logging.setLogRecordFactory(before)
+
+
 # -- what is stated to be constant -----------------------------------------------------------------
 
 

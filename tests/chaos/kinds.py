@@ -160,10 +160,9 @@ def interrupted(place: Place) -> object:
     if place.backend == "inprocess":
         with dt.launch(MESH) as session:
             handle = session.cluster.load(_program(interrupt))
-            with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
-                session.cluster.run(handle, _feed(Path()))
-            with pytest.raises(daft.CommunicationError, match="a run was interrupted"):
-                session.cluster.run(handle, _feed(Path()))
+            for _ in range(2):  # the launch goes on
+                with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt):
+                    session.cluster.run(handle, _feed(Path()))
         return handle
     with _pressed(next(_moments)), pytest.raises(KeyboardInterrupt):  # noqa: SIM117
         with dt.launch(MESH, "ray"):

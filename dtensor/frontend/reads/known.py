@@ -232,6 +232,7 @@ _PURE = (
     *("_io.StringIO", "_io.BytesIO", "_io.TextIOWrapper.write", "_io.TextIOWrapper.flush"),
     *("_io.TextIOWrapper.isatty", "_io.TextIOWrapper.close", "io.IOBase", "queue.Queue.put"),
     *("queue.Queue.qsize", "queue.Queue.empty", "queue.Queue.full"),
+    "ray._private.log",  # it puts the time into what the program logs
     *("time.sleep", "time.struct_time", "time.strftime", "time.strptime", "time.mktime"),
     *("multiprocessing.sharedctypes", "multiprocessing.context", "multiprocessing.synchronize"),
     *(

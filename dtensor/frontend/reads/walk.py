@@ -207,7 +207,7 @@ def counts(code: CodeType) -> bool:
     if file.startswith("<"):
         return not file.startswith("<frozen")
     owner = owner_of_file(file)
-    return owner not in (None, "numpy", "torch", *_IMPORT_HOOKS) or _is_a_layer(code)
+    return owner not in (None, "numpy", "ray", "torch", *_IMPORT_HOOKS) or _is_a_layer(code)
 
 
 def is_own(code: CodeType) -> bool:
