@@ -152,7 +152,7 @@ def test_an_interrupt_between_the_calls_of_a_run(
         with pytest.raises(KeyboardInterrupt):
             cluster.run(handle, fed)
         assert before.get()[1]["y"].tolist() == [2.0] * 4
-        with pytest.raises(CommunicationError, match="a run was interrupted"):
+        with pytest.raises(CommunicationError, match="it was interrupted while state changed"):
             cluster.run(handle, fed)
 
 
