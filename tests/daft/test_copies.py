@@ -242,7 +242,8 @@ def test_a_machine_is_lost() -> None:
     assert found["disturbed"] == found["undisturbed"]
     process, machine = found["recoveries"]
     assert "a spare on another machine" in process and "rank 3: the process died" in process
-    assert "on another machine, " in machine and "rank 2: its connection broke" in machine
+    # by processes that start there, or a spare, if another has taken its place already
+    assert "on another machine" in machine and "rank 2: its connection broke" in machine
     assert "Machine 10.77.0.2 (two) has ended or cannot be reached." in machine
     error, *notes = found["all lost"]
     assert "rank 0" in error and "what it had is gone with it" in notes[0]
