@@ -204,9 +204,11 @@ def keep(error: BaseException) -> None:
 
 class Lock:
     """A lock that a thread may take again, and a block. While a thread waits for it, signals act
-    where nothing else has begun."""
+    where nothing else has begun. ``turn`` tells whether another thread has had it since."""
 
     def __init__(self) -> None:
+        self.turn: int = 0
+        self._last = 0  # the thread that has it, or had it last
         self._lock = threading.RLock()
 
     def acquire(self, blocking: bool = True) -> bool:
@@ -219,25 +221,39 @@ class Lock:
         """Called by a thread that waits, every now and then; may raise."""
 
     def __enter__(self) -> None:
+        global _depth
+        me = threading.get_ident()
+        if me == _main:  # as a block: without a call, for a step takes many locks
+            if not _depth:
+                _stand_in()
+            _depth += 1
+        if _acting or not self._lock.acquire(False):
+            self._wait(me)
+        if me != self._last:
+            self._last = me
+            self.turn += 1
+
+    def _wait(self, me: int) -> None:
         global _cut
-        _BLOCK.__enter__()
         try:
-            if _acting and threading.get_ident() == _main:
+            if _acting and me == _main:
                 _cut = True
                 raise CutOff
-            if not self._lock.acquire(blocking=False):
+            while not self._lock.acquire(timeout=LOOK_S):
+                if noted and _depth == 1 and me == _main:
+                    _handle()
                 self.waited_for()
-                while not self._lock.acquire(timeout=LOOK_S):
-                    if noted and _depth == 1 and threading.get_ident() == _main:
-                        _handle()
-                    self.waited_for()
         except BaseException:
             _BLOCK.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
+        global _depth
         self._lock.release()
-        _BLOCK.__exit__()
+        if _depth > 1 and threading.get_ident() == _main:
+            _depth -= 1
+        else:
+            _BLOCK.__exit__()
 
 
 # -- how ours stands in ----------------------------------------------------------------------------

@@ -359,6 +359,8 @@ class TrainStep:
 
     def _oldest(self) -> Loss | None:
         """Of as many as may be under way that which is read first."""
+        if len(self._running) < RUN_AHEAD:
+            return None
         with ONE_AT_A_TIME:
             return self._running[0] if len(self._running) >= RUN_AHEAD else None
 

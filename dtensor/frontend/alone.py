@@ -70,16 +70,7 @@ class OneAtATime(Lock):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turn: int = 0
-        self._last = 0  # the thread that has it, or had it last
         self._wanted: Any = None  # the lock that the thread which has this one waits for
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        me = threading.get_ident()
-        if self._last != me:
-            self._last = me
-            self.turn += 1
 
     @contextmanager
     def and_then(self, lock: Any) -> Iterator[None]:

@@ -378,8 +378,10 @@ class Worker:
 def is_on(value: torch.Tensor, device: torch.device) -> bool:
     """Whether a tensor is there; ``cuda`` without a number is the current GPU."""
     there = value.device
-    if there == device or torch.device(there.type) != device or there.type != "cuda":
-        return there == device
+    if there == device:
+        return True
+    if there.type != "cuda" or torch.device("cuda") != device:
+        return False
     return there.index == torch.cuda.current_device()
 
 
