@@ -202,6 +202,7 @@ _PURE = (
     # Modules: what they have computes with its arguments, or stays as it is.
     *("math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "typing"),
     *("collections", "_collections", "_collections_abc", "dataclasses", "copy", "copyreg", "re"),
+    "typing_extensions",
     *("_sre", "enum", "abc", "_abc", "types", "inspect", "string", "_string", "textwrap", "stat"),
     *("numbers", "fractions", "statistics", "_statistics", "bisect", "_bisect", "heapq", "_heapq"),
     *("contextlib", "warnings", "_warnings", "json", "_json", "struct", "_struct", "hashlib"),

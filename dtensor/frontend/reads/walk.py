@@ -119,6 +119,8 @@ _OF_PYTHON = 1 << 9
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _IMPORT_HOOKS = ("_pytest", "pluggy")
 """Libraries whose code runs wherever a module is imported."""
+_NOT_READ_IN = (None, "numpy", "ray", "torch", "typing_extensions.py", *_IMPORT_HOOKS)
+"""Whose code is not looked into: what it is asked for has an entry in known.py."""
 _IMPORTS = {"import_module", "__import__"}
 _OF_ENUMS = {"_name_", "_value_", "__objclass__", "_sort_order_"}
 _OF_CLASSES = {"__module__", "__dict__", "__init__", "__doc__", "__name__", "__qualname__"}
@@ -207,7 +209,7 @@ def counts(code: CodeType) -> bool:
     if file.startswith("<"):
         return not file.startswith("<frozen")
     owner = owner_of_file(file)
-    return owner not in (None, "numpy", "ray", "torch", *_IMPORT_HOOKS) or _is_a_layer(code)
+    return owner not in _NOT_READ_IN or _is_a_layer(code)
 
 
 def is_own(code: CodeType) -> bool:
