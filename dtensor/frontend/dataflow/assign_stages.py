@@ -255,6 +255,11 @@ class _Stager:
             for name in op.operands:
                 if self.places[name].stage is None:
                     needed.setdefault(name, set()).update(stages)
+        for output, item in self._mutations():
+            if not needed.get(item.name):  # it is written and never read
+                stage = self.places[output.value].stage
+                known = self.held.get(item.label) or needed.get(output.value) or {stage or 0}
+                needed[item.name] = set(known)
         return needed
 
     def _split_tied(
