@@ -36,6 +36,7 @@ from dtensor.frontend.capture.refusals import (
     other_memory,
     planning_error,
     requires_grad_kept,
+    stored_by_torch,
 )
 from dtensor.frontend.capture.replaced import replaced
 from dtensor.frontend.graph import Arg, OutTree, type_text
@@ -49,7 +50,7 @@ from dtensor.frontend.reads.walk import (
     has_hooks,
 )
 from dtensor.frontend.reads.wrote import Wrote, is_alone
-from dtensor.frontend.source import source_of_callable
+from dtensor.frontend.source import Source, source_of_callable
 from dtensor.private_torch import FakeTensorMode, pytree
 
 Grads = Literal["none", "loss", "tangents"]
@@ -225,7 +226,7 @@ class CallAsModule(nn.Module):
         now = _held(self.call)
         source = source_of_callable(self.call.fn)
         if made := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
-            raise assigned_attribute(made, source)
+            raise stored(self.call, made, source)
         modules = _modules(self.call)
         for (path, name), old in before.items():
             new = now.get((path, name))
@@ -233,7 +234,7 @@ class CallAsModule(nn.Module):
                 continue
             shapes = [(x.shape, x.dtype) if x is not None else None for x in (old, new)]
             if name in modules[path]._parameters or old is None or shapes[0] != shapes[1]:
-                raise assigned_attribute([f"{path}{name}"], source)
+                raise stored(self.call, [f"{path}{name}"], source)
             assert new is not None
             if new.requires_grad:
                 raise requires_grad_kept(f"{path}{name}", source)
@@ -267,6 +268,17 @@ class CallAsModule(nn.Module):
                 source=source,
                 fix="return (loss, {'accuracy': accuracy}), each value reduced to a scalar",
             )
+
+
+def stored(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:
+    """For attributes, by path, in which forward stores tensors; ``line``: that does, if known."""
+    modules = _modules(call)
+    for path in names:
+        owner, dot, name = path.rpartition(".")
+        module = modules.get(f"{owner}{dot}")
+        if module is not None and (by := stored_by_torch(module, name)) is not None:
+            return assigned_attribute(names, source_of_callable(call.fn), by)
+    return assigned_attribute(names, line or source_of_callable(call.fn))
 
 
 def _modules(call: FlatCall) -> dict[str, nn.Module]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
@@ -270,15 +270,52 @@ def data_dependent(error: Exception, source: Source | None) -> PlanningError:
     return asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
-def assigned_attribute(names: Sequence[str], source: Source | None) -> PlanningError:
+def assigned_attribute(
+    names: Sequence[str], source: Source | None, stored: StoredByTorch | None = None
+) -> PlanningError:
     """For tensors that forward stored in a module, which capture forgets."""
+    fix = (
+        "return the tensor, or register it as a buffer and change it in place; a cache that "
+        "stays as it is: let one call of the module fill it before"
+    )
     return planning_error(
         "The program stores a tensor in an attribute of a module, which would be lost.",
         *names,
+        *([] if stored is None else [f"stored by {stored.by}, a hook before its forward"]),
         source=source,
-        fix="return the tensor, or register it as a buffer and change it in place; a cache that "
-        "stays as it is: let one call of the module fill it before",
+        fix=fix if stored is None else stored.fix,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredByTorch:
+    """A function of torch's that makes a module store a weight, and what does not."""
+
+    by: str
+    fix: str
+
+
+def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
+    """Which of torch's hooks stores the attribute at each forward, if one does."""
+    # Not at the top: only an error asks.
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    which, nn_utils = f'(module, "{name}")', "torch.nn.utils"
+    for hook in module._forward_pre_hooks.values():
+        match hook:
+            case WeightNorm() | SpectralNorm() if hook.name == name:
+                kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+                fix = f"{nn_utils}.remove_{kind}{which}; {nn_utils}.parametrizations.{kind}{which}"
+                return StoredByTorch(f"{nn_utils}.{kind}", fix)
+            case BasePruningMethod() if hook._tensor_name == name:
+                fix = f"{nn_utils}.prune.remove{which}; to go on with the mask: {nn_utils}."
+                fix += f'parametrize.register_parametrization(module, "{name}", a module that '
+                return StoredByTorch(f"{nn_utils}.prune", f"{fix}multiplies by the mask)")
+            case _:
+                pass
+    return None
 
 
 def requires_grad_kept(name: str, source: Source | None) -> PlanningError:
