@@ -394,7 +394,8 @@ def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[st
 def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) -> frozenset[str]:
     """Every name of the modules that the globs match.
 
-    PlanningError for a glob of which the program calls no module: nothing would run again.
+    PlanningError for a glob of which the program calls no module: nothing would run again. It may
+    match none, in a module that was changed since.
     """
     found: set[str] = set()
     called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
@@ -402,7 +403,7 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
     for glob in globs:
         same = {id(m) for name, m in names.items() if matches(glob, name)}
         mine = {name for name, m in names.items() if id(m) in same}
-        if not mine & called:
+        if mine and not mine & called:
             raise _not_called(glob, sorted(mine), called)
         found |= mine
     return frozenset(found)
