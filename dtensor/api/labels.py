@@ -18,7 +18,7 @@ are on ranks (resident.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_not
@@ -32,7 +32,7 @@ from dtensor.frontend.graph import named_tensors
 _MOST_SEEN = 64
 """How many different sights have their numbers known: a module may go back and forth."""
 
-_HELD = ("_parameters", "_buffers", "_modules")
+_held = attrgetter("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +44,7 @@ class Seen:
     names: Mapping[str, str]
     tensors: Mapping[str, Tensor]
     number: int
-    modules: tuple[nn.Module, ...] = field(repr=False)
-    keys: list[str] = field(repr=False)
-    values: list[Any] = field(repr=False)
+    held: _Held = field(repr=False)
 
     def name(self, label: str) -> str:
         """Where the module has it, or had it first."""
@@ -69,16 +67,11 @@ class Labels:
 
     def stands(self, seen: Seen) -> bool:
         """Whether the module is as it was seen."""
-        held = list(_held(seen.modules))
-        if list(chain.from_iterable(held)) != seen.keys:
-            return False
-        values = chain.from_iterable(map(dict.values, held))
-        return not any(map(is_not, values, seen.values))
+        return seen.held.stands()
 
     def see(self) -> Seen:
         """What stands in the module now; objects that are new are given labels."""
-        modules = tuple(self.module.modules())
-        held = list(_held(modules))
+        held = _Held(self.module)
         tensors = named_tensors(self.module)
         labels = {name: self._label(name, tensor) for name, tensor in tensors.items()}
         names: dict[str, str] = {}
@@ -89,9 +82,7 @@ class Labels:
             names=names,
             tensors={label: tensors[name] for label, name in names.items()},
             number=self._number(tuple(labels.items())),
-            modules=modules,
-            keys=list(chain.from_iterable(held)),
-            values=list(chain.from_iterable(map(dict.values, held))),
+            held=held,
         )
 
     def _label(self, name: str, tensor: Tensor) -> str:
@@ -112,5 +103,21 @@ class Labels:
         return found
 
 
-def _held(modules: Iterable[nn.Module]) -> Iterable[dict[str, Any]]:
-    return chain.from_iterable(map(attrgetter(attribute), modules) for attribute in _HELD)
+class _Held:
+    """What each module of one holds, compared at every step: by identity, without Python's loops."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = tuple(module.modules())
+        self.all: list[dict[str, Any]] = list(chain.from_iterable(map(_held, self.modules)))
+        self.full = [own for own in self.all if own]
+        self.empty = [own for own in self.all if not own]
+        self.keys = list(chain.from_iterable(self.full))
+        self.values = list(chain.from_iterable(map(dict.values, self.full)))
+
+    def stands(self) -> bool:
+        return not (
+            any(map(is_not, chain.from_iterable(map(_held, self.modules)), self.all))
+            or any(self.empty)
+            or list(chain.from_iterable(self.full)) != self.keys
+            or any(map(is_not, chain.from_iterable(map(dict.values, self.full)), self.values))
+        )

@@ -173,8 +173,9 @@ def stages_anew(
     """The stages of a module that was changed since. ``told``: by their names now, those of
     parameters and buffers that are known; ``as_before``: the names under which they were known.
 
-    A parameter stays where it is. A new one goes where its name's patterns put it, one whose
-    stages "auto" has chosen where its module is. Raises PlanningError for one in no stage.
+    A parameter stays where it is. A new one goes where its name's patterns put it; where "auto" has
+    chosen the stages else where its module is, or, if that is on several, with what is before it.
+    Raises PlanningError for one in no stage.
     """
     if plan.axis is None or plan.waiting:
         return plan
@@ -193,13 +194,16 @@ def stages_anew(
     parameters = [n for n in names if n.kind == "parameter"]
     held: dict[str, tuple[int, ...]] = {}
     missing: list[Named] = []
+    last = 0
     for named in names:
         found = {stage for name in named.names for stage in homes.get(name, ())}
         if not found and (named.kind == "buffer" or plan.auto):
             around = _stage_around(named, parameters, homes)
-            found = set[int]() if around is None else {around}
+            beside = {last} if named.kind == "parameter" else set[int]()
+            found = beside if around is None else {around}
         if found:
             held[named.name] = tuple(sorted(found))
+            last = max(found) if named.kind == "parameter" else last
             if len(named.names) == 1:
                 homes[named.name] = held[named.name]
         elif named.kind == "parameter":
