@@ -4,7 +4,7 @@
     seen = labels.see()
     seen.labels["down.weight"]            # "down.weight": an object's first name, which it keeps
     net.down = nn.Linear(64, 16)
-    labels.stands(seen)                   # False: other objects stand in the module, or elsewhere
+    seen.stands()                         # False: other objects stand in the module, or elsewhere
     labels.see().labels["down.weight"]    # "down.weight#2": no label is given twice
 
 What belongs to a parameter goes by its label: its shards on the ranks, its placement, its
@@ -46,6 +46,10 @@ class Seen:
     number: int
     held: _Held = field(repr=False)
 
+    def stands(self) -> bool:
+        """Whether the module is as it was seen."""
+        return self.held.stands()
+
     def name(self, label: str) -> str:
         """Where the module has it, or had it first."""
         return self.names.get(label, label)
@@ -64,10 +68,6 @@ class Labels:
     def of(self, tensor: Tensor) -> str | None:
         """That of a tensor that stands in the module, or did."""
         return self._labels.get(tensor)
-
-    def stands(self, seen: Seen) -> bool:
-        """Whether the module is as it was seen."""
-        return seen.held.stands()
 
     def see(self) -> Seen:
         """What stands in the module now; objects that are new are given labels."""

@@ -111,7 +111,7 @@ class ParallelModule:
         PlanningError for a new one that is in no stage, or cannot have what is stated of it; then
         nothing was noted.
         """
-        if self.labels.stands(self.seen):
+        if self.seen.stands():
             return
         before, now = self.seen, self.labels.see()
         told = self._told.with_those_of(self)
