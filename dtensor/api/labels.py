@@ -104,7 +104,7 @@ class Labels:
 
 
 class _Held:
-    """What each module of one holds, compared at every step: by identity, without Python's loops."""
+    """What each module of one holds, compared at every step: by identity, in C."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
