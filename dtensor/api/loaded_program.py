@@ -341,11 +341,10 @@ def _fused(
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:
-    """The parameters that an optimizer updates, and the buffers that forward changes."""
-    buffers = {item.label for item in planned.plan.inputs if item.kind == "buffer"}
-    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & buffers
+    """The parameters that an optimizer updates, and what forward changes."""
+    known = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
+    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
     if training and planned.request.training is not None:
-        known = {item.label for item in planned.plan.inputs if item.kind == "parameter"}
         found |= planned.request.training.trained & known
     return frozenset(found)
 
