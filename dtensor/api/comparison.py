@@ -40,7 +40,7 @@ from dtensor.api.training import train_step
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.private_torch import pytree
-from dtensor.runtime.shard_optimizer import check_optimizer
+from dtensor.runtime.elementwise.rule import check_optimizer
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.cost.seconds import PlannedCollective

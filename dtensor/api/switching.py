@@ -59,9 +59,9 @@ from dtensor.daft import DaftError
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import bucket_bytes, values_program
+from dtensor.runtime.elementwise.rule import rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.schedule import Schedule
-from dtensor.runtime.shard_optimizer import NUMBERS, ShardOptimizer, keys_of
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
@@ -166,10 +166,9 @@ class _PlannedStep:
 
     def updated(self, optimizer: str) -> dict[tuple[str, str], Named]:
         """The values of the optimizer's state that it reads and writes, by parameter and key."""
-        groups = self.step.optimizer.param_groups
-        keys = (keys_of(type(self.step.optimizer), group) for group in groups)
-        by_names = dict(zip(self.step._groups(), keys, strict=True))
-        return updated_by(self.planned.plan, by_names, optimizer)
+        rule, groups = rule_of(self.step.optimizer), self.step.optimizer.param_groups
+        by_names = dict(zip(self.step._groups(), map(rule.keys, groups), strict=True))
+        return updated_by(self.planned.plan, by_names, optimizer, rule)
 
     def settle(self) -> None:
         """``other`` is as the plan has chosen, as by a program that ran."""
@@ -387,8 +386,9 @@ def _gathered(state: _MovedState) -> Entries:
     for label, key in state.left:
         name, spec, _ = named[label, key]
         own, parameter = parts[name], parameters[label]
-        if key in NUMBERS:
-            whole = next(iter(own.values()))
+        entry = home.rule.entry(key)
+        if entry.number:
+            whole = entry.given(next(iter(own.values())))
         else:
             whole = assemble_at(own, spec)
             whole = whole if parameter.is_meta else whole.to(parameter.device)
@@ -403,8 +403,7 @@ def _settle_state(state: _MovedState, rest: Entries, there: MeshSession, prefix:
     home.named = {w: (f"{now}{name}", spec, ranks) for w, (name, spec, ranks) in state.now.items()}
     home.made, home.updated, home.placed = frozenset(home.named), frozenset(), None
     home.rest = rest
-    own = ShardOptimizer(type(home.optimizer), home.masters)
-    there.put([{home.name: own} for _ in range(there.mesh.size)])
+    there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
 # -- the steps that go on --------------------------------------------------------------------------
