@@ -70,8 +70,8 @@ def place_optimizer(
         _check_own(model, optimizer)
     rule = rule_of(optimizer)
     keys = tuple(map(rule.keys, optimizer.param_groups))
-    same_rule = home is not None and home.rule is rule
-    if same_rule and home.current and home.placed is plan and home.keys == keys:
+    known_so = home is not None and home.rule is rule and home.keys == keys
+    if home is not None and known_so and home.current and home.placed is plan:
         home.moves = resident.moves
         return home
     name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
@@ -93,7 +93,7 @@ def place_optimizer(
         resident.optimizers[id(optimizer)] = home
         session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
     else:
-        if not same_rule:  # its options are of another kind than before
+        if home.rule is not rule:  # its options are of another kind than before
             home.take_rule(rule)
             session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
         new = {which: updated[which] for which in updated if which not in known}
@@ -107,7 +107,7 @@ def place_optimizer(
 
 def _ghost(model: ParallelModule, rule: Rule, entries: Entries) -> Ghost | None:
     """Of states that there are it is told the numbers, and which other entries."""
-    labels = {parameter: label for label, parameter in model.module.named_parameters()}
+    labels: dict[torch.Tensor, str] = {p: label for label, p in model.module.named_parameters()}
     found = {labels[parameter]: own for parameter, own in entries.items() if parameter in labels}
     ghost = rule.ghost({})
     if ghost is not None and found:

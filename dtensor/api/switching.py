@@ -55,6 +55,7 @@ from dtensor.api.training import (
     gradient_specs,
     grid_of,
 )
+from dtensor.api.wrapped_optimizers import torchs_own
 from dtensor.daft import DaftError
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
@@ -442,6 +443,7 @@ def _optimizers(
     kinds = torch.optim.Optimizer | list | tuple | None
     check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
     listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    listed = tuple(map(torchs_own, listed))
     own = {id(p) for p in model.module.parameters()}
     for one in listed:
         check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)

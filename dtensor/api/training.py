@@ -53,16 +53,17 @@ from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
 from dtensor.numerics import is_narrow
-from dtensor.runtime.lower.actions import GridTimetable, stage_costs
-from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.elementwise.probe import Report
 from dtensor.runtime.elementwise.rule import (
     check_optimizer,
+    known_rule,
     rule_of,
     state_elementwise,
     state_tensors,
 )
+from dtensor.runtime.lower.actions import GridTimetable, stage_costs
+from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
 from dtensor.runtime.shard_optimizer import check_masters
 from dtensor.sharding.plan.hints import hints as hints_of
@@ -252,7 +253,8 @@ class TrainStep:
     def elementwise(self) -> Report | None:
         """What the probe of the optimizer has seen; None of a class of torch's, which needs none.
         It prints, with the lines of the optimizer's step that it did not reach."""
-        return rule_of(self.optimizer).report
+        rule = known_rule(self.optimizer)
+        return None if rule is None else rule.report
 
     @property
     def grid(self) -> Grid:
@@ -369,7 +371,8 @@ class TrainStep:
     def _oldest(self) -> Loss | None:
         """Of as many as may be under way that which is read first."""
         # what a step changes on the optimizer itself is sent to the next one, if it ended well
-        most = RUN_AHEAD if rule_of(self.optimizer).runs_ahead else 1
+        rule = known_rule(self.optimizer)
+        most = RUN_AHEAD if rule is None or rule.runs_ahead else 1
         if len(self._running) < most:
             return None
         with ONE_AT_A_TIME:
@@ -577,7 +580,8 @@ def train_step(
     Args:
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
         optimizer: an optimizer over the model's parameters that is elementwise: torch's own but
-            Adafactor, LBFGS, Muon and SparseAdam, others with ``elementwise``. Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
+            Adafactor, LBFGS, Muon and SparseAdam, others with ``elementwise``.
+            Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
             otherwise: ``foreach=False`` is torch's default on the CPU, of which float32 differs in
             the last bits.
         inputs: placements of every argument with the batch dim, or argument name to placements.

@@ -258,7 +258,9 @@ def _why_not(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...]
         return f"is a tensor of shape {list(value.shape)}"
     if not isinstance(value, _FUNCTIONS):
         return f"is a {type(value).__name__}, which may hold tensors"
-    parts = (value.func, *value.args, *value.keywords.values()) if _is_partial(value) else ()
+    parts: tuple[Any, ...] = ()
+    if isinstance(value, functools.partial):
+        parts = value.func, *value.args, *value.keywords.values()
     cells = getattr(value, "__closure__", None) or ()
     for held in (*parts, *(cell.cell_contents for cell in cells if _is_filled(cell))):
         if held is optimizer:
@@ -267,10 +269,6 @@ def _why_not(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...]
         if not known and (why := _why_not(optimizer, held, (value, *seen))):
             return f"is a function that refers to what {why}"
     return ""
-
-
-def _is_partial(value: Any) -> bool:
-    return isinstance(value, functools.partial)
 
 
 def _is_filled(cell: Any) -> bool:

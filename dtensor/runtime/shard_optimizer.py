@@ -21,8 +21,8 @@ numbers (the step) of no dims, and with master weights a float32 copy of a shard
 MASTER, which is what is updated: the shard becomes that copy rounded. A value is `absent` until its
 parameter's first step makes it. From then on it is a view of what torch's optimizer holds, so that
 a step finds it there by identity. (Of Python's numbers it is a copy; other classes may put another
-tensor in the place of one, and then it is a view of that.) Another tensor that stands in its place counts: what is kept here
-is made anew from the values of the table. So nothing is lost with it.
+tensor in the place of one, and then it is a view of that.) Another tensor that stands in its place
+counts: what is kept here is made anew from the values of the table. So nothing is lost with it.
 """
 
 from __future__ import annotations
@@ -422,9 +422,7 @@ class ShardOptimizer:
             group.update(own)
         return self.optimizer
 
-    def _made(
-        self, own: OptimizerKind, told: Sequence[Mapping[str, Any]]
-    ) -> torch.optim.Optimizer:
+    def _made(self, own: OptimizerKind, told: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
         """The same of a class that is not torch's: a group for each of the user's, and attributes,
         as they are told, whatever a step before has changed of them."""
         options, attributes = told[: len(self.groups)], told[len(self.groups)]

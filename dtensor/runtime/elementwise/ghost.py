@@ -45,7 +45,7 @@ class Ghost:
     kind: OptimizerKind
     numbers: Mapping[str, Mapping[str, Any]]
     of: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
-    state: dict[Parameter, dict[str, Any]] = field(default_factory=dict[Parameter, dict[str, Any]])
+    state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict[torch.Tensor, Any])
     _last: tuple[object, object] = (None, None)
 
     def step(
@@ -62,7 +62,8 @@ class Ghost:
         held = [dict.fromkeys(self.of[label] for label in group) for group in groups]
         given = [{**copied(dict(o)), "params": [*h]} for o, h in zip(options, held, strict=True)]
         own = self.kind.make(given, attributes)
-        own.state.update(self.state)
+        for parameter, entries in self.state.items():
+            own.state[parameter] = entries
         for label, parameter in self.of.items():
             parameter.grad = torch.full_like(parameter, GRADIENT) if label in trained else None
         with torch.enable_grad():

@@ -22,8 +22,8 @@ on; the report lists them. It runs on the CPU.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.nn import Parameter
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import is_narrow
+from dtensor.private_torch import DisableTorchFunctionSubclass
 from dtensor.runtime.elementwise.ghost import Ghost, Told
 from dtensor.runtime.elementwise.recorded import NotElementwise, Recorded, text_of, unreached
 from dtensor.runtime.optimizer_kind import (
@@ -126,7 +127,8 @@ def asked_of(
 ) -> object:
     """What a probe's answer depends on, but for what a step changes."""
     groups = {group_key(group, changed): None for group in optimizer.param_groups}
-    dtypes = {p.dtype: None for group in optimizer.param_groups for p in group["params"]}
+    with DisableTorchFunctionSubclass():  # of parameters that are away it asks nothing
+        dtypes = {p.dtype: None for group in optimizer.param_groups for p in group["params"]}
     kind = OptimizerKind.of(optimizer)
     fixed = (*kind.fixed.items(), *kind.methods.items(), *kind.defaults.items())
     attributes = plain_attributes(optimizer).items()
@@ -197,6 +199,7 @@ class _Probe:
         self.files = files_of(type(optimizer))
         self.late = True  # whether gradients are missing at times
         self.attributes = plain_attributes(optimizer)
+        self.drawn: dict[tuple[str, int], Tensor] = {}  # gradients, in float64
         alike: dict[object, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):  # of two that are alike, both
             key = group_key(group, frozenset())
@@ -249,15 +252,18 @@ class _Probe:
         return _Whole(optimizer, held, tuple(groups), dtype)
 
     def _gradients(self, whole: _Whole, step: int) -> dict[str, Tensor]:
-        draw = torch.Generator().manual_seed(1 + step)
         found: dict[str, Tensor] = {}
         for at, (label, parameter) in enumerate(whole.held.items()):
-            wide = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-            spread = torch.randn(parameter.shape, generator=draw, dtype=torch.float64).exp()
-            value = wide * spread * SCALES[step]
-            if step >= NOT_FINITE:
-                flat = value.view(-1)
-                flat[0], flat[3], flat[5] = torch.nan, torch.inf, -torch.inf
+            value = self.drawn.get((label, step))
+            if value is None:
+                draw = torch.Generator().manual_seed(1000 * at + step)
+                wide, spread = torch.randn(
+                    (2, *parameter.shape), generator=draw, dtype=torch.float64
+                )
+                value = self.drawn[label, step] = wide * spread.exp() * SCALES[step]
+                if step >= NOT_FINITE:
+                    flat = value.view(-1)
+                    flat[0], flat[3], flat[5] = torch.nan, torch.inf, -torch.inf
             missing = (at % len(SHAPES) == 1 and step == 4) or (at % len(SHAPES) == 2 and step < 2)
             if not (self.late and missing):
                 found[label] = value.to(whole.stored)
@@ -286,7 +292,11 @@ class _Probe:
             self.late = False  # the class itself may want all gradients from the first step on
             changed, attributes = self._changed_by_steps()
         self.options = [
-            {k: defaults[k] if k in changed else v for k, v in o.items() if k in defaults or k not in changed}
+            {
+                k: defaults[k] if k in changed else v
+                for k, v in o.items()
+                if k in defaults or k not in changed
+            }
             for o in given
         ]
         return changed, attributes
@@ -420,7 +430,9 @@ class _Probe:
             )
         if torch.equal(found, wanted):
             return
-        rtol, atol, few = _TOLERANCES.get(of.dtype if of.is_floating_point() else found.dtype, _WIDE)
+        rtol, atol, few = _TOLERANCES.get(
+            of.dtype if of.is_floating_point() else found.dtype, _WIDE
+        )
         if is_narrow(found.dtype):
             rtol, atol, few = _NARROW
         a, b = (_wide(x) for x in (found, wanted))
@@ -539,10 +551,8 @@ def files_of(cls: type) -> frozenset[str]:
     found: set[str] = set()
     for base in cls.__mro__:
         if issubclass(base, torch.optim.Optimizer) and base is not torch.optim.Optimizer:
-            try:
+            with suppress(TypeError, OSError):
                 found.add(inspect.getsourcefile(base) or "")
-            except (TypeError, OSError):
-                pass
             step = vars(base).get("step")
             step = inspect.unwrap(step) if callable(step) else None
             if step is not None and hasattr(step, "__code__"):

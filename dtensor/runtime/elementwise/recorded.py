@@ -44,7 +44,14 @@ class NotElementwise(BaseException):
 _aten = torch.ops.aten
 _COPIES = {
     *(_aten.copy_, _aten._to_copy, _aten.clone, _aten.lift_fresh, _aten.lift_fresh_copy),
-    *(_aten.resolve_conj, _aten.resolve_neg, _aten.fill_, _aten.zero_, _aten._conj, _aten._foreach_copy_),
+    *(
+        _aten.resolve_conj,
+        _aten.resolve_neg,
+        _aten.fill_,
+        _aten.zero_,
+        _aten._conj,
+        _aten._foreach_copy_,
+    ),
     *(_aten._foreach_zero_, _aten._foreach_copy, _aten.masked_fill_, _aten.where),
 }
 _VIEWS = {
@@ -160,7 +167,9 @@ class Recorded(AbstractContextManager["Recorded"]):
             if isinstance(result, Tensor):
                 sizes.add(result.numel())
             if len(sizes) > 1:
-                self.refuse(func, f"mixes tensors of {' and '.join(map(str, sorted(sizes)))} elements")
+                self.refuse(
+                    func, f"mixes tensors of {' and '.join(map(str, sorted(sizes)))} elements"
+                )
 
     def refuse(self, func: object, why: str) -> None:
         raise NotElementwise(f"{func} {why}", line_of(self.files))
@@ -171,9 +180,7 @@ class _Dispatched(TorchDispatchMode):
         super().__init__()
         self._recorded = recorded
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorded.op(func, args, kwargs or {})
 
 

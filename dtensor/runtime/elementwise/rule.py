@@ -30,7 +30,7 @@ from dtensor.runtime.elementwise.probe import Probed, Report, asked_of, group_ke
 from dtensor.runtime.optimizer_kind import (
     OF_TORCH,
     Entry,
-    OptimizerKind,
+    copied,
     own_attributes,
     plain_attributes,
     unwrapped,
@@ -225,6 +225,32 @@ _STATED: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKe
 _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Rule] = weakref.WeakKeyDictionary()
 _PROBED: weakref.WeakKeyDictionary[type, list[_Probed]] = weakref.WeakKeyDictionary()
+
+
+def known_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
+    """What was known of it when a step was last made or called."""
+    return _RULES.get(optimizer)
+
+
+def changed_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of it that its steps change, which no state dict has."""
+    rule = _RULES.get(optimizer)
+    names = rule.attributes if rule is not None else ()
+    return {k: copied(vars(optimizer)[k]) for k in sorted(names) if k in vars(optimizer)}
+
+
+def python_numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The keys of its state under which are numbers of Python's, which ranks have as tensors, and
+    their types by name."""
+    rule = _RULES.get(optimizer)
+    entries = rule.found.kind.entries if isinstance(rule, _Probed) else {}
+    return {k: e.python.__name__ for k, e in entries.items() if e.python is not None}
+
+
+def give_attributes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """What `changed_attributes` gave, of those that it has."""
+    for name in saved.keys() & plain_attributes(optimizer).keys():
+        setattr(optimizer, name, copied(saved[name]))
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> int:
