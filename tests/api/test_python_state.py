@@ -65,6 +65,11 @@ class Net(nn.Module):
         return self.down(F.gelu(self.between(self.up(x))))
 
 
+class Double(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h * 2 - 1
+
+
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
@@ -640,6 +645,42 @@ def a_forward_that_is_patched() -> Made:
         model.act.forward = types.MethodType(lambda self, x: torch.tanh(x) * i, model.act)
 
     return model, cross_entropy, change
+
+
+@way()
+def parts_in_another_order() -> Made:
+    """The same objects under the same names: what goes through them meets them otherwise."""
+
+    def between(self: Any, h: Tensor) -> Tensor:
+        for part in self.parts.values():
+            h = part(h)
+        return h
+
+    model = net(between)
+    model.parts = nn.ModuleDict({"relu": nn.ReLU(), "tanh": nn.Tanh(), "double": Double()})
+
+    def change(i: int) -> None:
+        first = next(iter(model.parts))
+        model.parts[first] = model.parts.pop(first)
+
+    return model, cross_entropy, change
+
+
+ORDER: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "double": lambda h: h * 2 - 1}
+
+
+@way()
+def a_dict_in_another_order() -> Made:
+    def between(self: Any, h: Tensor) -> Tensor:
+        for function in ORDER.values():
+            h = function(h)
+        return h
+
+    def change(i: int) -> None:
+        first = next(iter(ORDER))
+        ORDER[first] = ORDER.pop(first)
+
+    return net(between), cross_entropy, change
 
 
 @way()

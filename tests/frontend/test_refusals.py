@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
-from tests.frontend.eager import check
+from dtensor.frontend.graph import Mutation, Result
+from tests.frontend.eager import check, run_graph
 from tests.models import MLP
 
 
@@ -128,11 +129,91 @@ def test_other_memory() -> None:
     assert_expected_inline(
         refused(fn, nn.BatchNorm1d(3), torch.randn(2, 3)),
         """\
-The program gives a tensor other memory (x.data = y).
+The program gives a tensor other memory (x.data = y), and something else reads or changes what it has or had.
   f32[3]
   test_refusals.py:N: model.running_mean.data = x[0]
-fix: x.copy_(y) under torch.no_grad(), of a buffer x""",
+fix: x.copy_(y) under torch.no_grad(), of a parameter or buffer x""",  # noqa: E501
     )
+
+
+class Held(nn.Module):
+    def __init__(self, change: Callable[[Held], Tensor | None]) -> None:
+        super().__init__()
+        self.k = nn.Parameter(torch.arange(9.0).view(3, 3), requires_grad=False)
+        self.q = nn.Parameter(torch.ones(3, 3))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            more = self.change(self)
+        return x @ self.k @ self.q + (0.0 if more is None else more)
+
+
+def given_old(m: Held) -> Tensor:
+    old = m.k.data
+    m.k.data = m.k.data * 2
+    return m.k - old
+
+
+def given_and_changed(m: Held) -> None:
+    y = m.k * 2
+    m.k.data = y
+    y.zero_()
+
+
+def given_and_read(m: Held) -> Tensor:
+    y = m.k * 2
+    m.k.data = y
+    m.k.mul_(2)
+    return y
+
+
+def given_twice(m: Held) -> None:
+    m.k.data = y = m.k * 2
+    m.q.data = y
+
+
+def given_of_another(m: Held) -> None:
+    m.k.data = m.q.data
+
+
+def given_in_another_shape(m: Held) -> None:
+    m.k.data = m.k[:, :1].clone()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(given_old, given_and_changed, given_and_read, given_twice, given_of_another),
+        given_in_another_shape,
+    ],
+)
+def test_memory_that_a_copy_is_not(change: Any) -> None:
+    text = refused(Held(change), torch.randn(2, 3))
+    assert text.startswith("The program gives a tensor other memory (x.data = y)")
+
+
+def given(m: Held) -> None:
+    m.k.data = m.k.data * 2
+
+
+def given_and_looked_at(m: Held) -> Tensor:
+    m.k.data = y = m.k * 2
+    m.k.data += m.q.data
+    return m.k.view(-1)[:3]
+
+
+def given_again(m: Held) -> None:
+    m.k.data = m.k.data * 2
+    m.k.data = m.k.data + m.q.data
+
+
+@pytest.mark.parametrize("change", [given, given_and_looked_at, given_again])
+def test_memory_that_a_copy_is(change: Any) -> None:
+    module, x = Held(change), torch.randn(2, 3)
+    found = run_graph(capture(module, (x,), grads="none"), module, (x,), {})
+    torch.testing.assert_close(found[Result(0)], module(x).detach())
+    torch.testing.assert_close(found[Mutation("k")], module.k.detach())
 
 
 def test_nothing_is_printed_where_torch_asks(capfd: pytest.CaptureFixture[str]) -> None:
@@ -273,21 +354,18 @@ fix: return the loss, and let the runtime differentiate it; a derivative along a
     )
 
 
-def test_a_parameter_changed_in_place() -> None:
-    def fn(model: MLP, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            model.up.weight.mul_(2)
-        return model(x)
+def test_a_parameter_that_the_backward_reads_as_it_was() -> None:
+    """As in torch, which raises in the backward."""
 
-    text = refused(fn, MLP(), torch.randn(2, 16), grads="tangents")
-    assert_expected_inline(
-        text,
-        """\
-The program changes a parameter in place; only buffers may be changed.
-  up.weight
-  test_refusals.py:N: model.up.weight.mul_(2)
-fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer""",
-    )
+    def fn(model: MLP, x: Tensor) -> Tensor:
+        y = model(x)
+        with torch.no_grad():
+            model.down.weight.mul_(2)
+        return y.sum()
+
+    text = refused(fn, MLP(), torch.randn(2, 16), grads="loss")
+    assert text.startswith("The program's backward raises while it is captured.")
+    assert "modified by an inplace operation" in text
 
 
 def test_a_buffer_that_would_carry_a_gradient() -> None:
@@ -320,7 +398,7 @@ def test_an_argument_changed_in_place() -> None:
     assert_expected_inline(
         refused(fn),
         """\
-The program changes an argument in place; only buffers may be, and DTensors that dt.compile is given.
+The program changes an argument in place; only parameters and buffers may be, and DTensors that dt.compile is given.
   x
   test_refusals.py:N: x.add_(1)
 fix: write the out-of-place form (x = x + 1), or register the tensor as a buffer; for dt.compile: x = dt.distribute(x, mesh) before the calls""",  # noqa: E501
@@ -343,6 +421,56 @@ The program stores a tensor in an attribute of a module, which would be lost.
   test_refusals.py:N: self.last = x * 2
 fix: return the tensor, or register it as a buffer and change it in place; a cache that stays as it is: let one call of the module fill it before""",  # noqa: E501
     )
+
+
+def pruned(module: nn.Linear) -> None:
+    from torch.nn.utils import prune  # which torch does not load by itself
+
+    prune.random_unstructured(module, "weight", amount=0.3)
+
+
+@pytest.mark.parametrize(
+    ("apply", "by", "fix"),
+    [
+        (
+            nn.utils.weight_norm,
+            "torch.nn.utils.weight_norm",
+            'torch.nn.utils.remove_weight_norm(module, "weight"); '
+            'torch.nn.utils.parametrizations.weight_norm(module, "weight")',
+        ),
+        (
+            nn.utils.spectral_norm,
+            "torch.nn.utils.spectral_norm",
+            'torch.nn.utils.remove_spectral_norm(module, "weight"); '
+            'torch.nn.utils.parametrizations.spectral_norm(module, "weight")',
+        ),
+        (
+            pruned,
+            "torch.nn.utils.prune",
+            'torch.nn.utils.prune.remove(module, "weight"); to go on with the mask: '
+            'torch.nn.utils.parametrize.register_parametrization(module, "weight", a module that '
+            "multiplies by the mask)",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_a_weight_that_a_hook_of_torchs_stores(apply: Any, by: str, fix: str) -> None:
+    def fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    model = MLP()
+    apply(model.down)
+    text = refused(fn, model, torch.randn(2, 16), grads="loss")
+    assert text.splitlines() == [
+        "The program stores a tensor in an attribute of a module, which would be lost.",
+        "  down.weight",
+        f"  stored by {by}, a hook before its forward",
+        "  test_refusals.py:N: def fn(model: nn.Module, x: Tensor) -> Tensor:",
+        f"fix: {fix}",
+    ]
+    scope = {"torch": torch, "module": model.down}
+    exec(fix.partition("; to go on")[0], scope)
+    capture(fn, (model, torch.randn(2, 16)), grads="loss")
 
 
 def test_a_buffer_that_forward_makes() -> None:

@@ -1,0 +1,294 @@
+"""Parameters that forward changes in place: state, as buffers are, under any placement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class MoCo(nn.Module):
+    """He et al. 2020, arXiv 1911.05722: the key's encoder follows the query's, and is not trained."""
+
+    def __init__(self, follow: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = Encoder()
+        self.k = copy.deepcopy(self.q).requires_grad_(False)
+        self.follow = follow
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q = self.q(x)
+        with torch.no_grad():
+            for own, key in zip(self.q.parameters(), self.k.parameters(), strict=True):
+                self.follow(own, key)
+            k = self.k(x)
+        return (q - k - 1).square().mean() + F.cross_entropy(q, y)
+
+
+def by_data(q: nn.Parameter, k: nn.Parameter) -> None:
+    k.data = k.data * 0.9 + q.data * (1.0 - 0.9)
+
+
+WRITES: dict[str, Callable[[nn.Parameter, nn.Parameter], object]] = {
+    "data = ": by_data,
+    "data.mul_": lambda q, k: k.data.mul_(0.9).add_(q.data, alpha=0.1),
+    "mul_": lambda q, k: k.mul_(0.9).add_(q, alpha=0.1),
+    "lerp_": lambda q, k: k.lerp_(q, 0.1),
+    "copy_": lambda q, k: k.copy_(q),
+}
+
+
+class Constrained(nn.Module):
+    """The norm of what the optimizer trains is bounded, as in EEGNet (Lawhern et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = Encoder()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.q.down.weight.data = torch.renorm(self.q.down.weight.data, 2, 0, 0.3)
+        return F.cross_entropy(self.q(x), y)
+
+
+TP = {"*up.weight": dict(tp=dt.Row()), "*down.weight": dict(tp=dt.Column())}
+STAGES = {"pp": [["*up*"], ["*down*"]]}
+PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (dt.Mesh(tp=2), dict(placements=TP), {}),
+    "zero1": (dt.Mesh(dp=2), dict(placements={}, zero={"dp": 1}), {}),
+    "zero3": (dt.Mesh(dp=2), dict(placements={}, zero={"dp": 3}), {}),
+    "pp2": (
+        dt.Mesh(pp=2),
+        dict(placements={}, stages=STAGES),
+        dict(schedule=dt.OneFOneB(microbatches=2)),
+    ),
+    "auto": (
+        dt.Mesh(pp=2),
+        dict(placements={}, stages="auto"),
+        dict(schedule=dt.OneFOneB(microbatches=2)),
+    ),
+}
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def made(placed: str, net: nn.Module, **options: Any) -> tuple[dt.ParallelModule, Any]:
+    mesh, how, schedule = PLACED[placed]
+    inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
+    model = dt.parallelize(net, mesh, **how)
+    return model, dt.train_step(model, loss_fn, adamw(net), inputs=inputs, **schedule, **options)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(4, 4, generator=g), torch.tensor([0, 1, 2, 3])
+
+
+def reference(net: nn.Module, steps: int) -> list[float]:
+    """Of plain torch, which changes ``net``."""
+    opt, losses = adamw(net), list[float]()
+    for _ in range(steps):
+        loss = loss_fn(net, *batch())
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check_same(net: nn.Module, plain: nn.Module) -> None:
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("placed", PLACED)
+def test_a_key_encoder_follows(placed: str) -> None:
+    net = MoCo(by_data)
+    plain = copy.deepcopy(net)
+    _, step = made(placed, net)
+    losses = [float(step(*batch())) for _ in range(3)]
+    assert losses == pytest.approx(reference(plain, 3), abs=1e-5)
+    check_same(net, plain)
+
+
+@pytest.mark.parametrize("placed", ["tp2", "zero3"])
+@pytest.mark.parametrize("write", list(WRITES)[1:])
+def test_each_way_of_writing(write: str, placed: str) -> None:
+    net = MoCo(WRITES[write])
+    plain = copy.deepcopy(net)
+    _, step = made(placed, net)
+    losses = [float(step(*batch())) for _ in range(2)]
+    assert losses == pytest.approx(reference(plain, 2), abs=1e-5)
+    check_same(net, plain)
+
+
+@pytest.mark.parametrize("placed", ["tp2", "zero1", "zero3", "pp2"])
+def test_what_the_optimizer_trains(placed: str) -> None:
+    """The gradient is that of the new value, which the update begins at."""
+    net = Constrained()
+    plain = copy.deepcopy(net)
+    _, step = made(placed, net, clip_grad_norm=0.5)
+    opt, losses = adamw(plain), list[float]()
+    for _ in range(3):
+        opt.zero_grad()
+        loss = loss_fn(plain, *batch())
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        opt.step()
+        losses.append(loss.item())
+    assert [float(step(*batch())) for _ in range(3)] == pytest.approx(losses, abs=1e-5)
+    check_same(net, plain)
+
+
+def test_captured_at_each_call() -> None:
+    net = MoCo(by_data)
+    plain = copy.deepcopy(net)
+    _, step = made("tp2", net, capture="each call")
+    assert [float(step(*batch())) for _ in range(2)] == pytest.approx(reference(plain, 2), abs=1e-5)
+    check_same(net, plain)
+
+
+@pytest.mark.parametrize("placed", ["tp2", "zero3", "pp2"])
+def test_a_step_that_fails_changes_nothing(placed: str) -> None:
+    net = MoCo(by_data)
+    plain = copy.deepcopy(net)
+    model, step = made(placed, net)
+    with dt.launch(model.mesh):
+        losses = [float(step(*batch()))]
+        before = dt.gather_state_dict(model)["model"]
+        with pytest.raises(dt.daft.TaskError):
+            float(step(batch()[0], torch.tensor([0, 1, 2, 99])))
+        torch.testing.assert_close(dt.gather_state_dict(model)["model"], before, rtol=0, atol=0)
+        losses.append(float(step(*batch())))
+    assert losses == pytest.approx(reference(plain, 2), abs=1e-5)
+    check_same(net, plain)
+
+
+def test_a_compiled_function_changes_them_too() -> None:
+    net = MoCo(WRITES["mul_"])
+    with torch.no_grad():
+        net.k.up.weight.add_(1.0)
+    plain = copy.deepcopy(net)
+    mesh = dt.Mesh(tp=2)
+    model = dt.parallelize(net, mesh, TP)
+    f = dt.compile(loss_fn, mesh)
+    with torch.no_grad():
+        expected = [plain(*batch()).item() for _ in range(2)]
+    assert [float(f(model, *batch())) for _ in range(2)] == pytest.approx(expected, abs=1e-5)
+    check_same(net, plain)
+
+
+@pytest.mark.parametrize("placed", ["tp2", "zero1", "zero3"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_another_program_writes_what_a_step_trains(placed: str, masters: bool) -> None:
+    """A master weight takes it over: the step's result is that without masters, but for rounding
+    that a learning rate of 0 does not have."""
+    net = Encoder().bfloat16()
+    plain = copy.deepcopy(net)
+    mesh, how, _ = PLACED[placed]
+    model = dt.parallelize(net, mesh, **how)
+    opt = torch.optim.SGD(net.parameters(), lr=0.0)
+    step = dt.train_step(model, lambda m, x: m(x).mean(), opt, master_weights=masters)
+    halve = dt.compile(lambda m: m.down.weight.data.mul_(0.5).sum(), mesh)
+    x = torch.ones(2, 4).bfloat16()
+    for _ in range(2):
+        step(x)
+        halve(model)
+        plain.down.weight.data.mul_(0.5)
+    float(step(x))
+    check_same(net, plain)
+
+
+def test_a_step_changes_what_another_one_trains() -> None:
+    def trained(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model.k(x), y)
+
+    net = MoCo(by_data)
+    net.k.requires_grad_(True)
+    plain = copy.deepcopy(net)
+    model = dt.parallelize(net, dt.Mesh(tp=2), TP)
+    steps = [
+        dt.train_step(model, fn, torch.optim.AdamW(part.parameters(), lr=0.05))
+        for fn, part in ((loss_fn, net.q), (trained, net.k))
+    ]
+    opts = [torch.optim.AdamW(part.parameters(), lr=0.05) for part in (plain.q, plain.k)]
+    for _ in range(2):
+        for step, opt, fn in zip(steps, opts, (loss_fn, trained), strict=True):
+            opt.zero_grad()
+            loss = fn(plain, *batch())
+            loss.backward()
+            opt.step()
+            assert float(step(*batch())) == pytest.approx(loss.item(), abs=1e-5)
+    check_same(net, plain)
+
+
+def test_a_parameter_is_not_written_before_the_commit() -> None:
+    """Where a buffer would be: what a failed step leaves of a parameter is what was there."""
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+            self.seen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.data.copy_(x)
+            return self.up(self.seen * 2).square().mean()
+
+    net = Filled()
+    model = dt.parallelize(net, dt.Mesh(tp=2), {})
+    opt = torch.optim.SGD(net.up.parameters(), lr=0.1)
+    step = dt.train_step(model, lambda m, x: m(x), opt)
+    x, _ = batch()
+    (write,) = step.plan(x).state_writes
+    assert (write.of, write.how) == ("seen", "copied")
+    step(x)
+    torch.testing.assert_close(net.seen.detach(), x)
+
+
+def test_a_queue_with_a_tensor_for_its_place() -> None:
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.q = nn.Linear(4, 4)
+            self.register_buffer("queue", torch.randn(4, 12))
+            self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            q = self.q(x)
+            with torch.no_grad():
+                seen = self.queue.clone()
+                at = (self.place + torch.arange(4)) % 12
+                self.queue.index_copy_(1, at, q.detach().T)
+                self.place.copy_((self.place + 4) % 12)
+            return (q @ seen).square().mean() + F.cross_entropy(q, y)
+
+    net = Queue()
+    plain = copy.deepcopy(net)
+    model = dt.parallelize(net, dt.Mesh(tp=2), {})
+    step = dt.train_step(model, loss_fn, adamw(net))
+    assert [float(step(*batch())) for _ in range(4)] == pytest.approx(reference(plain, 4), abs=1e-4)
+    check_same(net, plain)
