@@ -82,7 +82,7 @@ class Grad:
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """The new value of the buffer `name`, or of the argument that is leaf `index`."""
+    """The new value of the parameter or buffer `name`, or of the argument that is leaf `index`."""
 
     name: str
     index: int | None = None

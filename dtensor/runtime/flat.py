@@ -39,8 +39,8 @@ SMALL = 4096
 
 @dataclass(slots=True)
 class Member:
-    """A shard's place in its run, in elements; `seen`: the shard of the step before, and its version
-    after that."""
+    """A shard's place in its run, in elements; `seen`: the shard of the step before, and which
+    version it was after that."""
 
     name: str
     shape: torch.Size

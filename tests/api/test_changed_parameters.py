@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 
+pytestmark = pytest.mark.slow
+
 
 class Encoder(nn.Module):
     def __init__(self) -> None:
@@ -24,7 +26,7 @@ class Encoder(nn.Module):
 
 
 class MoCo(nn.Module):
-    """He et al. 2020, arXiv 1911.05722: the key's encoder follows the query's, and is not trained."""
+    """He et al. 2020, arXiv 1911.05722: the key's encoder follows the query's, untrained."""
 
     def __init__(self, follow: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
         super().__init__()
@@ -270,6 +272,9 @@ def test_a_parameter_is_not_written_before_the_commit() -> None:
 
 def test_a_queue_with_a_tensor_for_its_place() -> None:
     class Queue(nn.Module):
+        queue: Tensor
+        place: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)

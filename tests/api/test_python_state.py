@@ -657,11 +657,12 @@ def parts_in_another_order() -> Made:
         return h
 
     model = net(between)
-    model.parts = nn.ModuleDict({"relu": nn.ReLU(), "tanh": nn.Tanh(), "double": Double()})
+    model.parts = nn.ModuleDict({"relu": nn.ReLU(), "tanh": nn.Tanh(), "twice": Double()})
 
     def change(i: int) -> None:
         first = next(iter(model.parts))
-        model.parts[first] = model.parts.pop(first)
+        part = model.parts.pop(first)
+        model.parts[first] = part
 
     return model, cross_entropy, change
 
@@ -1270,7 +1271,7 @@ SAMPLE = (  # of each kind of thing that may change
     *("a_buffer_changed_in_place", "a_buffer_assigned_anew", "a_hook_of_a_parameter"),
     *("a_cached_function", "a_global_by_a_computed_name", "a_method_bound_to_a_dict"),
     *("code_that_was_typed", "the_rate_of_a_dropout", "the_learning_rate_read_by_the_loss"),
-    *("pow_of_the_module_math",),
+    *("pow_of_the_module_math", "parts_in_another_order"),
 )
 
 

@@ -401,7 +401,10 @@ def test_autograd_knows_that_an_argument_was_changed() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda cache: (torch.zeros(4, 2), torch.zeros(4, 2)), "only parameters and buffers may be, and DTensors"),
+        (
+            lambda cache: (torch.zeros(4, 2), torch.zeros(4, 2)),
+            "only parameters and buffers may be, and DTensors",
+        ),
         (lambda cache: (cache[1:], cache[1:]), "is a view of another DTensor"),
         (lambda cache: (cache, cache), "shares its memory with another argument"),
         (lambda cache: (cache, cache[:]), "shares its memory with another argument"),

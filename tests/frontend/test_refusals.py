@@ -198,7 +198,7 @@ def given(m: Held) -> None:
 
 
 def given_and_looked_at(m: Held) -> Tensor:
-    m.k.data = y = m.k * 2
+    m.k.data = m.k * 2
     m.k.data += m.q.data
     return m.k.view(-1)[:3]
 

@@ -9,9 +9,9 @@ is one of values alone:
         ->   every use of the inverse reads  dt.linalg_checked(inverse, info, "linalg.inv", False)
 
 Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
-no `Grad`. Mutations are refused but of parameters and buffers and, in a program without gradients, of
-arguments on the meta device, which stand for DTensors. A check comes before every use of what it checks, so an
-error is raised where torch raises it; other effects stay and are refused.
+no `Grad`. Mutations are refused but of parameters and buffers and, in a program without gradients,
+of arguments on the meta device, which stand for DTensors. A check comes before every use of what it
+checks, so an error is raised where torch raises it; other effects stay and are refused.
 Not here: the export (capture.py), what the rewrites are (simplify.py, decompose.py), names.
 """
 

@@ -199,7 +199,7 @@ class PlanRecord:
     schedule: str = ""
     regions: tuple[Region, ...] = ()  # what runs again in the backward
     plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
-    state_writes: tuple[StateWrite, ...] = ()  # one of each buffer or argument that is changed
+    state_writes: tuple[StateWrite, ...] = ()  # one of each input that is changed
     hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
     copies: int = 0  # of what a step writes, that the launch keeps to undo it
 

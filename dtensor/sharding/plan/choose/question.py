@@ -44,7 +44,7 @@ class Question:
     pins: Mapping[str, Mapping[str, Pin]]  # axis -> value -> pin
     wanted: Mapping[str, Mapping[str, Placement]]  # axis -> value of a result -> placement
     gradients: Mapping[str, tuple[str, ...]]  # input -> the values of its gradients
-    mutations: Mapping[str, str]  # buffer input -> the value of its new contents
+    mutations: Mapping[str, str]  # input -> the value of its new contents
     topology: Topology
     free: bool
     mixed: frozenset[str]  # values that depend on the batch and on parameters
