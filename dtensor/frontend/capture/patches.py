@@ -125,7 +125,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         for (owner, name, change), plain in zip(changed, plains, strict=True)
     ]
     applying = _watched(numbers, functions, explaining)
-    weights = PerThread(parametrize._cache)
+    held: Any = parametrize._cache
+    weights = PerThread(held)
     weights.clear()  # to this thread: `cached()` around the call has weights that were computed
     own = [(_SingleLevelFunction, "apply", applying), (parametrize, "_cache", weights)]
     with ExitStack() as stack:
