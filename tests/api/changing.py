@@ -236,11 +236,8 @@ Trained = Plain | Placed
 
 def differences(placed: Placed, plain: Plain) -> list[str]:
     """What is not as in torch, a line each; reads all that there is."""
-    found = [
-        line
-        for number, (a, b) in enumerate(zip(placed.record, plain.record, strict=True))
-        for line in unlike(_read(a), b, f"of step {number}")
-    ]
+    placed.record = list(map(_read, placed.record))
+    found = unlike(placed.record, plain.record, "record")
     found += unlike(dict(placed.net.state_dict()), dict(plain.net.state_dict()), "in the model")
     return found + unlike(
         optimizer_state(placed.optimizer), optimizer_state(plain.optimizer), "in the optimizer"
@@ -248,9 +245,10 @@ def differences(placed: Placed, plain: Plain) -> list[str]:
 
 
 def _read(one: Any) -> Any:
+    """What was recorded; such as was read before is a value already."""
     if isinstance(one, dt.DTensor):
         return one.full_tensor()
-    return (float(one), one.grad_norm)
+    return (float(one), one.grad_norm) if isinstance(one, dt.Loss) else one
 
 
 def optimizer_state(optimizer: Optimizer) -> Any:
@@ -611,8 +609,14 @@ def assigned_and_held(of: Trained) -> Iterator[None]:
     for group in of.optimizer.param_groups:
         group["params"] = [new[id(p)] for p in group["params"]]
     for p in old.values():
-        of.optimizer.state[new[id(p)]] = of.optimizer.state.pop(p)
+        _hand_on(of.optimizer, p, new[id(p)])
     yield
+
+
+def _hand_on(optimizer: Optimizer, old: Tensor, new: Tensor) -> None:
+    """Its state, if it has any yet."""
+    if old in optimizer.state:
+        optimizer.state[new] = optimizer.state.pop(old)
 
 
 def exchanged(of: Trained) -> Iterator[None]:
@@ -621,7 +625,7 @@ def exchanged(of: Trained) -> Iterator[None]:
     old, new = up.weight, parameter(up.weight * 0.5)
     up.weight = new
     group["params"] = [new if p is old else p for p in group["params"]]
-    of.optimizer.state[new] = of.optimizer.state.pop(old)
+    _hand_on(of.optimizer, old, new)
     yield
 
 
@@ -633,10 +637,10 @@ def embedding_resized(of: Trained) -> Iterator[None]:
     of.net.embed = new
     group = of.optimizer.param_groups[1]
     group["params"] = [new.weight if p is old else p for p in group["params"]]
-    state = of.optimizer.state.pop(old, {})
-    of.optimizer.state[new.weight] = {
-        key: F.pad(value, (0, 0, 0, 4)) if value.dim() else value for key, value in state.items()
-    }
+    _hand_on(of.optimizer, old, new.weight)
+    for key, value in of.optimizer.state.get(new.weight, {}).items():
+        if value.dim():
+            of.optimizer.state[new.weight][key] = F.pad(value, (0, 0, 0, 4))
     yield
 
 
