@@ -262,8 +262,10 @@ def optimizer_state(optimizer: Optimizer) -> Any:
 def unlike(found: Any, expected: Any, where: str) -> list[str]:
     """Differences of two trees, by path."""
     (a, _), (b, _) = map(pytree.tree_flatten_with_path, (found, expected))
-    if [path for path, _ in a] != [path for path, _ in b]:
-        return [f"{where}: {_paths(a)} for {_paths(b)}"]
+    of_a, of_b = ([pytree.keystr(path) for path, _ in leaves] for leaves in (a, b))
+    if of_a != of_b:
+        missing, more = [n for n in of_b if n not in of_a], [n for n in of_a if n not in of_b]
+        return [f"{where}: without {missing}, and with {more}, in another order if of neither"]
     lines: list[str] = []
     for (path, x), (_, y) in zip(a, b, strict=True):
         same = type(x) is type(y)
@@ -277,10 +279,6 @@ def unlike(found: Any, expected: Any, where: str) -> list[str]:
         if not same:
             lines.append(f"{where}{pytree.keystr(path)}: {_short(x)} for {_short(y)}")
     return lines
-
-
-def _paths(leaves: list[Any]) -> list[str]:
-    return [pytree.keystr(path) for path, _ in leaves]
 
 
 def _short(value: Any) -> str:

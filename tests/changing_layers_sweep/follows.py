@@ -11,6 +11,7 @@ what it does before that; and LOSE, LEAVE and ENTER, for what a launch does to a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -89,7 +90,7 @@ class Case:
             optimizer = self.plain.optimizer.state_dict()
         except KeyError:
             return None
-        return {"model": self.plain.net.state_dict(), "optimizer": optimizer}
+        return copy.deepcopy({"model": self.plain.net.state_dict(), "optimizer": optimizer})
 
     def check(self, found: Any, expected: Any, what: str) -> None:
         self.wrong += unlike(found, expected, what)
