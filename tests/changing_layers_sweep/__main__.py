@@ -5,7 +5,7 @@
 
 Each way of `tests/api/changing.py` with each of what `follows.py` has after its first change:
 in-process at every placement, a launch each; on Ray, where alone a rank can be lost, at the
-placements in turn, one launch for all that has the same placement and is followed by the same.
+placements in turn, one launch of all their meshes for all that is followed by the same.
 Exit status 1 where something is wrong: other numbers, or an error that is no refusal.
 """
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
                     found[cell] = verdict
                     if verdict != AS_TORCH:
                         print(f"{cell.backend} {cell.place}, {cell.name}, {cell.follow}: {verdict}")
-                print(f"{backend} {group[0].follow}, {group[0].place}: {len(group)}", flush=True)
+            print(f"{backend}: {time.monotonic() - begun:.0f} s", flush=True)
             seconds[backend] = time.monotonic() - begun
     text = "\n".join(table(found, backend, seconds[backend]) for backend in seconds)
     print(text)
@@ -81,25 +81,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def groups(backend: str, options: argparse.Namespace) -> Iterator[list[Cell]]:
-    """Cases that share a launch."""
-    chosen = [name for name in WAYS if fnmatch.fnmatchcase(name, options.only)]
+    """Cells that share a launch."""
+    names = [name for name in WAYS if fnmatch.fnmatchcase(name, options.only)]
     for turn, follow in enumerate(FOLLOWS):
-        if not fnmatch.fnmatchcase(follow, options.follows):
-            continue
         if backend == "inprocess" and follow == LOSES:
             continue
-        for number, place in enumerate(PLACES):
-            if not fnmatch.fnmatchcase(place, options.places):
-                continue
-            own = [
-                Cell(backend=backend, name=name, follow=follow, place=place)
-                for n, name in enumerate(chosen)
-                if backend == "inprocess" or (n + turn) % len(PLACES) == number
-            ]
-            if backend == "inprocess":
-                yield from ([cell] for cell in own)
-            elif own:
-                yield own
+        own = [
+            Cell(backend=backend, name=name, follow=follow, place=place)
+            for number, name in enumerate(names)
+            for at, place in enumerate(PLACES)
+            if backend == "inprocess" or (number + turn) % len(PLACES) == at
+            if fnmatch.fnmatchcase(follow, options.follows)
+            if fnmatch.fnmatchcase(place, options.places)
+        ]
+        yield from ([cell] for cell in own) if backend == "inprocess" else [own] if own else []
 
 
 def judged(group: Sequence[Cell]) -> dict[Cell, str]:
@@ -123,7 +118,7 @@ def together(group: Sequence[Cell], folder: Path) -> dict[Cell, str]:
         while going:
             try:
                 if act is ENTER:
-                    run = launches.enter_context(launch(group[0]))
+                    run = launches.enter_context(launch(group))
                 elif act is LEAVE:
                     launches.pop_all().close()
                 elif act is LOSE:
@@ -154,9 +149,13 @@ def verdict_of(error: Exception) -> str:
     return f"WRONG: raised {type(error).__name__}: {first}"
 
 
-def launch(cell: Cell) -> Any:
-    options: dict[str, Any] = dict(spares=1, snapshot_every=1) if cell.follow == LOSES else {}
-    return dt.launch(PLACES[cell.place].mesh, backend=cell.backend, **options)
+def launch(group: Sequence[Cell]) -> Any:
+    """Of all meshes on the same ranks."""
+    backend, follow = group[0].backend, group[0].follow
+    options: dict[str, Any] = dict(spares=1, snapshot_every=1) if follow == LOSES else {}
+    first, *others = dict.fromkeys(PLACES[cell.place].mesh for cell in group)
+    shared = dict.fromkeys(others, tuple(range(first.size)))
+    return dt.launch(first, *others, backend=backend, ranks=shared, **options)
 
 
 def lose(run: Any) -> None:

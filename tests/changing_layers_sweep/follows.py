@@ -189,9 +189,12 @@ def undone(case: Case) -> Iterator[Act]:
 
 
 def lost(case: Case) -> Iterator[Act]:
-    """Right after the change, and right after a step that nobody has read."""
+    """Right after the change, and after a step that nobody has read."""
     yield CHANGE
     yield LOSE
+    case.take()
+    case.compare("after a loss")
+    case.change()
     case.take()
     yield LOSE
 
