@@ -48,7 +48,6 @@ from dtensor.api.state import check_optional
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.frontend.graph import named_tensors
 from dtensor.runtime.checkpoint import Checkpoint, latest
 from dtensor.runtime.saving import (
     Held,
@@ -159,6 +158,7 @@ def load(
         )
     checkpoint = Checkpoint.open(path)
     checkpoint.check_files()
+    model.look()
     values = matched(checkpoint, model, convert=dtype == "model")
     found = None if optimizer is None else matched_state(checkpoint, model, optimizer)
     with ONE_AT_A_TIME:
@@ -226,7 +226,7 @@ def _check_path(verb: str, path: object) -> None:
 
 def _fill_here(checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]) -> None:
     """The controller's tensors, read before the first is written; what is on meta stays there."""
-    tensors = named_tensors(model.module)
+    tensors = model.seen.tensors
     on_meta = {label: stored for label, stored in values.items() if tensors[label].is_meta}
     read = {
         label: checkpoint.read(stored.name).to(stored.dtype)
@@ -237,7 +237,7 @@ def _fill_here(checkpoint: Checkpoint, model: ParallelModule, values: Mapping[st
         with torch.inference_mode(tensors[label].is_inference()), torch.no_grad():
             tensors[label].copy_(value)
     if on_meta:
-        model.initial.leave_on_disk(model.module, on_meta)
+        model.initial.leave_on_disk(on_meta)
         model.loads += 1
 
 
@@ -250,7 +250,7 @@ def _fill_ranks(
     """Each rank reads its shards of all values."""
     resident = session.resident(model)
     resident.settle()
-    tensors, keeping = named_tensors(model.module), kept(model, resident)
+    tensors, keeping = model.seen.tensors, kept(model, resident)
     held = {
         stored.name: Held(resident.name(label), *keeping[label]) for label, stored in values.items()
     }
@@ -269,9 +269,7 @@ def _fill_ranks(
     for label in values:
         _leave_other_holder(tensors[label], resident)
         resident.specs[label], resident.ranks[label] = keeping[label]
-    model.initial.leave_on_disk(
-        model.module, {n: s for n, s in values.items() if tensors[n].is_meta}
-    )
+    model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
     resident.keep({label: tensors[label] for label in values})
     resident.stale |= values.keys() & resident.own.keys()
     resident.changed = any(

@@ -153,6 +153,7 @@ class CompiledFunction:
 
     def _planned(self, call: BoundCall) -> Planned:
         mesh = self.mesh_of(call)
+        call.look()
 
         def make(graph: Graph | None) -> Planned:
             options = replace(

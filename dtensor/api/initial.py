@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from dtensor.api.labels import Seen
 from dtensor.api.randomness import initial_seed, key_of
 from dtensor.daft import Call, Function, Program, RankProgram
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import first_names, named_tensors
 from dtensor.frontend.initial.recipe import Recipe, make
 from dtensor.frontend.initial.recording import Init, record
 from dtensor.sharding.ops.philox import Pieces, Place
@@ -49,13 +49,13 @@ class MetaHolder(Protocol):
 
 class Initial:
     """Recipes of a module's parameters and buffers on the meta device, or values loaded since, or
-    where they are on disk.
+    where they are on disk; all by label.
 
-    ``holders``: by name, the ranks that have it, from when it is put there; ``remedy``: what a user
+    ``holders``: the ranks that have it, from when it is put there; ``remedy``: what a user
     does where a value is nowhere, if it is not to initialise or to load it.
     """
 
-    def __init__(self, module: nn.Module, init: Init | None) -> None:
+    def __init__(self, module: nn.Module, init: Init | None, seen: Seen) -> None:
         self.remedy: str | None = None
         self.holders: dict[str, MetaHolder] = {}
         self.loaded: dict[str, torch.Tensor] = {}
@@ -63,71 +63,67 @@ class Initial:
         self.recipes: dict[str, Recipe] = {}
         if init is not None:
             seed = initial_seed()
-            self.recipes = record(module, init, lambda name: key_of(seed, "init", name))
+            recipes = record(module, init, lambda name: key_of(seed, "init", name))
+            self.recipes = {seen.labels[name]: recipe for name, recipe in recipes.items()}
 
-    def source(self, name: str) -> Recipe | OnDisk | None:
+    def source(self, label: str) -> Recipe | OnDisk | None:
         """How a rank makes its shard; None where the whole value is at hand."""
-        if name in self.loaded or self._changed(name):
+        if label in self.loaded or self._changed(label):
             return None
-        return self.on_disk.get(name) or self.recipes.get(name)
+        return self.on_disk.get(label) or self.recipes.get(label)
 
-    def _changed(self, name: str) -> bool:
-        return name in self.holders and self.holders[name].changed
+    def _changed(self, label: str) -> bool:
+        return label in self.holders and self.holders[label].changed
 
-    def value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def value(self, label: str, tensor: torch.Tensor) -> torch.Tensor:
         """The whole value; ``tensor`` is the module's own, on the meta device or not."""
         if not tensor.is_meta:
             return tensor
-        if self._changed(name):
-            return self.holders[name].gather([name])[name]
-        if name in self.loaded:
-            return self.loaded[name]
-        if name in self.on_disk:
-            return self.on_disk[name].whole()
-        if name not in self.recipes:
+        if self._changed(label):
+            return self.holders[label].gather([label])[label]
+        if label in self.loaded:
+            return self.loaded[label]
+        if label in self.on_disk:
+            return self.on_disk[label].whole()
+        if label not in self.recipes:
             if self.remedy is not None:
-                raise PlanningError(f"{name} has no value here yet.\nfix: {self.remedy}")
+                raise PlanningError(f"{label} has no value here yet.\nfix: {self.remedy}")
             raise PlanningError(
-                f"{name} is on the meta device and has no value.\n"
+                f"{label} is on the meta device and has no value.\n"
                 f"fix: dt.parallelize(model, mesh, placements, init='reset'), or load a state "
                 f"with dt.load_state_dict"
             )
-        recipe = self.recipes[name]
+        recipe = self.recipes[label]
         return make(recipe, Place.whole(recipe.view.size).pieces, torch.device("cpu"))
 
-    def load(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Keep the state's values of what is on the meta device, under each of its names."""
-        names, keys = first_names(module), names_in_state(module)
-        firsts = {keys[key]: value for key, value in state.items() if key in keys}
-        for name, tensor in named_tensors(module).items():
-            if tensor.is_meta and names[name] in firsts:
-                self.forget([name])
-                self.loaded[name] = firsts[names[name]].detach().cpu().clone()
+    def load(self, module: nn.Module, seen: Seen, state: Mapping[str, Any]) -> None:
+        """Keep the state's values of what is on the meta device."""
+        for key, label in labels_in_state(module, seen).items():
+            if key in state and label in seen.tensors and seen.tensors[label].is_meta:
+                self.forget([label])
+                self.loaded[label] = state[key].detach().cpu().clone()
 
-    def leave_on_disk(self, module: nn.Module, stored: Mapping[str, OnDisk]) -> None:
-        """From now on these, by first names, are the values of what is on the meta device."""
-        for name, first in first_names(module).items():
-            if first in stored:
-                self.forget([name])
-                self.on_disk[name] = stored[first]
+    def leave_on_disk(self, stored: Mapping[str, OnDisk]) -> None:
+        """From now on these are the values of what is on the meta device."""
+        self.forget(stored)
+        self.on_disk.update(stored)
 
-    def forget(self, names: Iterable[str]) -> None:
+    def forget(self, labels: Iterable[str]) -> None:
         """They have another value from now on."""
-        for name in names:
+        for label in labels:
             for known in (self.holders, self.loaded, self.on_disk):
-                known.pop(name, None)
+                known.pop(label, None)
 
 
-def names_in_state(module: nn.Module) -> dict[str, str]:
-    """Every key of the module's state dict to the first name of the tensor that stands there.
+def labels_in_state(module: nn.Module, seen: Seen) -> dict[str, str]:
+    """Every key of the module's state dict to the label of the tensor that stands there.
 
-    They differ in ties, and where a hook renames: that of torch's checkpoint wrapper leaves itself
-    out. A key whose tensor is none of the module's is its own name.
+    A key is the tensor's name, but for ties, and where a hook renames: that of torch's checkpoint
+    wrapper leaves itself out. One whose tensor is none of the module's is its own label.
     """
-    tensors, names = named_tensors(module), first_names(module)
-    first = {id(tensor): names[name] for name, tensor in tensors.items()}
+    labels = {id(tensor): label for label, tensor in seen.tensors.items()}
     held = module.state_dict(keep_vars=True)
-    return {key: first.get(id(value), key) for key, value in held.items()}
+    return {key: labels.get(id(value), key) for key, value in held.items()}
 
 
 def init_program(

@@ -26,7 +26,6 @@ from dtensor.api.on_disk import OnDisk
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import Named, OptimizerHome, Resident
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import first_names, named_tensors
 from dtensor.runtime.between_meshes import bucket_bytes, sync_program
 from dtensor.runtime.shard_optimizer import NUMBERS
 from dtensor.sharding.ops.philox import Pieces
@@ -41,16 +40,15 @@ Keeping = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
 
 
 def kept(model: ParallelModule, resident: Resident | None) -> Keeping:
-    """Every parameter and buffer, as it is on a cluster, or would be put there now."""
-    tensors = named_tensors(model.module)
+    """Every parameter and buffer, by label, as it is on a cluster, or would be put there now."""
     found: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
-    for label in dict.fromkeys(first_names(model.module).values()):
+    for label, tensor in model.seen.tensors.items():
         if resident is not None and label in resident.specs:
             found[label] = resident.specs[label], resident.ranks[label]
         elif resident is not None and label in resident.planned:
             found[label] = resident.planned[label]
         else:
-            found[label] = _as_stated(model, label, tensors[label])
+            found[label] = _as_stated(model, label, tensor)
     return found
 
 
@@ -89,9 +87,9 @@ def keep_as_planned(resident: Resident, planned: Keeping) -> None:
 def _as_stated(
     model: ParallelModule, label: str, tensor: torch.Tensor
 ) -> tuple[TensorSpec, tuple[int, ...]]:
-    stated: Mapping[str, Placement] = model.settled.get(label, {})
+    name, stated = model.seen.names[label], model.settled.get(label, {})
     if label not in model.settled:
-        own = next((p.placements for p in model.placements if p.name == label), {})
+        own = next((p.placements for p in model.placements if p.name == name), {})
         stated = {axis: p for axis, p in own.items() if isinstance(p, Placement)}
     with as_it_is():
         shape, dtype = tuple(tensor.shape), tensor.dtype
@@ -100,15 +98,14 @@ def _as_stated(
         spec = stored_spec(spec, model.zero[0]) or spec
     stages = model.stage_plan
     everyone = tuple(range(model.mesh.size))
-    if not stages.axis or stages.waiting or label not in stages.held:
+    if not stages.axis or stages.waiting or name not in stages.held:
         return spec, everyone
-    mine = {model.homes[stage] for stage in stages.held[label]}
+    mine = {model.homes[stage] for stage in stages.held[name]}
     return spec, tuple(r for r in everyone if model.mesh.coordinates(r)[stages.axis] in mine)
 
 
 def shards_on_disk(
     home: OptimizerHome,
-    parameters: Mapping[str, torch.Tensor],
     new: dict[tuple[str, str], Named],
 ) -> list[dict[str, tuple[OnDisk, Pieces]]]:
     """By rank, the shards that it is to read of an optimizer's state, by their names in its table:
@@ -116,7 +113,7 @@ def shards_on_disk(
     mesh = home.resident.mesh
     read: list[dict[str, tuple[OnDisk, Pieces]]] = [{} for _ in range(mesh.size)]
     for (label, key), (name, spec, ranks) in list(new.items()):
-        stored = home.rest.get(parameters[label], {}).get(key)
+        stored = home.rest.get(home.parameters[label], {}).get(key)
         if not isinstance(stored, OnDisk):
             continue
         if stored.shape != spec.shape:

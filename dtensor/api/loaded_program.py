@@ -50,8 +50,8 @@ whose shards are so small, of one rank together. The others are fetched when the
 class LoadedProgram:
     """A lowered plan on a session, and how its arguments are cut for the ranks.
 
-    ``writes``: the parameters and buffers that a run changes; ``written``: the same by the module
-    that has them, under its names.
+    ``writes``: the parameters and buffers that a run changes, by name; ``written``: the same by the
+    module that has them, by label.
     """
 
     def __init__(
@@ -341,11 +341,10 @@ def _fused(
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:
-    """The parameters that an optimizer updates, and the buffers that forward changes."""
-    buffers = {item.label for item in planned.plan.inputs if item.kind == "buffer"}
-    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & buffers
+    """The parameters that an optimizer updates, and what forward changes."""
+    known = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
+    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
     if training and planned.request.training is not None:
-        known = {item.label for item in planned.plan.inputs if item.kind == "parameter"}
         found |= planned.request.training.trained & known
     return frozenset(found)
 
@@ -377,8 +376,8 @@ def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
                     f"the program uses {item.label} of a module that is not parallelized; "
                     f"fix: pass dt.parallelize(module, mesh, {{}})"
                 )
-            model, name = owner
-            found[item.name] = session.resident(model).name(name)
+            model, label = owner
+            found[item.name] = session.resident(model).name(label)
     return found
 
 

@@ -28,12 +28,11 @@ from dtensor.api.away import (
     Entries,
     as_it_is,
 )
-from dtensor.api.initial import names_in_state
+from dtensor.api.initial import labels_in_state
 from dtensor.api.on_disk import OnDisk, read_whole
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.parallel import ParallelModule, not_the_models
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError
-from dtensor.frontend.graph import named_tensors
 from dtensor.numerics import dtype_name
 from dtensor.runtime.checkpoint import (
     Checkpoint,
@@ -45,11 +44,11 @@ OWN = ("dtensor",)
 
 
 def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:
-    """By first name, where each parameter and buffer of the state dict is in the checkpoint.
+    """By label, where each parameter and buffer of the state dict is in the checkpoint.
 
     PlanningError for names that are missing or too many, for shapes and for dtypes.
     """
-    tensors, keys = named_tensors(model.module), names_in_state(model.module)
+    tensors, keys = model.seen.tensors, labels_in_state(model.module, model.seen)
     prefix = _prefix(checkpoint, keys)
     stored = {
         name.removeprefix(prefix): record
@@ -167,18 +166,18 @@ def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """By id, the parameters' names in the state dict. PlanningError for one that is not there."""
-    labels: dict[str, str] = {}
-    for key, label in names_in_state(model.module).items():
-        labels.setdefault(label, key)
-    with as_it_is():
-        names = {id(p): labels.get(name, name) for name, p in model.module.named_parameters()}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in names:
-                raise PlanningError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not "
-                    f"one of the model's; fix: build it over model.parameters()"
-                )
+    """By id, the names in files of an optimizer's parameters: those of the state dict; of one that
+    stands in the module no more its label, as what is gone. PlanningError for one that never did.
+    """
+    keys: dict[str, str] = {}
+    for key, label in labels_in_state(model.module, model.seen).items():
+        keys.setdefault(label, key)
+    names = {id(p): keys.get(label, label) for label, p in model.seen.tensors.items()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        label = model.labels.of(parameter)
+        if label is None:
+            raise not_the_models(parameter)
+        names.setdefault(id(parameter), f"(gone) {label}")
     return names
 
 

@@ -71,14 +71,11 @@ def place_optimizer(
         )
     # the parameters first: what the program takes is checked there
     session.place(models, plan, stages)
-    if home is None or home.moves != resident.moves:
-        _check_own(model, optimizer)
     keys = tuple(keys_of(type(optimizer), group) for group in optimizer.param_groups)
     if home is not None and home.current and home.placed is plan and home.keys == keys:
-        home.moves = resident.moves
         return home
     name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
-    updated = updated_by(plan, dict(zip(groups, keys, strict=True)), name)
+    updated = updated_by(plan, groups, keys, name, models.labels)
     known = {} if home is None else home.named
     if known:
         _check_as_before(known, updated)
@@ -88,7 +85,8 @@ def place_optimizer(
         entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
         new = {**known, **updated}
         kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
-        home = OptimizerHome(*kept_by)
+        before = {} if home is None else home.parameters
+        home = OptimizerHome(*kept_by, parameters=before)
         if isinstance(held, AwayState) and held.on_disk is not None:
             home.on_disk = True
             home.state.changed()
@@ -97,9 +95,10 @@ def place_optimizer(
         session.put([{name: ShardOptimizer(kind, masters)} for _ in range(session.mesh.size)])
     else:
         new = {which: updated[which] for which in updated if which not in known}
-    _put_state(session, home, model, new)
+    home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
+    _put_state(session, home, new)
     home.named |= new
-    home.keys, home.placed, home.moves = keys, plan, resident.moves
+    home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
     return home
 
@@ -107,17 +106,16 @@ def place_optimizer(
 def _put_state(
     session: MeshSession,
     home: OptimizerHome,
-    model: ParallelModule,
     new: dict[tuple[str, str], Named],
 ) -> None:
     """Put values of the state, those that there are out of ``home.rest``."""
-    parameters = dict(model.module.named_parameters())
+    parameters = home.parameters
     sent: list[tuple[torch.Tensor | None, Named]] = []
     read = frozenset[tuple[str, str]]()
     if home.on_disk:
         from dtensor.api.kept import shards_on_disk
 
-        own = shards_on_disk(home, parameters, new)
+        own = shards_on_disk(home, new)
         session.make(own, {name: name for wanted in own for name in wanted})
         read = home.made & new.keys()
     for (label, key), (name, spec, ranks) in list(new.items()):
@@ -152,20 +150,26 @@ def _shards(
 
 
 def updated_by(
-    plan: Plan, keys: Mapping[tuple[str, ...], tuple[str, ...]], optimizer: str
+    plan: Plan,
+    groups: Sequence[Sequence[str]],
+    keys: Sequence[tuple[str, ...]],
+    optimizer: str,
+    labels: Mapping[str, str],
 ) -> dict[tuple[str, str], Named]:
-    """The values of the state that the plan's update has; ``keys``: by the names of the groups."""
-    keys_by_label = {label: own for group, own in keys.items() for label in group}
+    """The values of the state that the plan's update has, by label and key; ``groups``: the names
+    of their parameters, ``keys``: of the state in each, ``labels``: by name."""
+    keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
     found: dict[tuple[str, str], Named] = {}
     for step in plan.steps:
         if not isinstance(step, Update):
             continue
-        item, label, masters = items[step.parameter], step.parameter, bool(step.master_bytes)
+        item, masters = items[step.parameter], bool(step.master_bytes)
+        label = labels[step.parameter]
         state = on_mesh(plan, item.state)
         wide = replace(state, dtype=torch.float32) if masters else state
         number = TensorSpec((), torch.float32, state.mesh, (REPLICATE,) * len(state.placements))
-        for key in (*keys_by_label[label], *([MASTER] if masters else [])):
+        for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
             name = value_name(optimizer, key, label)
             spec = number if key in NUMBERS else wide
             found[label, key] = name, spec, holders(plan, item)
@@ -233,15 +237,3 @@ def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tens
         )
     keeps = key in NUMBERS or not value.is_floating_point()
     return value.detach() if keeps else value.detach().to(spec.dtype)
-
-
-def _check_own(model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
-    """Whether the module still has the objects that the optimizer would update."""
-    own = {id(p) for p in model.module.parameters()}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(parameter) not in own:
-            raise PlanningError(
-                f"the optimizer holds a parameter of shape {list(parameter.shape)} in whose place "
-                f"the module has another object, which torch would not train.\n"
-                f"fix: build the optimizer and the step anew, over model.parameters()"
-            )

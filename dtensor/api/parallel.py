@@ -23,18 +23,19 @@ Not here: what the two mean (sharding/plan/passes), placements (stating/placing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
 
 from dtensor.api.initial import Init, Initial
+from dtensor.api.labels import Labels, Seen
 from dtensor.api.randomness import Counter
 from dtensor.api.stating.patterns import is_patterns, listing, matches, names_of, no_match
-from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
+from dtensor.api.stating.placing import ParameterPlacement, resolve, resolve_anew, restated
 from dtensor.api.stating.roles_of_weights import StatedRoles
-from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of
+from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of, stages_anew
 from dtensor.errors import PlanningError, check_kind, check_word
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
@@ -53,8 +54,10 @@ class ParallelModule:
     """
 
     # Of the others, ``stage_plan``: which stage holds which;
-    # ``settled``: what programs that ran chose for parameters that nothing was stated of, and
-    # ``settlement`` how often that grew;
+    # ``seen``: what stood in the module at the last look, and ``labels`` what its tensors are
+    # told by, also those that stand in it no more;
+    # ``settled``: by label, what programs that ran chose for parameters that nothing was stated of,
+    # and ``settlement`` how often that grew;
     # ``loads``: how often `load_state_dict` gave values to what is on the meta device;
     # ``source``: of a replica (replica.py), whose values it takes, ``version``: how often it has;
     # ``switches``: how often a switch placed it anew (switched.py);
@@ -73,12 +76,17 @@ class ParallelModule:
         zero: tuple[str, int] | None = None,
         recompute: tuple[str, ...] = (),
         misaligned: OnMisaligned = "error",
+        patterns: Mapping[str, StatedRoles] | None = None,
     ) -> None:
         self.module = module
+        self.labels = Labels(module)
+        self.seen: Seen = self.labels.see()
+        self.patterns: Mapping[str, StatedRoles] = patterns or {}
+        self._told: _Told = _Told({}, {})
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
-        self.initial: Initial = Initial(module, init)
+        self.initial: Initial = Initial(module, init, self.seen)
         self.mesh = mesh
         self.placements = placements
         self.stage_plan: StagePlan = stages
@@ -95,6 +103,33 @@ class ParallelModule:
         """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages,
         those that "auto" chose once a program has run; `plan.stages` says what a plan chooses."""
         return self.stage_plan.stated()
+
+    def look(self) -> None:
+        """Take note of what stands in the module now. What was stated of a parameter follows the
+        object; one that is new is placed by its name.
+
+        PlanningError for a new one that is in no stage, or cannot have what is stated of it; then
+        nothing was noted.
+        """
+        if self.seen.stands():
+            return
+        before, now = self.seen, self.labels.see()
+        told = self._told.with_those_of(self)
+        here = {now.names[label]: label for label in now.names}
+        placements = resolve_anew(
+            self.module,
+            self.mesh,
+            self.patterns,
+            {name: told.placed[label] for name, label in here.items() if label in told.placed},
+        )
+        stages = stages_anew(
+            self.module,
+            self.stage_plan,
+            {name: told.held[label] for name, label in here.items() if label in told.held},
+            {name for name, label in now.labels.items() if before.labels.get(name) == label},
+        )
+        self.placements, self.stage_plan = placements, stages
+        self.seen, self._told = now, told
 
     def claim_homes(self, ranks: tuple[int, ...]) -> None:
         """The rank of each stage, as the schedule of a training step has it, for all programs of
@@ -117,7 +152,7 @@ class ParallelModule:
         stages: StagePlan,
     ) -> None:
         """What the first program that runs chose holds for all later ones: its stages, and the
-        placements of parameters that nothing was stated of."""
+        placements of parameters, by label, that nothing was stated of."""
         if self.stage_plan.waiting:
             self.stage_plan = stages
         self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
@@ -202,6 +237,21 @@ class ParallelModule:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was stated of parameters and buffers, and the stages that hold them, by label: of those
+    too that are gone."""
+
+    placed: Mapping[str, ParameterPlacement]
+    held: Mapping[str, tuple[int, ...]]
+
+    def with_those_of(self, model: ParallelModule) -> _Told:
+        labels, held = model.seen.labels, model.stage_plan.held
+        placed = {labels[stated.name]: stated for stated in model.placements}
+        here = {labels[name]: stages for name, stages in held.items() if name in labels}
+        return _Told({**self.placed, **placed}, {**self.held, **here})
+
+
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -254,7 +304,8 @@ def parallelize(
     split = zero_of(zero, mesh, plan.axis)
     check_word("misaligned", misaligned, get_args(OnMisaligned))
     stores = cast(OnMisaligned, misaligned)
-    return ParallelModule(module, mesh, placed, plan, init, split, again, stores)
+    patterns = dict(placements or {})
+    return ParallelModule(module, mesh, placed, plan, init, split, again, stores, patterns)
 
 
 def check_parallel(verb: str, model: object) -> None:
@@ -266,8 +317,16 @@ def check_parallel(verb: str, model: object) -> None:
         )
 
 
+def not_the_models(parameter: torch.Tensor) -> PlanningError:
+    """For what an optimizer holds, and never stood in the module."""
+    return PlanningError(
+        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
+        f"model's; fix: build it over model.parameters()"
+    )
+
+
 def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
-    """By parameter and buffer, its placements on every axis that a stage has."""
+    """By name of a parameter or buffer, its placements on every axis that a stage has."""
     found: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:
         if item.kind in ("parameter", "buffer"):
@@ -335,7 +394,8 @@ def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[st
 def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) -> frozenset[str]:
     """Every name of the modules that the globs match.
 
-    PlanningError for a glob of which the program calls no module: nothing would run again.
+    PlanningError for a glob of which the program calls no module: nothing would run again. It may
+    match none, in a module that was changed since.
     """
     found: set[str] = set()
     called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
@@ -343,7 +403,7 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
     for glob in globs:
         same = {id(m) for name, m in names.items() if matches(glob, name)}
         mine = {name for name, m in names.items() if id(m) in same}
-        if not mine & called:
+        if mine and not mine & called:
             raise _not_called(glob, sorted(mine), called)
         found |= mine
     return frozenset(found)

@@ -98,10 +98,10 @@ class BoundCall:
 
     def key(self) -> object:
         """What the captured program depends on of its arguments: shapes, dtypes, placements,
-        numbers, other objects by identity; and the autocast around the call."""
+        numbers, other objects by identity; what stands in its modules; the autocast around it."""
         flat = self.tree is _flat(len(self.leaves))  # a number is hashed sooner
         tree = len(self.leaves) if flat else self.tree
-        return (tree, tuple(map(leaf_key, self.leaves)), surrounding())
+        return (tree, tuple(map(leaf_key, self.leaves)), surrounding(), self.arrangement)
 
     def models(self, mesh: Mesh) -> Models:
         """The parallelized modules among the arguments. PlanningError for those that cannot be in
@@ -115,6 +115,16 @@ class BoundCall:
             places = {id(leaf): every[i] for i, leaf in reversed(list(enumerate(self.leaves)))}
             names = [places.get(id(model), "the model") for model, _ in ordered]
         return Models.of([model for model, _ in ordered], names[: len(ordered)], mesh)
+
+    def look(self) -> None:
+        """Take note of what stands in its modules now."""
+        for model in self.modules():
+            model.look()
+
+    @property
+    def arrangement(self) -> tuple[int, ...]:
+        """Which objects stand where in its modules."""
+        return tuple(model.seen.number for model in self.modules())
 
     def specs(self) -> list[TensorSpec]:
         """Those of its DTensors, and those that stand for one."""
@@ -144,7 +154,7 @@ class Planned:
 
     ``stages``: those of the plan, which "auto" has chosen; ``grid``: its schedule; ``returned``:
     results that are a leaf of the call, which the program changes; ``call``: one such, of whose
-    tensors there are the shapes; ``switches``: of the models, when it was made.
+    tensors there are the shapes; ``switches`` and ``arrangement``: of the models, when it was made.
     """
 
     plan: Plan
@@ -157,6 +167,7 @@ class Planned:
     returned: Mapping[int, int]
     call: BoundCall
     switches: int
+    arrangement: tuple[int, ...]
 
     @cached_property
     def changed(self) -> tuple[int, ...]:
@@ -357,6 +368,7 @@ def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name:
 
 
 def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
+    call.look()
     models = call.models(mesh)
     graph = options.graph or call.graph(grads)
     stages = models.stages if models else with_parts(models.stages, call.specs(), mesh)
@@ -383,6 +395,7 @@ def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: 
         models=models,
         call=call.shapes(),
         switches=models.switches,
+        arrangement=models.arrangement,
         request=request,
         stages=stages,
         grid=request.timetable.grid if isinstance(request.timetable, GridTimetable) else None,

@@ -114,6 +114,8 @@ def sync_plan(
     _check_pair(policy, actor)
     check_topology(topology)
     with ONE_AT_A_TIME:
+        policy.look()
+        actor.look()
         return _plan_of(policy, actor, ranks, topology)
 
 
@@ -127,7 +129,7 @@ def _plan_of(
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
         source, target, cpu = kept(policy, None), kept(actor, None), torch.device("cpu")
-        return _planned(policy, source, target, numbers, cpu, topology)
+        return _planned(policy, actor, source, target, numbers, cpu, topology)
     if ranks is not None:
         raise PlanningError(
             "ranks= says where the meshes would be, and a launch is running, which has them.\n"
@@ -137,7 +139,7 @@ def _plan_of(
     numbers = here.ranks, there.ranks
     source = kept(policy, here.residents.get(id(policy)))
     target = kept(actor, there.residents.get(id(actor)))
-    return _planned(policy, source, target, numbers, here.cluster.device, topology)
+    return _planned(policy, actor, source, target, numbers, here.cluster.device, topology)
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
@@ -158,6 +160,8 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
         )
     while True:
         with ONE_AT_A_TIME:
+            policy.look()
+            actor.look()
             here, there = session_for(policy.mesh), session_for(actor.mesh)
             link = _Pair.of(here, policy, there, actor)
             oldest = link.oldest()
@@ -215,21 +219,21 @@ class _Pair:
         target = self.target
         target.specs.update({label: spec for label, (spec, _) in where.items()})
         target.ranks.update({label: ranks for label, (_, ranks) in where.items()})
-        tensors = named_tensors(self.actor.module)
-        target.keep({label: tensors[label] for label in where})
+        target.keep(dict(self.actor.seen.tensors))
         target.changed = target.unsaved = False
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
     def _loaded(self, here: Keeping, there: Keeping) -> Handle:
         """The program for values that are kept so."""
         numbers, device = (self.here.ranks, self.there.ranks), self.cluster.device
-        plan = _planned(self.policy, here, there, numbers, device)
+        plan = _planned(self.policy, self.actor, here, there, numbers, device)
+        mine, theirs = self.policy.seen.labels, self.actor.seen.labels
         names = {
-            label: (
-                inner_name(self.here, self.source.name(label)),
-                inner_name(self.there, self.target.name(label)),
+            name: (
+                inner_name(self.here, self.source.name(mine[name])),
+                inner_name(self.there, self.target.name(theirs[name])),
             )
-            for label in there
+            for name in plan.transfers
         }
         program = sync_program(plan, self.cluster.size, device, names)
         found = load_across(self.cluster, program)
@@ -261,12 +265,14 @@ class _Pair:
 
 def _planned(
     policy: ParallelModule,
+    actor: ParallelModule,
     here: Keeping,
     there: Keeping,
     numbers: tuple[tuple[int, ...], tuple[int, ...]],
     device: torch.device,
     topology: Topology | None = None,
 ) -> SyncPlan:
+    here, there = _by_name(policy, here), _by_name(actor, there)
     _check_same(here, there)
     return plan_sync(
         type(policy.module).__name__,
@@ -277,6 +283,11 @@ def _planned(
         topology=topology,
         bucket_bytes=bucket_bytes(device),
     )
+
+
+def _by_name(model: ParallelModule, keeping: Keeping) -> Keeping:
+    """What two modules have alike is their names."""
+    return {model.seen.names[label]: how for label, how in keeping.items()}
 
 
 def _definition(module: nn.Module) -> nn.Module:

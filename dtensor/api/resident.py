@@ -9,9 +9,10 @@
 
 Each value has one home. A tensor that was put is away until somebody touches it; one that was
 touched is compared with what was brought before the next program runs, so no way of writing through
-it is missed. Between touches a step costs one look at the module: whether the same objects stand in
-it, unwritten. An optimizer's state is the same: `opt.state` is an `AwayState` while the ranks have
-it, and what was looked at is put anew.
+it is missed. Between touches a step costs one look: whether the tensors were written. One that
+stands in the module no more comes home with its state, and leaves the ranks. An optimizer's state
+is the same: `opt.state` is an `AwayState` while the ranks have it, and what was looked at is put
+anew. All of it goes by labels (labels.py).
 
 Tensors on the meta device have no memory to come home to: they stay where they are, and
 `Initial.holder` knows who has them.
@@ -24,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
-from itertools import pairwise, starmap
-from operator import attrgetter, is_not
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,7 @@ class OptimizerHome:
     """One torch optimizer, the table's name of the ranks' own, whether these hold masters, and what
     stands in ``optimizer.state``, first as it was given.
 
+    ``parameters``: by label, those of which there is state on the ranks;
     ``keys``: of the state, by group; ``named``: by parameter and key, the table's name of each
     value, how it is cut and which ranks have it, before its first step as well; ``updated``: those
     that the last plan updates; ``made``: those that are there, but for steps under way; ``rest``:
@@ -83,7 +85,7 @@ class OptimizerHome:
     given: InitVar[Entries]
     rest: Entries
     placed: Plan | None = None
-    moves: int = 0  # of the resident, when it was put
+    parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     named: dict[tuple[str, str], Named] = field(default_factory=dict[tuple[str, str], Named])
     updated: frozenset[tuple[str, str]] = frozenset()
     made: frozenset[tuple[str, str]] = frozenset()
@@ -118,6 +120,21 @@ class OptimizerHome:
         if self.current:
             self.optimizer.state = self.state.plain()
 
+    def let_go(self, labels: Set[str]) -> dict[str, tuple[int, ...]]:
+        """The state of these comes home, for it is put no more; the names of its values, and the
+        ranks that have them."""
+        left = {which: named for which, named in self.named.items() if which[0] in labels}
+        if self.current:
+            for parameter, entries in self.resident.gather_values(self, left).items():
+                self.rest.setdefault(parameter, {}).update(entries)
+        for which in left:
+            del self.named[which]
+        for label in labels & self.parameters.keys():
+            del self.parameters[label]
+        self.made, self.updated = self.made - left.keys(), self.updated - left.keys()
+        self.placed, self._ended = None, frozenset()
+        return {name: ranks for name, _, ranks in left.values()}
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Resident:
@@ -144,12 +161,11 @@ class Resident:
     touched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     changed: bool = False  # its values are not those that the model began with
     unsaved: bool = False  # and were not gathered since
-    moves: int = 0  # how often other objects stood in the places of tensors
+    looked: int = 0  # the number of what was seen in the module when it was settled
     lost: str = ""  # `gone`, once the launch has ended
     saved: tuple[str, int] = ("", 0)  # the last state that is elsewhere too, and its step
     settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
     trained_by: dict[int, Any] = field(default_factory=dict)  # by id(optimizer), its last step
-    _slots: list[tuple[dict[str, Any], str]] = field(default_factory=list[Any])  # as `own`
     _versions: dict[str, int] = field(default_factory=dict[str, int])
     _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed
     _counts: list[int] = field(default_factory=list[int])
@@ -176,7 +192,8 @@ class Resident:
         """See `away.Holder`. What is read in order is fetched more and more at a time."""
         labels = [label_of(tensor) for tensor in tensors]
         if self.gone:
-            raise RuntimeError(f"{labels[0]} {self.gone}") from self.cluster.failure
+            name = self.model.seen.name(labels[0])
+            raise RuntimeError(f"{name} {self.gone}") from self.cluster.failure
         if not self.stale.isdisjoint(labels):
             self.refresh([*labels, *self._following(labels[-1])])
             self._ahead *= 2
@@ -216,12 +233,10 @@ class Resident:
         """Before a program runs: what may have been written is put anew, or away again."""
         if self.touched:
             self._settle_touched()
+        if self.looked != self.model.seen.number:
+            self._settle_changed()
         with as_it_is():
-            there = starmap(dict.get, self._slots)
-            moved = any(map(is_not, there, self.own.values()))
             written = list(map(_version, self._counted)) != self._counts
-        if moved:
-            self._settle_moved()
         if written:
             self._settle_written()
         if self.on_meta:  # another may have that now
@@ -242,19 +257,23 @@ class Resident:
         self._note_versions(touched)
         self.forget(changed)
 
-    def _settle_moved(self) -> None:
-        """Another object that stands in a tensor's place is put; the old one keeps its value."""
-        moved = [
-            label
-            for (slot, leaf), (label, tensor) in zip(self._slots, self.own.items(), strict=True)
-            if slot.get(leaf) is not tensor
-        ]
-        self.moves += 1
-        self.refresh(moved)
-        for label in moved:
+    def _settle_changed(self) -> None:
+        """What stands in the module no more comes home with its state, and leaves the ranks; what
+        has no memory here stays there, for when it returns."""
+        there = self.model.seen.tensors
+        gone = [label for label in self.own if label not in there]
+        self.refresh(gone)
+        left = {self.name(label): self.ranks[label] for label in gone}
+        for home in self.optimizers.values():
+            left |= home.let_go(set(gone))
+        for label in gone:
             if holder_of(self.own[label]) is self:
                 bring_back(self.own[label])
-        self.forget(moved)
+        self.forget(gone)
+        by_rank = [[n for n, ranks in left.items() if r in ranks] for r in range(self.mesh.size)]
+        if left:
+            self.cluster.delete(by_rank)
+        self.looked, self.placed = self.model.seen.number, None
 
     def _settle_written(self) -> None:
         """Through a view that the user had before; its memory must have been current."""
@@ -274,8 +293,8 @@ class Resident:
         """Where the memory that was written is old."""
         if written:
             raise PlanningError(
-                f"{written[0]} was written through a view of it that was taken before, whose "
-                f"memory was old: the value is on {self.mesh}.\n"
+                f"{self.model.seen.name(written[0])} was written through a view of it that was "
+                f"taken before, whose memory was old: the value is on {self.mesh}.\n"
                 f"fix: write through the parameter, as in `with torch.no_grad(): p.copy_(x)`, "
                 f"or take the view anew after each step"
             )
@@ -288,7 +307,7 @@ class Resident:
                     known.pop(label, None)
             self.stale.difference_update(labels)
             self.placed = None
-            self._note_slots()
+            self._note_versions(())
 
     # -- the ranks' side --------------------------------------------------------------------------
 
@@ -305,7 +324,6 @@ class Resident:
             else:
                 self.own[label] = tensor
                 send_away(tensor, self, label)
-        self._note_slots()
         self._note_versions(self.own.keys() & tensors)
 
     def wrote(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
@@ -320,14 +338,13 @@ class Resident:
     def gather(self, labels: Sequence[str]) -> dict[str, Tensor]:
         """The whole values, on the CPU. Waits for running steps."""
         if self.lost:
-            raise RuntimeError(f"{labels[0]} {self.lost}")
+            raise RuntimeError(f"{self.model.seen.name(labels[0])} {self.lost}")
         asked = {self.name(n): covering(self.specs[n], self.ranks[n]) for n in labels}
         found = self.fetch(asked)
         return {n: assemble_at(found[self.name(n)], self.specs[n]) for n in labels}
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
-        parameters = dict(self.model.named_parameters())
         held = [p for group in home.optimizer.param_groups for p in group["params"]]
         gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
         rest = home.rest
@@ -336,22 +353,29 @@ class Resident:
 
             rest = {parameter: read_whole(entries) for parameter, entries in rest.items()}
         gathered |= {parameter: dict(entries) for parameter, entries in rest.items()}
-        which = {name: key for key, (name, _, _) in home.named.items()}
-        specs = {name: spec for name, spec, _ in home.named.values()}
-        asked = {name: covering(spec, ranks) for name, spec, ranks in home.named.values()}
+        for parameter, entries in self.gather_values(home, home.named).items():
+            gathered.setdefault(parameter, {}).update(entries)
+        return {parameter: entries for parameter, entries in gathered.items() if entries}
+
+    def gather_values(self, home: OptimizerHome, named: Mapping[tuple[str, str], Named]) -> Entries:
+        """Parameter to those of its state entries that are ``named`` and there, whole."""
+        gathered: Entries = {}
+        which = {name: key for key, (name, _, _) in named.items()}
+        specs = {name: spec for name, spec, _ in named.values()}
+        asked = {name: covering(spec, ranks) for name, spec, ranks in named.values()}
         for bucket in _buckets(list(which), specs):
             found = self.fetch({name: asked[name] for name in bucket})
             for name, parts in found.items():
                 label, key = which[name]
-                parameter = parameters.get(label)
-                if parameter is not None and not any(map(is_absent, parts.values())):
+                parameter = home.parameters[label]
+                if not any(map(is_absent, parts.values())):
                     if key in NUMBERS:
                         whole = next(iter(parts.values())).clone()
                     else:
                         whole = assemble_at(parts, specs[name])
                         whole = whole if parameter.is_meta else whole.to(parameter.device)
                     gathered.setdefault(parameter, {})[key] = whole
-        return {parameter: entries for parameter, entries in gathered.items() if entries}
+        return gathered
 
     def fetch(self, asked: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Tensor]]:
         """Values of the ranks' tables, by name: what the ranks that are asked have, on the CPU."""
@@ -425,16 +449,6 @@ class Resident:
         return self.model.initial.remedy or f"{LOAD}, with {state}"
 
     # -- what is looked at before each step -------------------------------------------------------
-
-    def _note_slots(self) -> None:
-        module = self.model.module
-        self._slots = []
-        for label in self.own:
-            path, _, leaf = label.rpartition(".")
-            owner = module.get_submodule(path)
-            slot = owner._parameters if leaf in owner._parameters else owner._buffers
-            self._slots.append((slot, leaf))
-        self._note_versions(())
 
     def _note_versions(self, labels: Iterable[str]) -> None:
         for label in labels:

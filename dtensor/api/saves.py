@@ -37,7 +37,7 @@ from dtensor.api.away import (
     holder_of,
 )
 from dtensor.api.exit_status import not_zero
-from dtensor.api.initial import names_in_state
+from dtensor.api.initial import labels_in_state
 from dtensor.api.kept import kept
 from dtensor.api.names_in_checkpoint import OWN, keys_in_state
 from dtensor.api.on_disk import read_whole
@@ -48,7 +48,6 @@ from dtensor.api.session import MeshSession, launched, session_at_hand
 from dtensor.daft import Future
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.source import Source, lines_text, source_here
 from dtensor.runtime.checkpoint import (
     CheckpointError,
@@ -240,6 +239,7 @@ def submitted(
     stated: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
     with ONE_AT_A_TIME, held_back():  # it only begins here
+        model.look()
         session = session_at_hand(model.mesh)
         if session is not None and launched() is not None:
             _hold_what_is_on_meta(session, model)
@@ -295,8 +295,8 @@ def _begun(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writi
 
 def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
     """Ranks make what nobody has yet, rather than the controller."""
-    tensors, holders = named_tensors(model.module), model.initial.holders
-    labels = set(names_in_state(model.module).values()) & tensors.keys()
+    tensors, holders = model.seen.tensors, model.initial.holders
+    labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
     if missing:
         keeping = kept(model, session.residents.get(id(model)))
@@ -306,9 +306,9 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
 def _locate_model(
     state: _Located, model: ParallelModule, resident: Resident | None, prefix: Names
 ) -> None:
-    tensors = named_tensors(model.module)
+    tensors = model.seen.tensors
     first: dict[str, Names] = {}
-    for key, label in names_in_state(model.module).items():
+    for key, label in labels_in_state(model.module, model.seen).items():
         path = *prefix, key
         if label not in tensors:
             raise PlanningError(
@@ -343,9 +343,9 @@ def _locate_optimizer(
     ]
     home = resident.optimizers.get(id(optimizer)) if resident is not None else None
     if home is not None and home.current:
-        labels = {label: keys[id(p)] for label, p in model.named_parameters()}
         for (label, key), named in home.named.items():
-            state.on_ranks["optimizer", "state", labels[label], key] = Held(*named)
+            name = keys[id(home.parameters[label])]
+            state.on_ranks["optimizer", "state", name, key] = Held(*named)
         entries = {p: read_whole(own) for p, own in home.rest.items()}
     else:
         held: object = optimizer.state

@@ -43,7 +43,7 @@ from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.frontend.graph import named_tensors, type_text
+from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Source, caller_level, lines_text, source_here
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.simulate.trace import Noted
@@ -268,6 +268,7 @@ class MeshSession:
             found = Resident(model, self.new_prefix(), self.mesh, self.cluster, model.loads)
             self.residents[id(model)] = found
             found.saved = "the controller has what was put there", model.steps.present()
+            found.looked = model.seen.number
         if found.loads != model.loads:  # other values were loaded for what is on meta
             found.loads = model.loads
             brought = model.initial.loaded.keys() | model.initial.on_disk
@@ -308,7 +309,8 @@ class MeshSession:
         written: Iterable[tuple[ParallelModule, frozenset[str]]],
         optimizer: OptimizerHome | None = None,
     ) -> None:
-        """A program that was called changes these of each module, and an optimizer's state."""
+        """A program that was called changes these of each module, by label, and an optimizer's
+        state."""
         for model, labels in written:
             resident = self.resident(model)
             home = optimizer if optimizer is not None and optimizer.resident is resident else None
@@ -318,34 +320,35 @@ class MeshSession:
     def hold(
         self, model: ParallelModule, wanted: Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
     ) -> None:
-        """Put what is missing of these: by the module's own names, how which ranks keep them."""
+        """Put what is missing of these: by label, how which ranks keep them."""
         resident = self.resident(model)
-        tensors = named_tensors(model.module)
+        tensors = model.seen.tensors
         sent: dict[str, tuple[torch.Tensor, list[int]]] = {}
         made: list[dict[str, tuple[Any, Pieces]]] = [{} for _ in range(self.mesh.size)]
         put: dict[str, TensorSpec] = {}
         everyone: dict[str, tuple[int, ...]] = {}
-        for name, (spec, ranks) in wanted.items():
-            known = resident.specs.get(name)
+        for label, (spec, ranks) in wanted.items():
+            known = resident.specs.get(label)
             if known is not None and known != spec:
                 raise PlanningError(
-                    f"{name} is stored as {known}, this program wants it stored as {spec}"
+                    f"{model.seen.name(label)} is stored as {known}, this program wants it stored "
+                    f"as {spec}"
                 )
-            missing = set(ranks) - set(resident.ranks.get(name, ()) if known else ())
+            missing = set(ranks) - set(resident.ranks.get(label, ()) if known else ())
             if not missing:
                 continue
-            source = model.initial.source(name)
+            source = model.initial.source(label)
             if source is None:
-                own = tensors[name].detach()
-                sent[name] = own, sorted(missing)
+                own = tensors[label].detach()
+                sent[label] = own, sorted(missing)
                 if not own.is_meta:
-                    _check_as_planned(name, own, spec)
+                    _check_as_planned(model.seen.name(label), own, spec)
             else:
                 for rank in missing:
-                    made[rank][name] = source, held_at(spec, self.mesh.coordinates(rank))
-            had = set(resident.ranks.get(name, ())) if known else set[int]()
-            everyone[name] = tuple(sorted(had | set(ranks)))
-            put[name] = spec
+                    made[rank][label] = source, held_at(spec, self.mesh.coordinates(rank))
+            had = set(resident.ranks.get(label, ())) if known else set[int]()
+            everyone[label] = tuple(sorted(had | set(ranks)))
+            put[label] = spec
         with waits_may_act():  # of signals: what is put and not noted is put anew
             self.put_each(self._shards(resident, sent, put))
         if any(made):
@@ -361,12 +364,12 @@ class MeshSession:
         specs: Mapping[str, TensorSpec],
     ) -> Iterator[tuple[int, str, torch.Tensor]]:
         """The shards of values that are here, one after the other."""
-        for name, (own, ranks) in sent.items():
-            whole = resident.model.initial.value(name, own)
-            _check_as_planned(name, whole, specs[name])
+        for label, (own, ranks) in sent.items():
+            whole = resident.model.initial.value(label, own)
+            _check_as_planned(resident.model.seen.name(label), whole, specs[label])
             for rank in ranks:
-                shard = lent_shard(whole, specs[name], self.mesh.coordinates(rank))
-                yield rank, resident.name(name), shard
+                shard = lent_shard(whole, specs[label], self.mesh.coordinates(rank))
+                yield rank, resident.name(label), shard
 
     def make(
         self, made: Sequence[Mapping[str, tuple[Any, Pieces]]], names: Mapping[str, str]

@@ -21,12 +21,11 @@ from typing import Any, cast
 import torch
 
 from dtensor.api.away import AwayState, as_it_is, by_holder, label_of
-from dtensor.api.initial import names_in_state
+from dtensor.api.initial import labels_in_state
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.resident import Resident
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.frontend.graph import named_tensors
 
 _OPTIMIZER = torch.optim.Optimizer | None
 
@@ -52,18 +51,19 @@ def gather_state_dict(
 
 
 def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    model.look()
     with as_it_is():
-        for holder, tensors in by_holder(named_tensors(model.module).values()):
+        for holder, tensors in by_holder(model.seen.tensors.values()):
             assert isinstance(holder, Resident)
             for wait in holder.settling:  # a step that failed gives its number back
                 wait()
             holder.refresh([label_of(tensor) for tensor in tensors])
             holder.saved = "the last was gathered", model.steps.present()
         held = model.module.state_dict()
-        names = names_in_state(model.module)
-        on_meta = _gathered_from_meta(model, {names[key] for key, t in held.items() if t.is_meta})
+        labels = labels_in_state(model.module, model.seen)
+        on_meta = _gathered_from_meta(model, {labels[key] for key, t in held.items() if t.is_meta})
         values = {
-            key: on_meta[names[key]] if t.is_meta else t.detach().cpu().clone()
+            key: on_meta[labels[key]] if t.is_meta else t.detach().cpu().clone()
             for key, t in held.items()
         }
     state: dict[str, Any] = {"model": values}
@@ -76,7 +76,7 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
 
 def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
     """Values that the module itself has no memory for."""
-    tensors, holders = named_tensors(model.module), model.initial.holders
+    tensors, holders = model.seen.tensors, model.initial.holders
     found: dict[str, torch.Tensor] = {}
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
         found |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
@@ -127,7 +127,8 @@ def load_state_dict(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             model.module.load_state_dict(state["model"])
-        model.initial.load(model.module, state["model"])
+        model.look()
+        model.initial.load(model.module, model.seen, state["model"])
         if "step" in state:
             model.steps.restore(state["step"])
         if optimizer is not None and "optimizer" in state:

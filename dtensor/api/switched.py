@@ -29,7 +29,8 @@ def restate(model: ParallelModule, other: ParallelModule) -> None:
     _switches.append((weakref.ref(model), model.mesh))
     model.switches += 1
     model.mesh, model.placements, model.stage_plan = other.mesh, other.placements, other.stage_plan
-    model.zero, model.recompute, model.misaligned = other.zero, other.recompute, other.misaligned
+    model.patterns, model.misaligned = other.patterns, other.misaligned
+    model.zero, model.recompute = other.zero, other.recompute
     model.settled, model.settlement = other.settled, model.settlement + other.settlement + 1
 
 

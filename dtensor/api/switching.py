@@ -104,7 +104,8 @@ def switch_of(
     here = launch.sessions[model.mesh]
     numbers = _ranks_of(launch, model, here, mesh, how.ranks)
     other = parallelize(model.module, mesh, how.placements, **how.given)
-    other.initial = model.initial
+    model.look()
+    other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
     resident = here.residents.get(id(model))
     optimizers = _optimizers(model, optimizer, resident)
     launch.settle()
@@ -143,7 +144,8 @@ class _PlannedStep:
             grid = grid_of(options.schedule, other)
             other.claim_homes(grid.home())
             call = _call_with(last.call, step.model, other)
-            stated = step.planned_with(options, grid, last.graph)
+            same = last.arrangement == last.models.arrangement
+            stated = step.planned_with(options, grid, last.graph if same else None)
             planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
         except PlanningError as error:
             error.add_note(
@@ -166,10 +168,10 @@ class _PlannedStep:
 
     def updated(self, optimizer: str) -> dict[tuple[str, str], Named]:
         """The values of the optimizer's state that it reads and writes, by parameter and key."""
-        groups = self.step.optimizer.param_groups
-        keys = (keys_of(type(self.step.optimizer), group) for group in groups)
-        by_names = dict(zip(self.step._groups(), keys, strict=True))
-        return updated_by(self.planned.plan, by_names, optimizer)
+        options = self.step.optimizer.param_groups
+        keys = [keys_of(type(self.step.optimizer), group) for group in options]
+        groups, labels = self.step._groups(), self.planned.models.labels
+        return updated_by(self.planned.plan, groups, keys, optimizer, labels)
 
     def settle(self) -> None:
         """``other`` is as the plan has chosen, as by a program that ran."""
@@ -259,6 +261,7 @@ class _Switch:
         self.states: list[_MovedState] = []
         if resident is not None:
             stated = kept(other, None)
+            _check_here(resident, stated)
             self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
             self.states = [_MovedState.of(home, steps) for home in resident.optimizers.values()]
         self.plan: SyncPlan = self._plan(topology)
@@ -380,7 +383,7 @@ def _gathered(state: _MovedState) -> Entries:
     home, named = state.home, state.home.named
     if not home.current:
         return {}
-    parameters = dict(home.resident.model.module.named_parameters())
+    parameters = home.parameters
     found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
     asked = {named[which][0]: covering(*named[which][1:]) for which in state.left}
     parts = home.resident.fetch(asked) if asked else {}
@@ -405,6 +408,16 @@ def _settle_state(state: _MovedState, rest: Entries, there: MeshSession, prefix:
     home.rest = rest
     own = ShardOptimizer(type(home.optimizer), home.masters)
     there.put([{home.name: own} for _ in range(there.mesh.size)])
+
+
+def _check_here(resident: Resident, stated: Keeping) -> None:
+    """PlanningError for what has no memory here, and stands in the module no more."""
+    for label in resident.specs.keys() - stated.keys():
+        raise PlanningError(
+            f"{label} is on the meta device and stands in the module no more, so no placement is "
+            f"stated of it, and its value on the ranks would be lost.\n"
+            f"fix: put it back into the module before the switch, or gather it before it is removed"
+        )
 
 
 # -- the steps that go on --------------------------------------------------------------------------
@@ -443,11 +456,10 @@ def _optimizers(
     kinds = torch.optim.Optimizer | list | tuple | None
     check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
     listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
-    own = {id(p) for p in model.module.parameters()}
     for one in listed:
         check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)
         held = (p for group in one.param_groups for p in group["params"])
-        if any(id(p) not in own for p in held):
+        if any(model.labels.of(p) is None for p in held):
             raise PlanningError(
                 f"the {type(one).__name__} holds parameters that are not the model's.\n"
                 f"fix: pass the optimizer that was built over model.parameters()"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -68,26 +67,32 @@ class Models:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    def owner(self, label: str) -> tuple[ParallelModule, str] | None:
-        """The module that a parameter or buffer of the program is one of, and its name there."""
+    def owner(self, name: str) -> tuple[ParallelModule, str] | None:
+        """The module that a parameter or buffer of the program is one of, and its label there."""
         for prefix, model in reversed(list(self.parts.items())):
-            if label.startswith(prefix):
-                name = label.removeprefix(prefix)
-                return (model, name) if name in self._names[prefix] else None
+            if name.startswith(prefix):
+                label = model.seen.labels.get(name.removeprefix(prefix))
+                return (model, label) if label is not None else None
         return None
 
-    @cached_property
-    def _names(self) -> dict[str, frozenset[str]]:
-        return {p: frozenset(named_tensors(m.module)) for p, m in self.parts.items()}
-
-    def by_part(self, labels: Mapping[str, Any]) -> list[tuple[ParallelModule, dict[str, Any]]]:
-        """What is known by label, by module and name there; each module is in it."""
+    def by_part(self, named: Mapping[str, Any]) -> list[tuple[ParallelModule, dict[str, Any]]]:
+        """What is known by name in the program, by module and label there; each module is in it."""
         found: list[tuple[ParallelModule, dict[str, Any]]] = [(m, {}) for m in self.parts.values()]
         index = {id(model): own for model, own in found}
-        for label, value in labels.items():
-            if (owner := self.owner(label)) is not None:
+        for name, value in named.items():
+            if (owner := self.owner(name)) is not None:
                 index[id(owner[0])][owner[1]] = value
         return found
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """By each name in the program that is one of the first module's, its label."""
+        return dict(self.parts[""].seen.labels) if self.parts else {}
+
+    @property
+    def arrangement(self) -> tuple[int, ...]:
+        """Which objects stand where in the modules."""
+        return tuple(model.seen.number for model in self.parts.values())
 
     # -- as one ------------------------------------------------------------------------------------
 
@@ -142,9 +147,10 @@ class Models:
     @property
     def settled(self) -> dict[str, dict[str, Placement]]:
         return {
-            f"{prefix}{name}": placements
+            f"{prefix}{model.seen.names[label]}": placements
             for prefix, model in self.parts.items()
-            for name, placements in model.settled.items()
+            for label, placements in model.settled.items()
+            if label in model.seen.names
         }
 
     @property
@@ -188,7 +194,7 @@ class Models:
             f"{prefix}{name}"
             for prefix, model in self.parts.items()
             if model.zero is None
-            for name in self._names[prefix]
+            for name in model.seen.labels
         )
 
     @property

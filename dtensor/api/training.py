@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,15 @@ import torch
 import torch.optim.optimizer as hooks
 
 from dtensor.api.away import as_it_is
+from dtensor.api.labels import Seen
 from dtensor.api.loaded_program import load, on_stage
 from dtensor.api.optimizer_on_ranks import place_optimizer
-from dtensor.api.parallel import ParallelModule, check_parallel, recompute_of
+from dtensor.api.parallel import (
+    ParallelModule,
+    check_parallel,
+    not_the_models,
+    recompute_of,
+)
 from dtensor.api.plan_call import (
     BoundCall,
     Options,
@@ -299,10 +305,12 @@ class TrainStep:
             return plan_call(call, self.model.mesh, "loss", options, self._name)
 
         with ONE_AT_A_TIME:
+            call.look()
             groups = self._groups()
             _refuse_early_hooks(self.optimizer)
             if self.options.each_call:
-                return self.plans.of_graph(call.graph("loss", each_call=True), groups, make)
+                others = groups, call.arrangement
+                return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
             return self.plans.get(call, groups, make)
 
     def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
@@ -380,6 +388,7 @@ class TrainStep:
             optimizer=home.name,
             groups=groups,
             keys=home.keys,
+            labels=planned.models.labels,
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
@@ -674,28 +683,32 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 class _GroupNames:
     """The names of the parameters of each of an optimizer's groups, read anew where they changed.
+    What stands in the module no more has none, and no gradient.
 
-    Raises PlanningError for a parameter that is not the model's.
+    Raises PlanningError for a parameter that never was the model's.
     """
 
     def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.held: tuple[tuple[int, ...], ...] | None = None  # the parameters, by id
+        self.held: object = None  # what of the module was seen, and the parameters, by id
         self.names: tuple[tuple[str, ...], ...] = ()
 
     def __call__(self) -> tuple[tuple[str, ...], ...]:
         groups = self.optimizer.param_groups
-        held = tuple(tuple(map(id, group["params"])) for group in groups)
+        seen = self.model.seen
+        held = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
         if held != self.held:
-            names = {id(p): name for name, p in self.model.named_parameters()}
-            for parameter in (p for group in groups for p in group["params"]):
-                if id(parameter) not in names:
-                    raise PlanningError(
-                        f"the optimizer holds a parameter of shape {list(parameter.shape)} that "
-                        f"is not one of the model's; fix: build it over model.parameters()"
-                    )
-            self.names, self.held = tuple(tuple(names[p] for p in ids) for ids in held), held
+            self.names = tuple(tuple(self._names(group["params"], seen)) for group in groups)
+            self.held = held
         return self.names
+
+    def _names(self, parameters: Sequence[torch.Tensor], seen: Seen) -> Iterator[str]:
+        for parameter in parameters:
+            label = self.model.labels.of(parameter)
+            if label is None:
+                raise not_the_models(parameter)
+            if label in seen.names:
+                yield seen.names[label]
 
 
 def _held(value: Any) -> Callable[[], Any]:

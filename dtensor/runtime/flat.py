@@ -39,13 +39,14 @@ SMALL = 4096
 
 @dataclass(slots=True)
 class Member:
-    """A shard's place in its run, in elements; `seen`: the shard of the step before."""
+    """A shard's place in its run, in elements; `seen`: the shard of the step before, and its version
+    after that."""
 
     name: str
     shape: torch.Size
     begin: int
     numel: int
-    seen: weakref.ref[Tensor] | None = None
+    seen: tuple[weakref.ref[Tensor], int] | None = None
 
 
 class FlatRun:
@@ -102,19 +103,24 @@ class FlatRun:
                 shard.data = self._views[at]
 
     def _follow(self, shards: Mapping[str, Tensor]) -> None:
-        """Shards that are other tensors than at the step before may have other values: a master
-        takes those over."""
+        """Shards that are other tensors than at the step before, or were written since, may have
+        other values: a master takes those over."""
+        self._copies = []
         for member, here in zip(self.members, self._views, strict=True):
             shard = shards[member.name]
-            if member.seen is not None and member.seen() is not shard:
-                here.copy_(master_of(shard, here))
-            member.seen = weakref.ref(shard)
+            if member.seen is not None:
+                before, version = member.seen
+                if before() is not shard or version != shard._version:
+                    here.copy_(master_of(shard, here))
             self._copies.append((shard, here))
 
     def give(self) -> None:
         """The shards become the parameter, after a step."""
         for shard, here in self._copies:
             shard.copy_(here)
+        if self.master:
+            for member, (shard, _) in zip(self.members, self._copies, strict=True):
+                member.seen = weakref.ref(shard), shard._version
         if self._copies and len(self.members) == 1 and not self.master:  # a large part of a tensor
             self.parameter.data = self.parameter.data.new_empty(0)
             self._stands(owns=False)

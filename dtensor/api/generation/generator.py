@@ -108,8 +108,10 @@ class Generator:
         prefill_batch: int = 1,
         topology: Topology | None = None,
     ) -> None:
+        model.look()
         forward = forward_of(model.module, length)
         self.model = model
+        self._made_for = forward, model.seen.number
         self.slots: int = slots
         self.length: int = length
         self.buckets: tuple[int, ...] = tuple(buckets)
@@ -215,13 +217,25 @@ class Generator:
         return self.model.switches + prefill
 
     def _check_placed(self) -> None:
-        """That the model is placed as when the caches and programs were made for it."""
+        """That the model is placed, and keeps keys and values, as when the caches and programs were
+        made for it."""
         if self._switches != self._now_switches():
             raise PlanningError(
                 f"{type(self.model.module).__name__} was switched to {self.model.mesh} since this "
                 f"generator was made, whose caches lie as the model lay before.\n"
                 f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), anew"
             )
+        self.model.look()
+        forward, number = self._made_for
+        if number != self.model.seen.number:
+            if forward_of(self.model.module, self.length) != forward:
+                raise PlanningError(
+                    f"{type(self.model.module).__name__} has other layers than when this generator "
+                    f"was made, and its caches are of those.\n"
+                    f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), "
+                    f"anew"
+                )
+            self._made_for = forward, self.model.seen.number
 
     def _settle(self) -> None:
         if not self._settled:

@@ -16,8 +16,8 @@ Not here: how "auto" chooses (auto_stages.py), which stage an op runs on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
@@ -167,6 +167,54 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
     )
 
 
+def stages_anew(
+    module: nn.Module, plan: StagePlan, told: Mapping[str, tuple[int, ...]], as_before: Set[str]
+) -> StagePlan:
+    """The stages of a module that was changed since. ``told``: by their names now, those of
+    parameters and buffers that are known; ``as_before``: the names under which they were known.
+
+    A parameter stays where it is. A new one goes where its name's patterns put it; where "auto" has
+    chosen the stages else where its module is, or, if that is on several, with what is before it.
+    Raises PlanningError for one in no stage.
+    """
+    if plan.axis is None or plan.waiting:
+        return plan
+    names, lists = names_of(module), plan.patterns
+    homes = {name: plan.homes[name] for name in as_before if name in plan.homes}
+    for named in names:
+        others = [name for name in named.names if name not in homes]
+        for name in others:
+            found = tuple(i for i, own in enumerate(lists) if any(matches(g, name) for g in own))
+            moved = named.name in told and len(others) == len(named.names)
+            found = told[named.name] if moved else found
+            if found:
+                homes[name] = found
+    new = {n: found for n, found in homes.items() if n not in as_before and len(found) > 1}
+    _check_once(lists, {n: found for n, found in new.items() if n not in told})
+    parameters = [n for n in names if n.kind == "parameter"]
+    held: dict[str, tuple[int, ...]] = {}
+    missing: list[Named] = []
+    last = 0
+    for named in names:
+        found = {stage for name in named.names for stage in homes.get(name, ())}
+        if not found and (named.kind == "buffer" or plan.auto):
+            around = _stage_around(named, parameters, homes)
+            beside = {last} if named.kind == "parameter" else set[int]()
+            found = beside if around is None else {around}
+        if found:
+            held[named.name] = tuple(sorted(found))
+            last = max(found) if named.kind == "parameter" else last
+            if len(named.names) == 1:
+                homes[named.name] = held[named.name]
+        elif named.kind == "parameter":
+            missing.append(named)
+    if missing:
+        raise _missing(
+            missing, lists, {n: homes.get(n, ()) for named in names for n in named.names}
+        )
+    return replace(plan, held=held, homes=homes)
+
+
 def _axis_of(
     mesh: Mesh, stages: Mapping[str, Patterns | str | Auto] | str
 ) -> tuple[str, tuple[tuple[str, ...], ...] | int]:
@@ -282,7 +330,7 @@ def _stage_around(
             for named in parameters
             for name in named.names
             if name.startswith(f"{path}.")
-            for stage in by_name[name]
+            for stage in by_name.get(name, ())
         }
         if inside:
             return inside.pop() if len(inside) == 1 else None

@@ -27,13 +27,16 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import PerThread, is_capturing
+from dtensor.frontend.capture.given_memory import GivenMemory
 from dtensor.frontend.capture.patches import region
 from dtensor.frontend.capture.refusals import (
     Watch,
     assigned_attribute,
     hooks_on_gradients,
+    other_memory,
     planning_error,
     requires_grad_kept,
+    stored_by_torch,
 )
 from dtensor.frontend.capture.replaced import replaced
 from dtensor.frontend.graph import Arg, OutTree, type_text
@@ -47,7 +50,7 @@ from dtensor.frontend.reads.walk import (
     has_hooks,
 )
 from dtensor.frontend.reads.wrote import Wrote, is_alone
-from dtensor.frontend.source import source_of_callable
+from dtensor.frontend.source import Source, source_of_callable
 from dtensor.private_torch import FakeTensorMode, pytree
 
 Grads = Literal["none", "loss", "tangents"]
@@ -189,12 +192,17 @@ class CallAsModule(nn.Module):
             leaves[arg.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
         held = _held(self.call)
+        own = [tensor for tensor in held.values() if tensor is not None]
+        given = GivenMemory(own, tensors)
         try:
-            with self.recorder, Watch(self.recorder), region(self.autocast):
+            with self.recorder, Watch(self.recorder, given), region(self.autocast):
                 out = self.call.fn(*args, **kwargs)
         finally:
             self.seen.wrote = Wrote(self.recorder, alone=self.before.alone and is_alone())
             self.seen.changes += filter(self.seen.wrote.may, self.before.changes())
+        left = [*pytree.tree_leaves(out), *_held(self.call).values()]
+        if (stale := given.end(left)) is not None:
+            raise other_memory(stale, source_of_callable(self.call.fn))
         self._check_held(held)
         if self.grads == "loss":
             self._check_loss(out)
@@ -218,7 +226,7 @@ class CallAsModule(nn.Module):
         now = _held(self.call)
         source = source_of_callable(self.call.fn)
         if made := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
-            raise assigned_attribute(made, source)
+            raise stored(self.call, made, source)
         modules = _modules(self.call)
         for (path, name), old in before.items():
             new = now.get((path, name))
@@ -226,7 +234,7 @@ class CallAsModule(nn.Module):
                 continue
             shapes = [(x.shape, x.dtype) if x is not None else None for x in (old, new)]
             if name in modules[path]._parameters or old is None or shapes[0] != shapes[1]:
-                raise assigned_attribute([f"{path}{name}"], source)
+                raise stored(self.call, [f"{path}{name}"], source)
             assert new is not None
             if new.requires_grad:
                 raise requires_grad_kept(f"{path}{name}", source)
@@ -260,6 +268,17 @@ class CallAsModule(nn.Module):
                 source=source,
                 fix="return (loss, {'accuracy': accuracy}), each value reduced to a scalar",
             )
+
+
+def stored(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:
+    """For attributes, by path, in which forward stores tensors; ``line``: that does, if known."""
+    modules = _modules(call)
+    for path in names:
+        owner, dot, name = path.rpartition(".")
+        module = modules.get(f"{owner}{dot}")
+        if module is not None and (by := stored_by_torch(module, name)) is not None:
+            return assigned_attribute(names, source_of_callable(call.fn), by)
+    return assigned_attribute(names, line or source_of_callable(call.fn))
 
 
 def _modules(call: FlatCall) -> dict[str, nn.Module]:

@@ -38,6 +38,7 @@ from dtensor.frontend.capture.call_as_module import (
     faked,
     flat_call,
     refuse_hooks,
+    stored,
 )
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import Held
@@ -51,7 +52,6 @@ from dtensor.frontend.capture.patches import (
 )
 from dtensor.frontend.capture.refusals import (
     ASSIGNED,
-    assigned_attribute,
     assigned_names,
     changes_outside,
     check_forward,
@@ -212,8 +212,8 @@ class _Capture:
 
     def check_tensors(self) -> None:
         if lost := [change for change in self.changes if change.has_tensors]:
-            line = line_of_change(lost[0], self.ran) or source_of_callable(self.call.fn)
-            raise assigned_attribute([change.path for change in lost], line)
+            line = line_of_change(lost[0], self.ran)
+            raise stored(self.call, [change.path for change in lost], line)
 
     def check(self) -> None:
         self.check_tensors()
@@ -247,8 +247,7 @@ def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphMo
     except UserWarning as warning:
         if not re.match(ASSIGNED, str(warning)):
             raise
-        names = assigned_names(str(warning))
-        raise assigned_attribute(names, source_of_callable(root.call.fn)) from warning
+        raise stored(root.call, assigned_names(str(warning)), None) from warning
     except Exception as error:
         from dtensor.frontend.capture.failures import of_program  # seldom needed
 

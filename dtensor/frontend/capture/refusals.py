@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.capture.given_memory import GivenMemory
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.reads.effects import Change, line_of_change
 from dtensor.frontend.reads.ran import CodeRecorder
@@ -93,11 +94,12 @@ _HOOKS = {
 
 class Watch(TorchFunctionMode):
     """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
-    code torch runs for it is of no interest."""
+    code torch runs for it is of no interest; ``given``: to what parameters and buffers give way."""
 
-    def __init__(self, recorder: CodeRecorder) -> None:
+    def __init__(self, recorder: CodeRecorder, given: GivenMemory) -> None:
         super().__init__()
         self.recorder = recorder
+        self.given = given
 
     def __torch_function__(
         self,
@@ -121,16 +123,11 @@ class Watch(TorchFunctionMode):
                 )
             raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
         if func == _DATA.__get__:  # it would be a tensor of nowhere
-            return args[0].detach()
+            return self.given.made(args[0].detach())
         if func == _DATA.__set__:
-            if is_same_memory(args[1], args[0]):
+            if is_same_memory(args[1], args[0]) or self.given.gives(args[0], args[1]):
                 return None
-            raise planning_error(
-                "The program gives a tensor other memory (x.data = y).",
-                type_text(args[0]),
-                source=source_here(),
-                fix="x.copy_(y) under torch.no_grad(), of a buffer x",
-            )
+            raise other_memory(args[0], source_here())
         if func in _DERIVATIVES:
             raise planning_error(
                 "A gradient inside the program is not supported yet.",
@@ -154,6 +151,8 @@ class Watch(TorchFunctionMode):
             with self:
                 return _GAUSSIAN_NLL(*args, **kwargs)
         calls_back = False
+        if (stale := self.given.stale(_opened((*args, *kwargs.values())))) is not None:
+            raise other_memory(stale, source_here())
         for value in _opened((*args, *kwargs.values())):
             calls_back |= isinstance(value, FunctionType)
             if isinstance(value, torch.Tensor) and _is_stray(value):
@@ -165,9 +164,9 @@ class Watch(TorchFunctionMode):
                     fix="pass the module as an argument, as in loss_fn(model, x)",
                 )
         if calls_back:
-            return func(*args, **kwargs)
+            return self.given.made(func(*args, **kwargs))
         with self.recorder.paused():
-            return func(*args, **kwargs)
+            return self.given.made(func(*args, **kwargs))
 
 
 def _opened(values: Iterable[Any]) -> Iterator[Any]:
@@ -246,6 +245,17 @@ def is_same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         ) and x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
+def other_memory(x: torch.Tensor, source: Source | None) -> PlanningError:
+    """For `x.data = y` that a copy is not."""
+    return planning_error(
+        "The program gives a tensor other memory (x.data = y), and something else reads or changes "
+        "what it has or had.",
+        type_text(x),
+        source=source,
+        fix="x.copy_(y) under torch.no_grad(), of a parameter or buffer x",
+    )
+
+
 def asks_for_data(what: str, source: Source | None) -> PlanningError:
     return planning_error(
         "The program depends on a tensor's value, which is not known when it is planned.",
@@ -260,15 +270,52 @@ def data_dependent(error: Exception, source: Source | None) -> PlanningError:
     return asks_for_data(f"{type(error).__name__}: {str(error).splitlines()[0]}", source)
 
 
-def assigned_attribute(names: Sequence[str], source: Source | None) -> PlanningError:
+def assigned_attribute(
+    names: Sequence[str], source: Source | None, stored: StoredByTorch | None = None
+) -> PlanningError:
     """For tensors that forward stored in a module, which capture forgets."""
+    fix = (
+        "return the tensor, or register it as a buffer and change it in place; a cache that "
+        "stays as it is: let one call of the module fill it before"
+    )
     return planning_error(
         "The program stores a tensor in an attribute of a module, which would be lost.",
         *names,
+        *([] if stored is None else [f"stored by {stored.by}, a hook before its forward"]),
         source=source,
-        fix="return the tensor, or register it as a buffer and change it in place; a cache that "
-        "stays as it is: let one call of the module fill it before",
+        fix=fix if stored is None else stored.fix,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredByTorch:
+    """A function of torch's that makes a module store a weight, and what does not."""
+
+    by: str
+    fix: str
+
+
+def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
+    """Which of torch's hooks stores the attribute at each forward, if one does."""
+    # Not at the top: only an error asks.
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    which, nn_utils = f'(module, "{name}")', "torch.nn.utils"
+    for hook in module._forward_pre_hooks.values():
+        match hook:
+            case WeightNorm() | SpectralNorm() if hook.name == name:
+                kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+                fix = f"{nn_utils}.remove_{kind}{which}; {nn_utils}.parametrizations.{kind}{which}"
+                return StoredByTorch(f"{nn_utils}.{kind}", fix)
+            case BasePruningMethod() if hook._tensor_name == name:
+                fix = f"{nn_utils}.prune.remove{which}; to go on with the mask: {nn_utils}."
+                fix += f'parametrize.register_parametrization(module, "{name}", a module that '
+                return StoredByTorch(f"{nn_utils}.prune", f"{fix}multiplies by the mask)")
+            case _:
+                pass
+    return None
 
 
 def requires_grad_kept(name: str, source: Source | None) -> PlanningError:

@@ -9,8 +9,8 @@ is one of values alone:
         ->   every use of the inverse reads  dt.linalg_checked(inverse, info, "linalg.inv", False)
 
 Invariants: parameters and arguments that nothing uses are dropped, and a gradient that is None has
-no `Grad`. Mutations are refused but of buffers and, in a program without gradients, of arguments on
-the meta device, which stand for DTensors. A check comes before every use of what it checks, so an
+no `Grad`. Mutations are refused but of parameters and buffers and, in a program without gradients, of
+arguments on the meta device, which stand for DTensors. A check comes before every use of what it checks, so an
 error is raised where torch raises it; other effects stay and are refused.
 Not here: the export (capture.py), what the rewrites are (simplify.py, decompose.py), names.
 """
@@ -62,6 +62,7 @@ def to_graph(
     _settle_effects(graph)
     check_joint(graph)
     names = _names_of(call)
+    _drop_tangents_of_parameters(graph)
     outputs = _outputs(graph, root, names, forward)  # first: it refuses mutations
     inputs = {
         node: _input(node.meta["desc"], call, names, forward)
@@ -187,7 +188,9 @@ def _outputs(
                 what = _input(of, call, names, forward)
                 assert isinstance(what, (Param, ModuleBuffer, Arg))
                 outputs.append(Grad(what))
-            case aot.InputMutationAOTOutput(mutated_input=aot.BufferAOTInput(target=target)):
+            case aot.InputMutationAOTOutput(
+                mutated_input=aot.BufferAOTInput(target=target) | aot.ParamAOTInput(target=target)
+            ):
                 outputs.append(Mutation(names[target]))
             case aot.InputMutationAOTOutput(mutated_input=aot.PlainAOTInput(idx=index)) if (
                 root.grads == "none" and call.leaves[call.args[index].index].is_meta
@@ -202,18 +205,38 @@ def _outputs(
     return tuple(outputs)
 
 
+def _drop_tangents_of_parameters(graph: fx.Graph) -> None:
+    """What a parameter that forward changes is afterwards has no gradient of its own: nothing
+    differentiates through its next value. Torch adds that to the parameter's gradient, if any."""
+    for node in graph.find_nodes(op="placeholder"):
+        match node.meta["desc"]:
+            case aot.TangentAOTInput(
+                output=aot.InputMutationAOTOutput(mutated_input=aot.ParamAOTInput())
+            ):
+                pass
+            case _:
+                continue
+        for user in list(node.users):
+            rest: Any = None  # of the gradient
+            if user.op != "output":
+                assert user.target is aten.add.Tensor and len(user.args) == 2, user.format_node()
+                rest = user.args[1] if user.args[0] is node else user.args[0]
+                user.replace_all_uses_with(rest)
+                graph.erase_node(user)
+            else:
+                user.replace_input_with(node, rest)
+        graph.erase_node(node)
+
+
 def _mutation_error(what: Input, desc: Any, call: FlatCall, forward: fx.GraphModule) -> Exception:
-    assert isinstance(what, (Param, Arg))
-    kind, may = "a parameter", "only buffers may be changed"
-    fix = "write the out-of-place form (x = x + 1), or register the tensor as a buffer"
-    if isinstance(what, Arg):
-        kind, may = "an argument", "only buffers may be, and DTensors that dt.compile is given"
-        fix += f"; for dt.compile: {what.name} = dt.distribute({what.name}, mesh) before the calls"
+    assert isinstance(what, Arg)
     return planning_error(
-        f"The program changes {kind} in place; {may}.",
+        "The program changes an argument in place; only parameters and buffers may be, and "
+        "DTensors that dt.compile is given.",
         what.name,
         source=_mutating_line(desc, forward) or source_of_callable(call.fn),
-        fix=fix,
+        fix="write the out-of-place form (x = x + 1), or register the tensor as a buffer; for "
+        f"dt.compile: {what.name} = dt.distribute({what.name}, mesh) before the calls",
     )
 
 
@@ -267,7 +290,7 @@ def _drop_unused(
     written = {(o.name, o.index) for o in outputs if isinstance(o, Mutation)}
     for node, what in list(inputs.items()):
         needed = what in differentiated and what not in used
-        if isinstance(what, (ModuleBuffer, Arg)):  # though it may not be read
+        if isinstance(what, (Param, ModuleBuffer, Arg)):  # though it may not be read
             index = what.index if isinstance(what, Arg) else None
             needed |= (what.name, index) in written and what not in used
         if not node.users and not isinstance(what, Tangent) and not needed:

@@ -96,6 +96,8 @@ class _Stager:
         for place in operands:
             if place.stage is None and place.allowed is not None:
                 allowed = place.allowed if allowed is None else allowed & place.allowed
+        if allowed is not None and not allowed:
+            raise self._apart(op)
         batch = any(p.stage is None and p.allowed is None for p in operands)
         batch = batch and not self.flow.batch_values.isdisjoint(op.operands)
         if not fixed and (allowed is None or (allowed and not batch)):
@@ -135,7 +137,21 @@ class _Stager:
         return stage
 
     def _too_early(self, op: Op, latest: int) -> PlanningError:
-        lines = [f"{op.call.name} needs a parameter of an earlier stage than its inputs."]
+        return self._misplaced(
+            op,
+            f"{op.call.name} needs a parameter of an earlier stage than its inputs.",
+            f"move the parameter to stage {latest} in stages=",
+        )
+
+    def _apart(self, op: Op) -> PlanningError:
+        return self._misplaced(
+            op,
+            f"{op.call.name} needs parameters of stages that share none.",
+            "put what it reads on one stage in stages=",
+        )
+
+    def _misplaced(self, op: Op, fact: str, fix: str) -> PlanningError:
+        lines = [fact]
         for name in op.operands:
             place = self.places[name]
             where = (
@@ -146,7 +162,7 @@ class _Stager:
             lines.append(f"  {name}: {self.flow.metas[name]}, {where}")
         if op.source:
             lines.append(f"  {op.source}: {op.source_text}")
-        lines.append(f"  fix: move the parameter to stage {latest} in stages=")
+        lines.append(f"fix: {fix}")
         return PlanningError("\n".join(lines))
 
     # -- floating ops are repeated where they are used -----------------------------------------
@@ -239,6 +255,11 @@ class _Stager:
             for name in op.operands:
                 if self.places[name].stage is None:
                     needed.setdefault(name, set()).update(stages)
+        for output, item in self._mutations():
+            if not needed.get(item.name):  # it is written and never read
+                stage = self.places[output.value].stage
+                known = self.held.get(item.label) or needed.get(output.value) or {stage or 0}
+                needed[item.name] = set(known)
         return needed
 
     def _split_tied(
@@ -268,6 +289,8 @@ class _Stager:
             by_stage: dict[int, list[str]] = {}
             for term in terms:
                 by_stage.setdefault(self.places[term].stage or 0, []).append(term)
+            for at in sorted(needed.get(self._named(output), set()) - by_stage.keys()):
+                by_stage[at] = [self._zeros(output.value, at, extra)]  # it is updated there too
             for at in sorted(by_stage):
                 total = by_stage[at][0]
                 for other in by_stage[at][1:]:
@@ -288,20 +311,40 @@ class _Stager:
             return [value], set()
         return terms, {op.name}.union(*(sums for _, sums in parts))
 
+    def _named(self, output: Output) -> str:
+        """The input that it is of."""
+        return next(item.name for item in self.flow.inputs if item.label == str(output.of))
+
+    def _zeros(self, value: str, stage: int, extra: list[Op]) -> str:
+        """What a stage adds to a gradient on which a parameter is read without one."""
+        meta = self.flow.metas[value]
+        call = OpCall(
+            target=torch.ops.aten.full.default,
+            args=(list(meta.shape), 0.0),
+            kwargs=(("dtype", meta.dtype),),
+            operands=(),
+            results=(meta,),
+        )
+        return self._made(f"{value}_none_at{stage}", call, (), stage, extra)
+
     def _add(self, a: str, b: str, stage: int, extra: list[Op]) -> str:
         meta = self.flow.metas[a]
-        name = f"{a}_plus_{b}"
         call = OpCall(
             target=torch.ops.aten.add.Tensor,
             args=(Operand(0), Operand(1)),
             operands=(meta, meta),
             results=(meta,),
         )
+        return self._made(f"{a}_plus_{b}", call, (a, b), stage, extra)
+
+    def _made(
+        self, name: str, call: OpCall, operands: tuple[str, ...], stage: int, extra: list[Op]
+    ) -> str:
         extra.append(
             Op(
                 name=name,
                 call=call,
-                operands=(a, b),
+                operands=operands,
                 results=(name,),
                 phase="backward",
                 stage=stage,

@@ -13,7 +13,7 @@ Not here: what a step becomes (moves.py, step_end.py, program.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -49,6 +49,7 @@ class Roles:
 
     gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
     step); groups: of its parameters (none: it has one of all), and keys: of the state in each;
+    labels: by name, what a parameter is called there, if it is not that;
     state: plan input to the table's name, for parameters, buffers and constants; detect_nan: check
     what each op gives (finite.py).
     """
@@ -57,8 +58,13 @@ class Roles:
     optimizer: str | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
     state: Mapping[str, str] = field(default_factory=dict[str, str])
     detect_nan: DetectNan = False
+
+    def called(self, parameters: Iterable[str]) -> tuple[str, ...]:
+        """Their labels."""
+        return tuple(self.labels.get(name, name) for name in parameters)
 
 
 class Shared:

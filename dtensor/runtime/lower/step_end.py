@@ -236,9 +236,10 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
         numel = b.shared.nbytes(step.spec, b.here) // step.spec.dtype.itemsize
+        (label,) = roles.called([step.parameter])
         for key in (*keys_of[step.parameter], *narrow):
-            name = value_name(roles.optimizer or "", key, step.parameter)
-            found[name] = step.parameter, key
+            name = value_name(roles.optimizer or "", key, label)
+            found[name] = label, key
             b.nbytes[name] = WORD.nbytes if key in NUMBERS else numel * width.itemsize
     return found
 
@@ -267,13 +268,14 @@ def update(b: RankBuilder) -> None:
     parts = [_slice(b, inputs[s.parameter], s) for s in updates]
     code = segment.code
     function = code.bind("step_optimizer", step_optimizer)
-    cut = tuple(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
+    called = b.roles.called
+    cut = called(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
     divides = norm is not None and kernel_divides(norm.dtype)
     own = _made_anew(b, updates) if divides else ()
-    labels = tuple(s.parameter for s in updates)
-    what = code.bind("updated", Updated(b.roles.groups, labels, tuple(values.values())))
+    labels, groups = called(s.parameter for s in updates), tuple(map(called, b.roles.groups))
+    what = code.bind("updated", Updated(groups, labels, tuple(values.values())))
     given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
-    given += f", {code.bind('parts', cut)}, {code.bind('own', own)}" if cut or own else ""
+    given += f", {code.bind('parts', cut)}, {code.bind('own', called(own))}" if cut or own else ""
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
     copied = _copied_bytes(b, updates, own if clip else None)
     if copied:

@@ -18,7 +18,8 @@ from arguments, and from state that no such write changes, without a message (on
 failed is zeros). And the run reads nothing of the old contents, so that a second run reads what the
 first has read, whatever that has left written.
 
-Invariants: steps are as they were. With microbatches everything is copied. Not here: the code.
+Invariants: steps are as they were. With microbatches everything is copied, and so is a parameter
+that is read after it was written. Not here: the code.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _PUT_BACK = {
 
 def in_place(plan: PlanRecord) -> PlanRecord:
     """The plan with a `StateWrite` for each output that is a mutation, on each stage."""
-    inputs = {item.label: item for item in plan.inputs if item.kind in ("buffer", "argument")}
+    inputs = {item.label: item for item in plan.inputs if item.kind in ("parameter", "buffer", "argument")}
     producers = {name: step for step in plan.steps for name, _ in results_of(step)}
     found = [
         _Storage(plan, inputs[str(o.of)], stage, value, producers).judged()
@@ -264,6 +265,8 @@ class _Storage:
             return replace(write, how="at the commit", skipped=later)
         if self.read != {last}:
             raise _Kept("the old contents are read too")
+        if self.item.kind == "parameter":
+            raise _Kept("it is a parameter, which a call that fails leaves as it was")
         if not all(self._known(name).overwrites for name, _ in self.written):
             raise _Kept("what is written depends on what was there, and is read in the same run")
         standing = frozenset(self.aliases) - {self.item.name}
