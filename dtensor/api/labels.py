@@ -69,6 +69,11 @@ class Labels:
         """That of a tensor that stands in the module, or did."""
         return self._labels.get(tensor)
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Those of objects that are there still, in the module or not."""
+        return frozenset(self._labels.values())
+
     def see(self) -> Seen:
         """What stands in the module now; objects that are new are given labels."""
         held = _Held(self.module)

@@ -22,7 +22,7 @@ Not here: what the two mean (sharding/plan/passes), placements (stating/placing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -129,7 +129,8 @@ class ParallelModule:
             {name for name, label in now.labels.items() if before.labels.get(name) == label},
         )
         self.placements, self.stage_plan = placements, stages
-        self.seen, self._told = now, told
+        self.seen, self._told = now, told.of(self.labels.known)
+        self.settled = {n: own for n, own in self.settled.items() if n in self.labels.known}
 
     def claim_homes(self, ranks: tuple[int, ...]) -> None:
         """The rank of each stage, as the schedule of a training step has it, for all programs of
@@ -250,6 +251,11 @@ class _Told:
         placed = {labels[stated.name]: stated for stated in model.placements}
         here = {labels[name]: stages for name, stages in held.items() if name in labels}
         return _Told({**self.placed, **placed}, {**self.held, **here})
+
+    def of(self, known: Set[str]) -> _Told:
+        """Without those that nobody has any more."""
+        placed = {label: own for label, own in self.placed.items() if label in known}
+        return _Told(placed, {label: own for label, own in self.held.items() if label in known})
 
 
 def parallelize(

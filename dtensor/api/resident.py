@@ -273,6 +273,8 @@ class Resident:
         by_rank = [[n for n, ranks in left.items() if r in ranks] for r in range(self.mesh.size)]
         if left:
             self.cluster.delete(by_rank)
+        known = self.model.labels.known
+        self.planned = {label: own for label, own in self.planned.items() if label in known}
         self.looked, self.placed = self.model.seen.number, None
 
     def _settle_written(self) -> None:

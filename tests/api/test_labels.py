@@ -48,7 +48,10 @@ def test_no_label_is_given_twice() -> None:
     assert labels.of(nn.Parameter(torch.ones(1))) is None
     module.down.weight = old
     again = labels.see()
-    assert (again.labels["down.weight"], again.labels["down.bias"]) == ("down.weight", "down.bias#3")
+    assert (again.labels["down.weight"], again.labels["down.bias"]) == (
+        "down.weight",
+        "down.bias#3",
+    )
 
 
 def renamed(module: nn.Module) -> None:
@@ -158,3 +161,16 @@ def test_a_stage_follows_and_a_new_parameter_needs_one() -> None:
     del module.extra
     module.down.weight = up.weight  # shared: it stays where it is, and where it is used now
     assert stages(model)["down.weight"] == (0, 1)
+
+
+def test_what_nobody_has_any_more_is_forgotten() -> None:
+    module = net()
+    model = dt.parallelize(module, MESH, {"*.weight": dict(tp=dt.Row())})
+    for _ in range(3):
+        module.down = nn.Linear(8, 4)
+        model.look()
+    present = {"up.weight", "up.bias", "down.weight#4", "down.bias#4", "scale"}
+    assert model.labels.known == present
+    module.down = module.up
+    model.look()
+    assert model._told.placed.keys() <= present

@@ -53,7 +53,9 @@ _PUT_BACK = {
 
 def in_place(plan: PlanRecord) -> PlanRecord:
     """The plan with a `StateWrite` for each output that is a mutation, on each stage."""
-    inputs = {item.label: item for item in plan.inputs if item.kind in ("parameter", "buffer", "argument")}
+    inputs = {
+        item.label: item for item in plan.inputs if item.kind in ("parameter", "buffer", "argument")
+    }
     producers = {name: step for step in plan.steps for name, _ in results_of(step)}
     found = [
         _Storage(plan, inputs[str(o.of)], stage, value, producers).judged()
