@@ -44,7 +44,7 @@ from dtensor.api.randomness import restore_counts
 from dtensor.api.resident import Resident
 from dtensor.api.saves import Saved, SaveOptions, submitted
 from dtensor.api.session import MeshSession, launched, session_at_hand
-from dtensor.api.state import check_optional
+from dtensor.api.state import checked_optional
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
@@ -103,7 +103,7 @@ def save(
     """
     _check_path("save", path)
     check_parallel("save", model)
-    check_optional(optimizer)
+    optimizer = checked_optional(optimizer)
     if format not in ("dcp", "hf"):
         raise PlanningError(
             f"format={format!r} is none that there is.\n"
@@ -149,7 +149,7 @@ def load(
     """
     _check_path("load", path)
     check_parallel("load", model)
-    check_optional(optimizer)
+    optimizer = checked_optional(optimizer)
     check_word("dtype", dtype, ("saved", "model"))
     if model.source is not None:
         raise PlanningError(

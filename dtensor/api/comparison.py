@@ -37,10 +37,11 @@ from dtensor.api.parallel import ParallelModule, parallelize
 from dtensor.api.plan_call import BoundCall, for_capture
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.api.training import train_step
+from dtensor.api.wrapped_optimizers import torchs_own
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.private_torch import pytree
-from dtensor.runtime.shard_optimizer import check_optimizer
+from dtensor.runtime.elementwise.rule import check_optimizer
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.cost.seconds import PlannedCollective
@@ -261,6 +262,7 @@ class CapturedStep:
         if not isinstance(over, torch.optim.Optimizer):
             check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
             over = over(model.parameters())
+        over = torchs_own(over)
         check_optimizer(over)
         args, named = pytree.tree_map(_argument, (batch, dict(kwargs)))
         return CapturedStep(

@@ -27,7 +27,6 @@ from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import Named, OptimizerHome, Resident
 from dtensor.errors import PlanningError
 from dtensor.runtime.between_meshes import bucket_bytes, sync_program
-from dtensor.runtime.shard_optimizer import NUMBERS
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.named_values import Side, plan_sync
@@ -121,7 +120,7 @@ def shards_on_disk(
                 f"{key} of {label} has the shape {list(stored.shape)}, and is read as {spec}.\n"
                 f"fix: load the state of the same optimizer and model"
             )
-        if stored.dtype.is_floating_point and key not in NUMBERS:
+        if stored.dtype.is_floating_point and not home.rule.entry(key).number:
             stored = replace(stored, dtype=spec.dtype)
         new[label, key] = name, replace(spec, dtype=stored.dtype), ranks
         home.made |= {(label, key)}

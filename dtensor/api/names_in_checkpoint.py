@@ -38,6 +38,7 @@ from dtensor.runtime.checkpoint import (
     Checkpoint,
     TensorRecord,
 )
+from dtensor.runtime.elementwise.rule import give_attributes
 
 OWN = ("dtensor",)
 """Where a checkpoint has what is ours: counts, and what the optimizer is."""
@@ -188,16 +189,25 @@ class MatchedState:
 
     groups: list[dict[str, Any]]
     entries: Entries
+    attributes: Mapping[str, Any]
+    numbers: Mapping[str, str]  # of Python's, which ranks have written as tensors: types by key
     whole: Entries | None = None
 
     def read(self) -> Entries:
         """The entries, whole, where their parameters are."""
-        self.whole = {p: _beside(p, read_whole(own)) for p, own in self.entries.items()}
+        read = {p: self._numbers(read_whole(own)) for p, own in self.entries.items()}
+        self.whole = {p: _beside(p, own) for p, own in read.items()}
         return self.whole
+
+    def _numbers(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = {"bool": bool, "int": int, "float": float}
+        own = {k: kinds[kind] for k, kind in self.numbers.items() if k in entries}
+        return {k: own[k](v) if k in own else v for k, v in entries.items()}
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         state = defaultdict[Tensor, dict[str, Any]](dict, self.whole or {})
         optimizer.__setstate__({"state": state, "param_groups": self.groups})
+        give_attributes(optimizer, self.attributes)
         if self.whole is None:
             optimizer.state = cast(Any, AwayState({}, self.read, self.entries))
 
@@ -220,7 +230,8 @@ def matched_state(
             f"{checkpoint.path} has no state of an optimizer; nothing was loaded.\n"
             f"fix: dt.load(path, model), which leaves the optimizer as it is"
         )
-    saved_kind = checkpoint.small.get(OWN, {}).get("optimizer")
+    saved = checkpoint.small.get(OWN, {})
+    saved_kind = saved.get("optimizer")
     kind = type(optimizer).__name__
     if saved_kind not in (None, kind):
         raise PlanningError(
@@ -240,10 +251,11 @@ def matched_state(
         for parameter in group["params"]
     }
     options = [
-        {**_as_theirs(group, saved), "params": group["params"]}
-        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        {**_as_theirs(group, theirs), "params": group["params"]}
+        for group, theirs in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return MatchedState(options, {parameter: own for parameter, own in entries.items() if own})
+    entries = {parameter: own for parameter, own in entries.items() if own}
+    return MatchedState(options, entries, saved.get("attributes", {}), saved.get("numbers", {}))
 
 
 def _groups_in(
@@ -314,7 +326,7 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
         entry = name.removeprefix(prefix)
         if entry == name or "." in entry:
             continue
-        if record.shape not in ((), shape):
+        if record.shape not in ((), (1,), shape):
             raise PlanningError(
                 f"{name} is {_type(record.dtype, record.shape)} in {checkpoint.path}, and the "
                 f"parameter has shape {list(shape)}; nothing was loaded.\n"

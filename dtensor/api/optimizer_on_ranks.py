@@ -26,15 +26,10 @@ from dtensor.api.session import MeshSession
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.errors import PlanningError
+from dtensor.runtime.elementwise.ghost import Ghost
+from dtensor.runtime.elementwise.rule import Rule, rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import (
-    MASTER,
-    NUMBERS,
-    ShardOptimizer,
-    absent,
-    keys_of,
-    value_name,
-)
+from dtensor.runtime.shard_optimizer import MASTER, absent, value_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.placements import REPLICATE
@@ -71,11 +66,13 @@ def place_optimizer(
         )
     # the parameters first: what the program takes is checked there
     session.place(models, plan, stages)
-    keys = tuple(keys_of(type(optimizer), group) for group in optimizer.param_groups)
-    if home is not None and home.current and home.placed is plan and home.keys == keys:
+    rule = rule_of(optimizer)
+    keys = tuple(map(rule.keys, optimizer.param_groups))
+    known_so = home is not None and home.rule is rule and home.keys == keys
+    if home is not None and known_so and home.current and home.placed is plan:
         return home
     name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
-    updated = updated_by(plan, groups, keys, name, models.labels)
+    updated = updated_by(plan, groups, keys, name, models.labels, rule)
     known = {} if home is None else home.named
     if known:
         _check_as_before(known, updated)
@@ -84,23 +81,46 @@ def place_optimizer(
         held: object = optimizer.state
         entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
         new = {**known, **updated}
-        kept_by = (optimizer, name, masters, keys, resident, entries, dict(entries))
+        kept_by = (optimizer, name, masters, keys, rule, resident, entries, dict(entries))
         before = {} if home is None else home.parameters
         home = OptimizerHome(*kept_by, parameters=before)
+        home.ghost = _ghost(model, rule, entries)
         if isinstance(held, AwayState) and held.on_disk is not None:
             home.on_disk = True
             home.state.changed()
         resident.optimizers[id(optimizer)] = home
-        kind = type(optimizer)
-        session.put([{name: ShardOptimizer(kind, masters)} for _ in range(session.mesh.size)])
+        session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
     else:
+        if home.rule is not rule:  # its options are of another kind than before
+            home.take_rule(rule)
+            session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
         new = {which: updated[which] for which in updated if which not in known}
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, new)
     home.named |= new
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
+    labels = models.labels
+    home.groups = tuple(tuple(map(labels.__getitem__, group)) for group in groups)
+    home.trained = frozenset(labels[s.parameter] for s in plan.steps if isinstance(s, Update))
     return home
+
+
+def _ghost(model: ParallelModule, rule: Rule, entries: Entries) -> Ghost | None:
+    """Of states that there are it is told the numbers, and which other entries."""
+    found: dict[str, Mapping[str, Any]] = {
+        label: own for p, own in entries.items() if (label := model.labels.of(p)) is not None
+    }
+    ghost = rule.ghost({})
+    if ghost is not None and found:
+        from dtensor.api.on_disk import OnDisk, read_whole
+
+        numbers = rule.numbers()
+        for label, own in found.items():
+            small = {k: v for k, v in own.items() if k in numbers or not isinstance(v, OnDisk)}
+            found[label] = {**own, **read_whole(small)}
+        ghost = rule.ghost(found)
+    return ghost
 
 
 def _put_state(
@@ -130,7 +150,7 @@ def _put_state(
                 _check_made(home, label, key, entries)
         else:
             home.made |= {(label, key)}
-            value = _as_stored(value, spec, key, label)
+            value = _as_stored(value, spec, key, label, home.rule)
             spec = replace(spec, dtype=value.dtype)
             new[label, key] = name, spec, ranks
         sent.append((value, (name, spec, ranks)))
@@ -155,6 +175,7 @@ def updated_by(
     keys: Sequence[tuple[str, ...]],
     optimizer: str,
     labels: Mapping[str, str],
+    rule: Rule,
 ) -> dict[tuple[str, str], Named]:
     """The values of the state that the plan's update has, by label and key; ``groups``: the names
     of their parameters, ``keys``: of the state in each, ``labels``: by name."""
@@ -168,10 +189,14 @@ def updated_by(
         label = labels[step.parameter]
         state = on_mesh(plan, item.state)
         wide = replace(state, dtype=torch.float32) if masters else state
-        number = TensorSpec((), torch.float32, state.mesh, (REPLICATE,) * len(state.placements))
+        whole = (REPLICATE,) * len(state.placements)
         for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
-            name = value_name(optimizer, key, label)
-            spec = number if key in NUMBERS else wide
+            name, entry = value_name(optimizer, key, label), rule.entry(key)
+            if entry.number:
+                dtype = entry.dtype(torch.float32)
+                spec = TensorSpec(entry.shape, dtype, state.mesh, whole)
+            else:
+                spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
             found[label, key] = name, spec, holders(plan, item)
     return found
 
@@ -217,7 +242,7 @@ def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str,
     """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
     there = {k for known, k in home.made if known == label} | set(entries)
     there = {k for k in there - {MASTER} if entries.get(k) is not None or (label, k) in home.made}
-    if key == MASTER or type(home.optimizer) is torch.optim.SGD or not there:
+    if key == MASTER or home.rule.name == "SGD" or home.rule.entry(key).late or not there:
         return
     raise PlanningError(
         f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "
@@ -226,14 +251,17 @@ def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str,
     )
 
 
-def _as_stored(value: Any, spec: TensorSpec, key: str, label: str) -> torch.Tensor:
+def _as_stored(value: Any, spec: TensorSpec, key: str, label: str, rule: Rule) -> torch.Tensor:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
+    entry = rule.entry(key)
     if not isinstance(value, torch.Tensor):
-        value = torch.tensor(value)
+        value = torch.tensor(value, dtype=spec.dtype if entry.python is not None else None)
+    elif entry.python is not None:
+        value = value.reshape(spec.shape).to(spec.dtype)
     if tuple(value.shape) != spec.shape:
         raise PlanningError(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = key in NUMBERS or not value.is_floating_point()
+    keeps = entry.number or not value.is_floating_point()
     return value.detach() if keeps else value.detach().to(spec.dtype)

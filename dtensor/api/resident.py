@@ -46,7 +46,9 @@ from dtensor.api.away import (
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.shard_optimizer import NUMBERS, is_absent
+from dtensor.runtime.elementwise.ghost import Ghost, advance
+from dtensor.runtime.elementwise.rule import Rule
+from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial
@@ -71,16 +73,19 @@ class OptimizerHome:
     stands in ``optimizer.state``, first as it was given.
 
     ``parameters``: by label, those of which there is state on the ranks;
-    ``keys``: of the state, by group; ``named``: by parameter and key, the table's name of each
-    value, how it is cut and which ranks have it, before its first step as well; ``updated``: those
-    that the last plan updates; ``made``: those that are there, but for steps under way; ``rest``:
-    entries that no program here has used, perhaps ``on_disk``; ``placed``: the last plan.
+    ``keys``: of the state, by group; ``rule``: what is known of its class; ``ghost``: what advances
+    numbers on the optimizer itself; ``groups``: of labels, and ``trained``: those that the last
+    plan updates; ``named``: by parameter and key, the table's name of each value, how it is cut and
+    which ranks have it, before its first step as well; ``updated``: those that the last plan
+    updates; ``made``: those that are there, but for steps under way; ``rest``: entries that no
+    program here has used, perhaps ``on_disk``; ``placed``: the last plan.
     """
 
     optimizer: torch.optim.Optimizer
     name: str
     masters: bool
     keys: tuple[tuple[str, ...], ...]
+    rule: Rule
     resident: Resident
     given: InitVar[Entries]
     rest: Entries
@@ -90,6 +95,9 @@ class OptimizerHome:
     updated: frozenset[tuple[str, str]] = frozenset()
     made: frozenset[tuple[str, str]] = frozenset()
     on_disk: bool = False
+    groups: tuple[tuple[str, ...], ...] = ()
+    trained: frozenset[str] = frozenset()
+    ghost: Ghost | None = None
     state: AwayState = field(init=False)
     _ended: frozenset[tuple[str, str]] = frozenset()
 
@@ -115,6 +123,20 @@ class OptimizerHome:
         """A step has ended well that updated these."""
         if updated is not self._ended:
             self.made, self._ended = self.made | updated, updated
+
+    def take_rule(self, rule: Rule) -> None:
+        """Its options are of another kind from now on."""
+        self.rule, ghost = rule, rule.ghost({})
+        if ghost is not None and self.ghost is not None:
+            ghost.of, ghost.state = self.ghost.of, self.ghost.state
+        self.ghost = ghost
+
+    def advance(self) -> Callable[[], None]:
+        """A step was called: what it changes of the groups' options, and of the attributes, stands
+        on the optimizer. What undoes that, if the step is undone."""
+        if self.ghost is None:
+            return _nothing
+        return advance(self.optimizer, self.ghost, self.groups, self.trained)
 
     def come_home(self) -> None:
         if self.current:
@@ -371,8 +393,9 @@ class Resident:
                 label, key = which[name]
                 parameter = home.parameters[label]
                 if not any(map(is_absent, parts.values())):
-                    if key in NUMBERS:
-                        whole = next(iter(parts.values())).clone()
+                    entry = home.rule.entry(key)
+                    if entry.number:
+                        whole = entry.given(next(iter(parts.values())).clone())
                     else:
                         whole = assemble_at(parts, specs[name])
                         whole = whole if parameter.is_meta else whole.to(parameter.device)
@@ -508,6 +531,10 @@ def _buckets(labels: Sequence[str], specs: dict[str, TensorSpec]) -> Iterator[li
         nbytes += size
     if bucket:
         yield bucket
+
+
+def _nothing() -> None:
+    pass
 
 
 def covering(spec: TensorSpec, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -57,6 +57,7 @@ from dtensor.runtime.checkpoint import (
     Writing,
     read_part,
 )
+from dtensor.runtime.elementwise.rule import changed_attributes, python_numbers
 from dtensor.runtime.saving import (
     GONE,
     SAVING,
@@ -265,6 +266,8 @@ def submitted(
         own = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
         if optimizer is not None:
             own["optimizer"] = type(optimizer).__name__
+            own["attributes"] = changed_attributes(optimizer)
+            own["numbers"] = python_numbers(optimizer)
         ending = _Ending(
             stated, writing, saving, state, own, model.mesh.size, session, resident, run
         )

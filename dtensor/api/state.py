@@ -7,6 +7,8 @@
 alone reads and writes them. Master weights are entries "master_param" of the optimizer's state, in
 float32 as their moments; from a state without them the next step makes them anew. "step" is the
 number of the next training step, which random numbers depend on; it is there once a step was taken.
+"attributes" are those of the optimizer that its own step changes, which no state dict of torch has;
+they are there for a class that is not torch's and has some.
 
 Not here: how values come to the cluster (session.py) and back (resident.py).
 """
@@ -24,16 +26,19 @@ from dtensor.api.away import AwayState, as_it_is, by_holder, label_of
 from dtensor.api.initial import labels_in_state
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.resident import Resident
+from dtensor.api.wrapped_optimizers import torchs_own
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.runtime.elementwise.rule import changed_attributes, give_attributes
 
 _OPTIMIZER = torch.optim.Optimizer | None
 
 
-def check_optional(optimizer: object) -> None:
-    """PlanningError unless it is an optimizer of torch's, or None."""
+def checked_optional(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer, or None. PlanningError unless it is one."""
     fix = "pass the optimizer itself, or leave it out"
     check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
+    return torchs_own(optimizer)
 
 
 def gather_state_dict(
@@ -45,7 +50,7 @@ def gather_state_dict(
     meta device. RuntimeError where values were left behind in a launch that has ended.
     """
     check_parallel("gather_state_dict", model)
-    check_optional(optimizer)
+    optimizer = checked_optional(optimizer)
     with ONE_AT_A_TIME:
         return _gathered(model, optimizer)
 
@@ -71,6 +76,8 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
         state["step"] = model.steps.present()
     if optimizer is not None:
         state["optimizer"] = copy.deepcopy(_torch_state(optimizer))
+        if attributes := changed_attributes(optimizer):
+            state["attributes"] = attributes
     return state
 
 
@@ -116,7 +123,7 @@ def load_state_dict(
             "a replica has no values of its own to load.\n"
             "fix: dt.load_state_dict(policy, opt, state), then dt.sync(policy, actor)"
         )
-    check_optional(optimizer)
+    optimizer = checked_optional(optimizer)
     check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
     if "model" not in state:
         raise PlanningError(
@@ -135,6 +142,7 @@ def load_state_dict(
             # torch would keep the state's own tensors
             optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             _keep_values(optimizer, state["optimizer"])
+            give_attributes(optimizer, state.get("attributes", {}))
         model.loads += 1
 
 

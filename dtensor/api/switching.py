@@ -55,13 +55,14 @@ from dtensor.api.training import (
     gradient_specs,
     grid_of,
 )
+from dtensor.api.wrapped_optimizers import torchs_own
 from dtensor.daft import DaftError
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.between_meshes import bucket_bytes, values_program
+from dtensor.runtime.elementwise.rule import rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.schedule import Schedule
-from dtensor.runtime.shard_optimizer import NUMBERS, ShardOptimizer, keys_of
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
@@ -168,10 +169,11 @@ class _PlannedStep:
 
     def updated(self, optimizer: str) -> dict[tuple[str, str], Named]:
         """The values of the optimizer's state that it reads and writes, by parameter and key."""
-        options = self.step.optimizer.param_groups
-        keys = [keys_of(type(self.step.optimizer), group) for group in options]
-        groups, labels = self.step._groups(), self.planned.models.labels
-        return updated_by(self.planned.plan, groups, keys, optimizer, labels)
+        rule, options = rule_of(self.step.optimizer), self.step.optimizer.param_groups
+        keys, groups = tuple(map(rule.keys, options)), self.step._groups()
+        return updated_by(
+            self.planned.plan, groups, keys, optimizer, self.planned.models.labels, rule
+        )
 
     def settle(self) -> None:
         """``other`` is as the plan has chosen, as by a program that ran."""
@@ -390,8 +392,9 @@ def _gathered(state: _MovedState) -> Entries:
     for label, key in state.left:
         name, spec, _ = named[label, key]
         own, parameter = parts[name], parameters[label]
-        if key in NUMBERS:
-            whole = next(iter(own.values()))
+        entry = home.rule.entry(key)
+        if entry.number:
+            whole = entry.given(next(iter(own.values())))
         else:
             whole = assemble_at(own, spec)
             whole = whole if parameter.is_meta else whole.to(parameter.device)
@@ -406,8 +409,7 @@ def _settle_state(state: _MovedState, rest: Entries, there: MeshSession, prefix:
     home.named = {w: (f"{now}{name}", spec, ranks) for w, (name, spec, ranks) in state.now.items()}
     home.made, home.updated, home.placed = frozenset(home.named), frozenset(), None
     home.rest = rest
-    own = ShardOptimizer(type(home.optimizer), home.masters)
-    there.put([{home.name: own} for _ in range(there.mesh.size)])
+    there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
 def _check_here(resident: Resident, stated: Keeping) -> None:
@@ -456,6 +458,7 @@ def _optimizers(
     kinds = torch.optim.Optimizer | list | tuple | None
     check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
     listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    listed = tuple(map(torchs_own, listed))
     for one in listed:
         check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)
         held = (p for group in one.param_groups for p in group["params"])

@@ -51,6 +51,7 @@ from dtensor.api.plan_call import (
 from dtensor.api.randomness import numbers_fed
 from dtensor.api.reads_as_float import ReadsAsFloat
 from dtensor.api.session import MeshSession, launched, session_for
+from dtensor.api.wrapped_optimizers import torchs_own
 from dtensor.daft import DaftError, Future, TaskError
 from dtensor.daft.errors import RunInterrupted
 from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
@@ -58,16 +59,19 @@ from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
 from dtensor.numerics import is_narrow
+from dtensor.runtime.elementwise.probe import Report
+from dtensor.runtime.elementwise.rule import (
+    check_optimizer,
+    known_rule,
+    rule_of,
+    state_elementwise,
+    state_tensors,
+)
 from dtensor.runtime.lower.actions import GridTimetable, stage_costs
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
-from dtensor.runtime.shard_optimizer import (
-    check_masters,
-    check_optimizer,
-    hyperparameters,
-    state_tensors,
-)
+from dtensor.runtime.shard_optimizer import check_masters
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Search, Training, checked_search
@@ -252,6 +256,13 @@ class TrainStep:
         self._line = None if line is None else f"{line}: {line.text}"
 
     @property
+    def elementwise(self) -> Report | None:
+        """What the probe of the optimizer has seen; None of a class of torch's, which needs none.
+        It prints, with the lines of the optimizer's step that it did not reach."""
+        rule = known_rule(self.optimizer)
+        return None if rule is None else rule.report
+
+    @property
     def grid(self) -> Grid:
         """Its schedule, for the stages that the model has now."""
         if self._grid[0] != self.model.switches:
@@ -335,7 +346,7 @@ class TrainStep:
     def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
         known = parameter_labels(graph)
         return Training(
-            optimizer=type(self.optimizer).__name__,
+            optimizer=rule_of(self.optimizer).name,
             trained=frozenset(n for group in groups for n in group if n in known),
             state_tensors=state_tensors(self.optimizer),
             clip_grad_norm=self.options.clip_grad_norm,
@@ -367,10 +378,13 @@ class TrainStep:
 
     def _oldest(self) -> Loss | None:
         """Of as many as may be under way that which is read first."""
-        if len(self._running) < RUN_AHEAD:
+        # what a step changes on the optimizer itself is sent to the next one, if it ended well
+        rule = known_rule(self.optimizer)
+        most = RUN_AHEAD if rule is None or rule.runs_ahead else 1
+        if len(self._running) < most:
             return None
         with ONE_AT_A_TIME:
-            return self._running[0] if len(self._running) >= RUN_AHEAD else None
+            return self._running[0] if len(self._running) >= most else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         session, groups = session_for(self.model.mesh), self._groups()
@@ -389,11 +403,12 @@ class TrainStep:
             groups=groups,
             keys=home.keys,
             labels=planned.models.labels,
+            numbers=home.rule.numbers(),
             gradients=self.options.keep_gradients,
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid, owner=self)
-        options = {"options": hyperparameters(self.optimizer)}
+        options = {"options": home.rule.told(self.optimizer)}
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
         steps, resident = self.model.steps, session.resident(self.model)
         counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
@@ -403,12 +418,14 @@ class TrainStep:
         self.last = planned
         session.wrote(program.written, home)
         updated = home.updated
+        undo = home.advance()
 
         def ended(well: bool) -> None:
             if well:
                 home.ended(updated)
             else:
                 session.give_back(steps, counted)
+                undo()
 
         loss = Loss(future, planned, session, ended, self._line)
         self._running.append(loss)
@@ -521,6 +538,9 @@ class TrainStep:
 
     def _step_controller(self) -> None:
         """A step without gradients, for who sees it: schedulers put theirs in place of `step`."""
+        if self.elementwise is not None:
+            tell_stepped(self.optimizer)
+            return
         if "step" not in vars(self.optimizer) and not _has_hooks(self.optimizer):
             return
         with as_it_is():
@@ -553,6 +573,7 @@ def train_step(
     detect_nan: bool | str = False,
     capture: str = "once",
     batch_norm: str = "whole_batch",
+    elementwise: bool = False,
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -567,7 +588,8 @@ def train_step(
 
     Args:
         loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
-        optimizer: a torch.optim optimizer over the model's parameters, known to be elementwise.
+        optimizer: an optimizer over the model's parameters that is elementwise: torch's own but
+            Adafactor, LBFGS, Muon and SparseAdam, others with ``elementwise``.
             Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
             otherwise: ``foreach=False`` is torch's default on the CPU, of which float32 differs in
             the last bits.
@@ -597,6 +619,11 @@ def train_step(
             would wait for all; "per_microbatch" is as torch's loop over the microbatches, each of
             all ranks' rows: running ones move once for each, in their order. Other buffers are
             those of the whole batch, other ops that mix rows are refused.
+        elementwise: True states of an optimizer of another class that each element of a parameter
+            is updated from its own gradient and state alone. It is tried before the first step, on
+            small parameters, in a second at most (``step.elementwise`` says what was seen), and
+            refused where numbers differ or an op mixes elements. What its step changes of its
+            groups' options and of its attributes is read and written as torch does.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -609,6 +636,10 @@ def train_step(
         )
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
     check_callable("loss_fn", loss_fn, fix)
+    check_kind("elementwise", elementwise, bool, "True or False", "elementwise=True")
+    optimizer = torchs_own(optimizer)
+    if elementwise:
+        state_elementwise(optimizer)
     check_optimizer(optimizer)
     if schedule is not None and not isinstance(schedule, Schedule):
         raise PlanningError(
@@ -623,6 +654,7 @@ def train_step(
     check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
     if master_weights:
         check_masters(optimizer)
+    rule_of(optimizer, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
     check_recompute(model, again)
@@ -679,6 +711,16 @@ def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user's functions run after its step."""
     return bool(optimizer._optimizer_step_post_hooks or hooks._global_optimizer_post_hooks)
+
+
+def tell_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """What a step tells those who wait for it, without running the class's own, which may count:
+    schedulers put theirs in place of `step`, hooks run after it."""
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    after = (optimizer._optimizer_step_post_hooks, hooks._global_optimizer_post_hooks)
+    for hook in (hook for own in after for hook in list(own.values())):
+        hook(optimizer, (optimizer,), {})
 
 
 class _GroupNames:

@@ -12,14 +12,17 @@ clipped they are divided, by the kernel or before it, which is the same.
 
 The controller's optimizer is never stepped with gradients; its parameter groups are read each step
 and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
-own gradient and state alone) give the same numbers on shards; those are known by exact class.
+own gradient and state alone) give the same numbers on shards. Those of torch are known; of others
+an `OptimizerKind` says what a probe has seen (elementwise/). One of these has a group for each of
+the user's, with all of its runs, and its attributes as they are sent with the options.
 
 The state is values of the rank's table, each with a name of its own: tensors of the shard's shape,
 numbers (the step) of no dims, and with master weights a float32 copy of a shard of 16 bits, under
 MASTER, which is what is updated: the shard becomes that copy rounded. A value is `absent` until its
 parameter's first step makes it. From then on it is a view of what torch's optimizer holds, so that
-a step finds it there by identity. Another tensor that stands in its place counts: what is kept here
-is made anew from the values of the table. So nothing is lost with it.
+a step finds it there by identity. (Of Python's numbers it is a copy; other classes may put another
+tensor in the place of one, and then it is a view of that.) Another tensor that stands in its place
+counts: what is kept here is made anew from the values of the table. So nothing is lost with it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_
 from dtensor.runtime.flat import FlatRun, run_of, together
+from dtensor.runtime.optimizer_kind import Entry, OptimizerKind, bare_step, copied
 
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
@@ -90,22 +94,6 @@ def kernel_divides(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """PlanningError unless the exact class is known to be elementwise."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanningError(
-            f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
-            f"fix: torch.optim.AdamW(model.parameters())"
-        )
-    if type(optimizer) not in ELEMENTWISE:
-        known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-        raise PlanningError(
-            f"{type(optimizer).__name__} is not known to be elementwise, so on shards it could "
-            f"give other numbers than on whole parameters.\n  known: {known}\n"
-            f"  fix: use one of these"
-        )
-
-
 def check_masters(optimizer: torch.optim.Optimizer) -> None:
     """PlanningError where master weights would be copies of nothing."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -127,11 +115,6 @@ def keys_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tu
 def _keys(kind: type[torch.optim.Optimizer], stated: tuple[str, ...]) -> tuple[str, ...]:
     found = ELEMENTWISE[kind]
     return tuple(key for key in found if key not in IF_STATED or IF_STATED[key] in stated)
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a parameter's shape the state will hold, from class and options."""
-    return sum(key not in NUMBERS for key in keys_of(type(optimizer), optimizer.defaults))
 
 
 def value_name(optimizer: str, key: str, label: str) -> str:
@@ -173,13 +156,17 @@ class ShardOptimizer:
     the values of the table, and leaves an actor without them.
     """
 
-    def __init__(self, kind: type[torch.optim.Optimizer], masters: bool = False) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: type[torch.optim.Optimizer] | OptimizerKind, masters: bool = False
+    ) -> None:
+        """``kind``: a class of torch's that is known, or what was found out of another."""
+        self.own = kind if isinstance(kind, OptimizerKind) else None
+        self.kind = kind.cls if isinstance(kind, OptimizerKind) else kind
         self.masters = masters
         self._forget(())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardOptimizer, (self.kind, self.masters)
+        return ShardOptimizer, (self.own or self.kind, self.masters)
 
     def step(
         self,
@@ -192,14 +179,15 @@ class ShardOptimizer:
         parts: Collection[str] = (),
         own: Collection[str] = (),
     ) -> None:
-        """Update ``shards`` and ``values``, named by ``what``; ``options`` are one for each group.
+        """Update ``shards`` and ``values``, named by ``what``; ``options`` are one for each group
+        and, where the class is not one of torch's, the object's attributes.
 
         These become views of larger buffers, but for shards named in ``parts``: parts or copies of
         other tensors, made anew for each step; they are read and written. What has no gradient is
         left alone. Gradients are divided by ``clip``, where they stand if they are named in
         ``own``; the others are not changed.
         """
-        for given in options:
+        for given in options if self.own is None else ():
             if not isinstance(given["lr"], float | int | torch.Tensor):
                 raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
         if what is not self._what:
@@ -214,20 +202,23 @@ class ShardOptimizer:
         for run in runs:
             run.take(shards, parts)
         optimizer = self._built(options)
-        fused = all(group.get("fused") for group in optimizer.param_groups)
+        torchs = self.own is None
+        fused = torchs and all(group.get("fused") for group in optimizer.param_groups)
         folded = clip is not None and fused and kernel_divides(clip.dtype)
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run in runs:
-            gradient, copied = run.gradient(gradients)
+            gradient, copies = run.gradient(gradients)
             if clip is not None and not folded:
                 gradient = _divided(gradient, clip)
-            elif folded and not copied and not all(m.name in own for m in run.members):
-                gradient = gradient.clone()  # the kernel writes what it has divided
+            elif (folded or not torchs) and not (copies or all(m.name in own for m in run.members)):
+                gradient = gradient.clone()  # it may be written to, as by a kernel that divides
             pairs.append((run.parameter, gradient))
         _update(optimizer, pairs, clip if folded else None)
+        if optimizer.state is not self.state:
+            raise TypeError(f"{self.kind.__name__} has put another dict in the place of its state.")
         for run in runs:
             run.give()
-        for run in self._unbound:
+        for run in self._unbound if torchs else runs:
             self._bind(run)
         self._unbound = []
 
@@ -245,6 +236,7 @@ class ShardOptimizer:
         self._what: Updated | None = None  # of the step before
         self._runs: list[FlatRun] = []  # that it updated, where they are the same still
         self._unbound: list[FlatRun] = []
+        self._bound: dict[tuple[FlatRun, str], torch.Tensor] = {}  # what values are views of
 
     def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:
         """Other values than at the step before: of other parameters, or put since."""
@@ -259,12 +251,35 @@ class ShardOptimizer:
     def _bind(self, run: FlatRun) -> None:
         """The values of a run's members are views of its state from now on."""
         state = self.state.get(run.parameter, {})
+        if self.own is not None:
+            self._bind_entries(run, state, self.own.entries)
+            return
         for member in run.members:
             for key, value in self.values.get(member.name, {}).items():
                 if key == MASTER and run.master:
                     value.data = run.of(run.parameter.data, member)
                 elif isinstance(made := state.get(key), torch.Tensor):
                     value.data = run.of(made, member) if key not in NUMBERS else made
+
+    def _bind_entries(
+        self, run: FlatRun, state: Mapping[str, Any], entries: Mapping[str, Entry]
+    ) -> None:
+        """The same for a class that may put other tensors, or numbers, into a state at any step."""
+        if run.master and run in self._unbound:
+            state = {**state, MASTER: run.parameter.data}
+        for key, made in state.items():
+            entry = entries.get(key)
+            _check_as_probed(self.kind, key, made, entry, run)
+            if made is None or self._bound.get((run, key)) is made:
+                continue
+            number = entry is not None and entry.number
+            stored = entry.stored(made) if entry is not None else made
+            for member in run.members:
+                value = self.values.get(member.name, {}).get(key)
+                if value is not None:
+                    value.data = stored.clone() if number else run.of(stored, member)
+            if isinstance(made, torch.Tensor) and not number:
+                self._bound[run, key] = made
 
     def _given(self, name: str) -> dict[str, torch.Tensor]:
         """What there is of a parameter's state, its master apart."""
@@ -300,7 +315,8 @@ class ShardOptimizer:
                 if name in shards:
                     shard = shards[name]
                     narrow = self.masters and is_narrow(shard.dtype)
-                    steps = tuple((k, _told(k, v)) for k, v in sorted(self._given(name).items()))
+                    given = sorted(self._given(name).items())
+                    steps = tuple((k, self._told(k, v)) for k, v in given)
                     dtype = torch.float32 if narrow else shard.dtype
                     key = _Alike(group, shard.dtype, dtype, shard.device, steps, len(self.runs))
                     alike.setdefault(key, []).append(name)
@@ -318,6 +334,15 @@ class ShardOptimizer:
                 self._unbound.append(run)
         self.optimizer = None
 
+    def _is_number(self, key: str) -> bool:
+        if self.own is None:
+            return key in NUMBERS
+        return key in self.own.entries and self.own.entries[key].number
+
+    def _told(self, key: str, value: torch.Tensor) -> object:
+        """What must be the same in all parameters of a run."""
+        return float(value) if self._is_number(key) and not value.is_meta else None
+
     def _master(self, name: str) -> torch.Tensor | None:
         found = self.values.get(name, {}).get(MASTER)
         return None if found is None or is_absent(found) else found
@@ -328,11 +353,16 @@ class ShardOptimizer:
         entries = [self._given(member.name) for member in run.members]
         like = run.parameter if run.master else shards[run.members[0].name]
         found: dict[str, Any] = {}
+        known = {} if self.own is None else self.own.entries
+        for key, entry in known.items():
+            if entry.late and entries[0] and key not in entries[0]:
+                found[key] = None
         for key, first in entries[0].items():
-            if key in NUMBERS:
-                found[key] = first.clone()
+            if self._is_number(key):
+                found[key] = known[key].given(first.clone()) if key in known else first.clone()
                 continue
             dtype = like.dtype if first.is_floating_point() else first.dtype
+            dtype = known[key].dtype(like.dtype) if key in known else dtype
             for member, entry in zip(run.members, entries, strict=True):
                 if entry[key].shape != member.shape:
                     raise ValueError(
@@ -359,9 +389,11 @@ class ShardOptimizer:
             self.run_of.update((member.name, part) for member in part.members)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    number = key in NUMBERS
+                    number = self._is_number(key)
                     own = value.clone() if number else value[begin : begin + part.size]
                     self.state[part.parameter][key] = own
+                elif self.own is not None:
+                    self.state[part.parameter][key] = value
             self._bind(part)
         self.optimizer = None
 
@@ -369,6 +401,8 @@ class ShardOptimizer:
 
     def _built(self, options: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
         """One over the runs that there are, told the options of its groups."""
+        if self.own is not None:
+            return self._made(self.own, options)
         given = [self._options(key, options[key.group]) for key in self.runs]
         if self.optimizer is None:
             groups = [
@@ -386,6 +420,18 @@ class ShardOptimizer:
                     self._place_numbers(parameter, on_device or self.kind is torch.optim.ASGD)
         for group, own in zip(self.optimizer.param_groups, given, strict=True):
             group.update(own)
+        return self.optimizer
+
+    def _made(self, own: OptimizerKind, told: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """The same of a class that is not torch's: a group for each of the user's, and attributes,
+        as they are told, whatever a step before has changed of them."""
+        options, attributes = told[: len(self.groups)], told[len(self.groups)]
+        held: list[list[torch.Tensor]] = [[] for _ in options]
+        for key, runs in self.runs.items():
+            held[key.group] += [run.parameter for run in runs]
+        groups = [{**copied(dict(o)), "params": p} for o, p in zip(options, held, strict=True)]
+        self.optimizer = own.make(groups, attributes)
+        self.optimizer.state = cast(Any, self.state)
         return self.optimizer
 
     def _place_numbers(self, parameter: torch.Tensor, on_device: bool) -> None:
@@ -428,9 +474,28 @@ class _Alike:
     built: int
 
 
-def _told(key: str, value: torch.Tensor) -> object:
-    """What must be the same in all parameters of a run."""
-    return float(value) if key in NUMBERS and not value.is_meta else None
+def _check_as_probed(
+    kind: type[torch.optim.Optimizer], key: str, made: Any, entry: Entry | None, run: FlatRun
+) -> None:
+    """TypeError where a class keeps what its probe did not see: it would be lost."""
+    if key == MASTER or (made is None and entry is not None and entry.late):
+        return
+    if entry is not None and entry.python is not None:
+        fits = isinstance(made, entry.python | int if entry.python is float else entry.python)
+    elif entry is not None and isinstance(made, torch.Tensor):
+        wanted = entry.shape if entry.number else (run.size,)
+        fits = tuple(made.shape) == wanted and made.dtype == entry.dtype(run.parameter.dtype)
+        fits = fits or (entry.number and tuple(made.shape) == wanted)
+    else:
+        fits = False
+    if not fits:
+        what = type(made).__name__
+        if isinstance(made, torch.Tensor):
+            what = f"a tensor of shape {list(made.shape)} and {made.dtype}"
+        raise TypeError(
+            f"{kind.__name__} has put {what} under {key!r} into the state of a parameter, which "
+            f"its probe did not see."
+        )
 
 
 def _divided(gradient: torch.Tensor, clip: torch.Tensor) -> torch.Tensor:
@@ -452,9 +517,11 @@ def _update(
         return
     for parameter, gradient in given:
         parameter.grad = gradient
-    optimizer.grad_scale = clip
+    torchs = type(optimizer) in ELEMENTWISE
+    if torchs:
+        optimizer.grad_scale = clip
     with torch.enable_grad():
-        optimizer.step()
+        optimizer.step() if torchs else bare_step(optimizer)
     for parameter, _ in given:
         parameter.grad = None
 

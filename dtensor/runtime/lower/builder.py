@@ -26,6 +26,7 @@ from dtensor.runtime.lower.code import CodeBuilder, Functions
 from dtensor.runtime.lower.finite import DetectNan
 from dtensor.runtime.lower.overlap import early, reductions_of
 from dtensor.runtime.schedule import Kind as ActionKind
+from dtensor.runtime.shard_optimizer import NUMBERS
 from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
@@ -50,6 +51,7 @@ class Roles:
     gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
     step); groups: of its parameters (none: it has one of all), and keys: of the state in each;
     labels: by name, what a parameter is called there, if it is not that;
+    numbers: keys of what is one number for a parameter;
     state: plan input to the table's name, for parameters, buffers and constants; detect_nan: check
     what each op gives (finite.py).
     """
@@ -59,6 +61,7 @@ class Roles:
     groups: tuple[tuple[str, ...], ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    numbers: frozenset[str] = NUMBERS
     state: Mapping[str, str] = field(default_factory=dict[str, str])
     detect_nan: DetectNan = False
 

@@ -38,8 +38,8 @@ from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import tuple_text
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import (
+    ELEMENTWISE,
     MASTER,
-    NUMBERS,
     ShardOptimizer,
     Updated,
     clip_divisor,
@@ -240,7 +240,7 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
         for key in (*keys_of[step.parameter], *narrow):
             name = value_name(roles.optimizer or "", key, label)
             found[name] = label, key
-            b.nbytes[name] = WORD.nbytes if key in NUMBERS else numel * width.itemsize
+            b.nbytes[name] = WORD.nbytes if key in roles.numbers else numel * width.itemsize
     return found
 
 
@@ -379,10 +379,17 @@ def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] 
                     and all(spec.dtype == dtype for spec in found)
                     and all(sizes[at] == filled(sizes[at], dtype) for at in run)
                 )
-                written = own is None or (fused and all(some[at].parameter in own for at in run))
+                kept = own is None and some[0].optimizer in _KNOWN
+                written = kept or (
+                    own is not None and fused and all(some[at].parameter in own for at in run)
+                )
                 if not (stands and written):
                     total += sum(spec.local_nbytes(b.here) for spec in found)
     return total
+
+
+_KNOWN = frozenset(cls.__name__ for cls in ELEMENTWISE)
+"""Others may write to the gradients, as of which they get copies."""
 
 
 def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
