@@ -247,7 +247,9 @@ class TrainStep:
         self.plans: PlanCache = PlanCache()
         self._grid = model.switches, grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
-        self._groups()
+        with ONE_AT_A_TIME:
+            model.look()
+            self._groups()
         self.last: Planned | None = None
         self._running: deque[Loss] = deque()
         self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None

@@ -260,12 +260,13 @@ def optimizer_state(optimizer: Optimizer) -> Any:
 
 
 def unlike(found: Any, expected: Any, where: str) -> list[str]:
-    """Differences of two trees, by path."""
+    """Differences of two trees, by path, whatever the order of their keys."""
     (a, _), (b, _) = map(pytree.tree_flatten_with_path, (found, expected))
+    a, b = (sorted(leaves, key=lambda leaf: pytree.keystr(leaf[0])) for leaves in (a, b))
     of_a, of_b = ([pytree.keystr(path) for path, _ in leaves] for leaves in (a, b))
     if of_a != of_b:
         missing, more = [n for n in of_b if n not in of_a], [n for n in of_a if n not in of_b]
-        return [f"{where}: without {missing}, and with {more}, in another order if of neither"]
+        return [f"{where}: without {missing}, and with {more}"]
     lines: list[str] = []
     for (path, x), (_, y) in zip(a, b, strict=True):
         same = type(x) is type(y)
@@ -294,10 +295,12 @@ Change = Callable[[Any], Iterator[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """``tied``: whether the model begins with its head tied to the embedding."""
+    """``tied``: whether the model begins with its head tied to the embedding. ``refused``: by place
+    what the error says where a way has none."""
 
     change: Change
     tied: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def net(self, seed: int = 0) -> Net:
         torch.manual_seed(seed)
@@ -729,7 +732,9 @@ WAYS: Mapping[str, Way] = {
     "a layer moved to a submodule": Way(change=moved),
     "a layer moved into a Sequential": Way(change=moved_into_a_container),
     "two layers swapped": Way(change=swapped),
-    "... of two stages": Way(change=swapped_over_stages),
+    "... of two stages": Way(
+        change=swapped_over_stages, refused={"pp2": "needs a parameter of an earlier stage"}
+    ),
     "a ModuleList reordered": Way(change=reordered),
     "a layer deleted, later back": Way(change=deleted_and_back),
     "a layer appended": Way(change=appended),
