@@ -109,6 +109,15 @@ class OptimizerKind:
         defaults = {k: v for k, v in optimizer.defaults.items() if is_plain(v) or callable(v)}
         return OptimizerKind(type(optimizer), copied(defaults), fixed, methods)
 
+    def alike(self, other: OptimizerKind) -> bool:
+        """Whether objects are made the same, to the value."""
+        return (
+            self.cls is other.cls
+            and same(self.defaults, other.defaults)
+            and same(self.fixed, other.fixed)
+            and same(self.methods, other.methods)
+        )
+
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
@@ -237,6 +246,11 @@ def kind_of_value(value: Any) -> object:
             return type(value), tuple(map(kind_of_value, value))
         case set() | frozenset():
             return type(value), tuple(sorted(map(str, value)))
+        case FunctionType():
+            cells = (c.cell_contents for c in value.__closure__ or () if _is_filled(c))
+            return value.__code__, id(value.__globals__), *map(kind_of_value, cells)
+        case functools.partial():
+            return kind_of_value((value.func, *value.args, *value.keywords.items()))
         case _:
             return value if type(value).__hash__ else id(value)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from dtensor.runtime.elementwise.probe import Probed, Report, asked_of, group_ke
 from dtensor.runtime.optimizer_kind import (
     OF_TORCH,
     Entry,
+    OptimizerKind,
     copied,
     own_attributes,
     plain_attributes,
@@ -208,15 +209,19 @@ def rule_of(optimizer: torch.optim.Optimizer, masters: bool | None = None) -> Ru
             return found
     with_masters = _MASTERS.get(optimizer, False) if masters is None else masters
     _MASTERS[optimizer] = with_masters
-    rules = _PROBED.setdefault(type(optimizer), [])
-    for rule in [*([last] if last in rules else []), *rules]:
-        found = rule.found
+    known = _PROBED.setdefault(type(optimizer), [])
+    before = last.found if isinstance(last, _Probed) else None
+    for found in [*([before] if before else []), *known]:
         asked = asked_of(optimizer, with_masters, found.changed, found.attributes_changed)
         if asked == found.seen:
             break
     else:
-        rule = _Probed(probe(optimizer, with_masters))
-        rules.append(rule)
+        found = probe(optimizer, with_masters)
+        known.append(found)
+    own = OptimizerKind.of(optimizer)
+    if last is not None and found is before and own.alike(before.kind):
+        return last
+    rule = _Probed(replace(found, kind=replace(own, entries=found.kind.entries)))
     _RULES[optimizer] = rule
     return rule
 
@@ -224,7 +229,7 @@ def rule_of(optimizer: torch.optim.Optimizer, masters: bool | None = None) -> Ru
 _STATED: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Rule] = weakref.WeakKeyDictionary()
-_PROBED: weakref.WeakKeyDictionary[type, list[_Probed]] = weakref.WeakKeyDictionary()
+_PROBED: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictionary()
 
 
 def known_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
