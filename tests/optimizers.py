@@ -1,4 +1,4 @@
-"""Small optimizers of each kind: elementwise ones, and what a probe must refuse. No test is here."""
+"""Small optimizers: elementwise ones, and what a probe must refuse. No test lives here."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Renamed(torch.optim.AdamW):
 
 
 class Hook:
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         raise AssertionError("nobody calls it")
 
 

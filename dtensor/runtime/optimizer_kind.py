@@ -73,6 +73,13 @@ class Entry:
         """What a state has: of a value of a table."""
         return value if self.python is None else self.python(value.item())
 
+    def begun(self) -> Any:
+        """Such a value of a parameter of one element."""
+        if self.python is not None:
+            return self.python(1)
+        dtype = self.dtype(torch.float32)
+        return torch.ones(self.shape, dtype=dtype) if self.number else torch.zeros(1, dtype=dtype)
+
     def stored(self, value: Any) -> torch.Tensor:
         """The value of a table: of what a state has."""
         if self.python is None:

@@ -117,7 +117,7 @@ class Ghost:
                 python = entry is not None and entry.python is not None
                 found[key] = entry.python(value) if python else copied(value)  # type: ignore
             else:
-                found[key] = torch.zeros(1, dtype=entry.dtype(torch.float32))
+                found[key] = entry.begun()
         return found
 
 
