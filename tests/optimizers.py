@@ -96,6 +96,23 @@ class Wide(Each):
         p.sub_((state["m"] / state["count"]).to(p.dtype), alpha=group["lr"])
 
 
+class Begun(Each):
+    """Its state is there from the beginning, as MADGRAD's, with a cache that all groups share."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, cache=[None, None])
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].update(v=torch.full_like(p, 0.1), first=p.detach().clone(), n=0)
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["n"] += 1
+        if group["cache"][0] != state["n"]:
+            group["cache"][:] = state["n"], 1 / state["n"]
+        state["v"].addcmul_(g, g)
+        p.sub_(g / state["v"].sqrt() * group["cache"][1], alpha=group["lr"])
+        p.lerp_(state["first"], 0.01)
+
+
 class Renamed(torch.optim.AdamW):
     """Its parent, but for what it is made of."""
 

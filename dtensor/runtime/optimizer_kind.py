@@ -128,10 +128,11 @@ class OptimizerKind:
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """One with these groups, which have their ``params``, and without state."""
+        """One with these groups, which have their ``params``, and without state. What it is given
+        is its own: it may write to it."""
         own = self.cls.__new__(self.cls)
         vars(own).update(self.fixed)
-        vars(own).update(copied(attributes))
+        vars(own).update(attributes)
         for name, function in self.methods.items():
             setattr(own, name, MethodType(function, own))
         state = defaultdict[torch.Tensor, dict[str, Any]](dict)
@@ -202,21 +203,27 @@ def is_plain(value: Any) -> bool:
             return isinstance(value, _ATOMS)
 
 
-def copied(value: Any) -> Any:
-    """Plain data of its own; what is no data as it is."""
+def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
+    """Plain data of its own; what is no data as it is. What holds one list twice, as groups do that
+    have it from the defaults, holds one of the copy; with ``shared`` over several calls."""
+    shared = {} if shared is None else shared
+    if id(value) in shared:
+        return shared[id(value)][1]
     match value:
         case torch.Tensor():
-            return value.detach().clone()
+            made = value.detach().clone()
         case dict():
-            return type(value)((k, copied(v)) for k, v in value.items())
+            made = type(value)((k, copied(v, shared)) for k, v in value.items())
         case tuple() if type(value) is tuple:
-            return tuple(map(copied, value))
+            return tuple(copied(v, shared) for v in value)
         case list():
-            return [*map(copied, value)]
+            made = [copied(v, shared) for v in value]
         case set() | frozenset() | deque() | tuple():
-            return copy.deepcopy(value)
+            made = copy.deepcopy(value)
         case _:
             return value
+    shared[id(value)] = value, made  # the first is kept: its number is nobody else's meanwhile
+    return made
 
 
 def same(a: Any, b: Any) -> bool:

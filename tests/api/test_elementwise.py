@@ -100,6 +100,8 @@ KINDS: dict[str, Make] = {
     "wide": own.Wide,
     "doubled": lambda p: own.Doubled(p, lr=0.05, momentum=0.9),
     "mixed": own.Mixed,
+    "begun": own.Begun,
+    "begun, of two groups": lambda p: own.Begun([{"params": [q]} for q in p]),
 }
 
 

@@ -60,8 +60,9 @@ class Ghost:
             self._stand_in(groups, trained)
             self._last = groups, trained
         held = [dict.fromkeys(self.of[label] for label in group) for group in groups]
-        given = [{**copied(dict(o)), "params": [*h]} for o, h in zip(options, held, strict=True)]
-        own = self.kind.make(given, attributes)
+        *told, told_attributes = copied((*map(dict, options), dict(attributes)))
+        given = [{**o, "params": [*h]} for o, h in zip(told, held, strict=True)]
+        own = self.kind.make(given, told_attributes)
         for parameter, entries in self.state.items():
             own.state[parameter] = entries
         for label, parameter in self.of.items():
@@ -132,11 +133,12 @@ def advance(
     kept = ghost.kept()
     places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
-    before = [copied(one) for one in before]
+    before = [*copied(tuple(before))]
     options, attributes = ghost.step(groups, trained, before[:-1], before[-1])
     after = [*options, attributes]
+    shared: dict[int, Any] = {}
     for place, old, new in zip(places, before, after, strict=True):
-        _turn(place, old, new)
+        _turn(place, old, new, shared)
 
     def undo() -> None:
         ghost.restore(kept)
@@ -144,12 +146,15 @@ def advance(
             known = {k: place[k] for k in {*old, *new} if k in place}
             own = {k for k in {*old, *new} if (k in known) != (k in new)}
             own |= {k for k in known if k in new and not same(known[k], new[k])}
-            _turn(place, *({k: v for k, v in one.items() if k not in own} for one in (new, old)))
+            then, back = ({k: v for k, v in one.items() if k not in own} for one in (new, old))
+            _turn(place, then, back, {})
 
     return undo
 
 
-def _turn(place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _turn(
+    place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
+) -> None:
     """What differs becomes the new; a tensor in place, as others may hold it."""
     for key in old.keys() - new.keys():
         place.pop(key, None)
@@ -160,4 +165,4 @@ def _turn(place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any])
         if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
             here.copy_(value)
         else:
-            place[key] = copied(value)
+            place[key] = copied(value, shared)

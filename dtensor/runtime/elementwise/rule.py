@@ -192,7 +192,7 @@ class _Probed:
         kind, parameter = self.found.kind, torch.nn.Parameter(torch.full((1,), 0.5))
         parameter.grad = torch.full((1,), GRADIENT)
         options = {**copied(options_of(group)), "params": [parameter]}
-        own = kind.make([options], plain_attributes(optimizer))
+        own = kind.make([options], copied(plain_attributes(optimizer)))
         own.state[parameter] = {k: kind.entries[k].begun() for k in there if k in kind.entries}
         try:
             bare_step(own)
