@@ -7,8 +7,8 @@
 `group["k"] += 1` and `self.step_count += 1` are state of the controller's optimizer: each step is
 sent them as they stand, and the ranks begin from these. What they become is the same wherever the
 parameters are, since no element is ever read to Python. So a step of the same class over parameters
-of one element finds it: one for all that are alike, those of a group with the same numbers in their
-state, which have a gradient where the real ones have.
+of one element finds it: one for neighbours in a group with the same numbers in their state, which
+have a gradient where the real ones have.
 
 Invariant: the probe compares what comes out with what torch's own step leaves.
 """
@@ -81,16 +81,19 @@ class Ghost:
         self.state = {p: state[id(p)] for p in self.of.values() if id(p) in state}
 
     def _stand_in(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
-        """One parameter for each set of labels that are alike: of a group, with the same past,
-        trained or not."""
-        alike: dict[tuple[object, ...], list[str]] = {}
+        """One parameter for neighbours that are alike: in a group, with the same past, trained or
+        not. In the order of the group, for the last may leave what an option has."""
+        alike: list[tuple[tuple[object, ...], list[str]]] = []
         for number, group in enumerate(groups):
             for label in group:
                 past = id(self.of[label]) if label in self.of else self._past(label)
-                alike.setdefault((number, past, label in trained), []).append(label)
+                key = number, past, label in trained
+                if not alike or alike[-1][0] != key:
+                    alike.append((key, []))
+                alike[-1][1].append(label)
         before, self.of = self.of, {}
         taken = set[int]()
-        for labels in alike.values():
+        for _, labels in alike:
             first = before.get(labels[0])
             if first is not None and id(first) not in taken:
                 taken.add(id(first))
