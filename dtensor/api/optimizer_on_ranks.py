@@ -147,7 +147,7 @@ def _put_state(
         value = entries.get(key)
         if value is None:
             if entries or home.made:
-                _check_made(home, label, key, entries)
+                _check_made(home, label, key, entries, parameters[label])
         else:
             home.made |= {(label, key)}
             value = _as_stored(value, spec, key, label, home.rule)
@@ -238,11 +238,17 @@ def _with_memory(
     return entries
 
 
-def _check_made(home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any]) -> None:
+def _check_made(
+    home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any], of: torch.Tensor
+) -> None:
     """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
     there = {k for known, k in home.made if known == label} | set(entries)
     there = {k for k in there - {MASTER} if entries.get(k) is not None or (label, k) in home.made}
-    if key == MASTER or home.rule.name == "SGD" or home.rule.entry(key).late or not there:
+    if key == MASTER or home.rule.entry(key).late or not there:
+        return
+    groups = home.optimizer.param_groups
+    group = next(g for g in groups if any(p is of for p in g["params"]))
+    if home.rule.makes_missing(home.optimizer, group, there):
         return
     raise PlanningError(
         f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "

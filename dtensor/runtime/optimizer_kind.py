@@ -73,6 +73,13 @@ class Entry:
         """What a state has: of a value of a table."""
         return value if self.python is None else self.python(value.item())
 
+    def begun(self) -> Any:
+        """Such a value of a parameter of one element."""
+        if self.python is not None:
+            return self.python(1)
+        dtype = self.dtype(torch.float32)
+        return torch.ones(self.shape, dtype=dtype) if self.number else torch.zeros(1, dtype=dtype)
+
     def stored(self, value: Any) -> torch.Tensor:
         """The value of a table: of what a state has."""
         if self.python is None:
@@ -109,13 +116,23 @@ class OptimizerKind:
         defaults = {k: v for k, v in optimizer.defaults.items() if is_plain(v) or callable(v)}
         return OptimizerKind(type(optimizer), copied(defaults), fixed, methods)
 
+    def alike(self, other: OptimizerKind) -> bool:
+        """Whether objects are made the same, to the value."""
+        return (
+            self.cls is other.cls
+            and same(self.defaults, other.defaults)
+            and same(self.fixed, other.fixed)
+            and same(self.methods, other.methods)
+        )
+
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """One with these groups, which have their ``params``, and without state."""
+        """One with these groups, which have their ``params``, and without state. What it is given
+        is its own: it may write to it."""
         own = self.cls.__new__(self.cls)
         vars(own).update(self.fixed)
-        vars(own).update(copied(attributes))
+        vars(own).update(attributes)
         for name, function in self.methods.items():
             setattr(own, name, MethodType(function, own))
         state = defaultdict[torch.Tensor, dict[str, Any]](dict)
@@ -186,21 +203,27 @@ def is_plain(value: Any) -> bool:
             return isinstance(value, _ATOMS)
 
 
-def copied(value: Any) -> Any:
-    """Plain data of its own; what is no data as it is."""
+def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
+    """Plain data of its own; what is no data as it is. What holds one list twice, as groups do that
+    have it from the defaults, holds one of the copy; with ``shared`` over several calls."""
+    shared = {} if shared is None else shared
+    if id(value) in shared:
+        return shared[id(value)][1]
     match value:
         case torch.Tensor():
-            return value.detach().clone()
+            made = value.detach().clone()
         case dict():
-            return type(value)((k, copied(v)) for k, v in value.items())
+            made = type(value)((k, copied(v, shared)) for k, v in value.items())
         case tuple() if type(value) is tuple:
-            return tuple(map(copied, value))
+            return tuple(copied(v, shared) for v in value)
         case list():
-            return [*map(copied, value)]
+            made = [copied(v, shared) for v in value]
         case set() | frozenset() | deque() | tuple():
-            return copy.deepcopy(value)
+            made = copy.deepcopy(value)
         case _:
             return value
+    shared[id(value)] = value, made  # the first is kept: its number is nobody else's meanwhile
+    return made
 
 
 def same(a: Any, b: Any) -> bool:
@@ -237,6 +260,11 @@ def kind_of_value(value: Any) -> object:
             return type(value), tuple(map(kind_of_value, value))
         case set() | frozenset():
             return type(value), tuple(sorted(map(str, value)))
+        case FunctionType():
+            cells = (c.cell_contents for c in value.__closure__ or () if _is_filled(c))
+            return value.__code__, id(value.__globals__), *map(kind_of_value, cells)
+        case functools.partial():
+            return kind_of_value((value.func, *value.args, *value.keywords.items()))
         case _:
             return value if type(value).__hash__ else id(value)
 

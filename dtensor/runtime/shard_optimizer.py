@@ -425,11 +425,11 @@ class ShardOptimizer:
     def _made(self, own: OptimizerKind, told: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
         """The same of a class that is not torch's: a group for each of the user's, and attributes,
         as they are told, whatever a step before has changed of them."""
-        options, attributes = told[: len(self.groups)], told[len(self.groups)]
+        *options, attributes = copied(tuple(map(dict, told)))
         held: list[list[torch.Tensor]] = [[] for _ in options]
         for key, runs in self.runs.items():
             held[key.group] += [run.parameter for run in runs]
-        groups = [{**copied(dict(o)), "params": p} for o, p in zip(options, held, strict=True)]
+        groups = [{**o, "params": p} for o, p in zip(options, held, strict=True)]
         self.optimizer = own.make(groups, attributes)
         self.optimizer.state = cast(Any, self.state)
         return self.optimizer

@@ -7,8 +7,8 @@
 `group["k"] += 1` and `self.step_count += 1` are state of the controller's optimizer: each step is
 sent them as they stand, and the ranks begin from these. What they become is the same wherever the
 parameters are, since no element is ever read to Python. So a step of the same class over parameters
-of one element finds it: one for all that are alike, those of a group with the same numbers in their
-state, which have a gradient where the real ones have.
+of one element finds it: one for neighbours in a group with the same numbers in their state, which
+have a gradient where the real ones have.
 
 Invariant: the probe compares what comes out with what torch's own step leaves.
 """
@@ -60,8 +60,9 @@ class Ghost:
             self._stand_in(groups, trained)
             self._last = groups, trained
         held = [dict.fromkeys(self.of[label] for label in group) for group in groups]
-        given = [{**copied(dict(o)), "params": [*h]} for o, h in zip(options, held, strict=True)]
-        own = self.kind.make(given, attributes)
+        *told, told_attributes = copied((*map(dict, options), dict(attributes)))
+        given = [{**o, "params": [*h]} for o, h in zip(told, held, strict=True)]
+        own = self.kind.make(given, told_attributes)
         for parameter, entries in self.state.items():
             own.state[parameter] = entries
         for label, parameter in self.of.items():
@@ -80,16 +81,19 @@ class Ghost:
         self.state = {p: state[id(p)] for p in self.of.values() if id(p) in state}
 
     def _stand_in(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
-        """One parameter for each set of labels that are alike: of a group, with the same past,
-        trained or not."""
-        alike: dict[tuple[object, ...], list[str]] = {}
+        """One parameter for neighbours that are alike: in a group, with the same past, trained or
+        not. In the order of the group, for the last may leave what an option has."""
+        alike: list[tuple[tuple[object, ...], list[str]]] = []
         for number, group in enumerate(groups):
             for label in group:
                 past = id(self.of[label]) if label in self.of else self._past(label)
-                alike.setdefault((number, past, label in trained), []).append(label)
+                key = number, past, label in trained
+                if not alike or alike[-1][0] != key:
+                    alike.append((key, []))
+                alike[-1][1].append(label)
         before, self.of = self.of, {}
         taken = set[int]()
-        for labels in alike.values():
+        for _, labels in alike:
             first = before.get(labels[0])
             if first is not None and id(first) not in taken:
                 taken.add(id(first))
@@ -117,7 +121,7 @@ class Ghost:
                 python = entry is not None and entry.python is not None
                 found[key] = entry.python(value) if python else copied(value)  # type: ignore
             else:
-                found[key] = torch.zeros(1, dtype=entry.dtype(torch.float32))
+                found[key] = entry.begun()
         return found
 
 
@@ -132,11 +136,12 @@ def advance(
     kept = ghost.kept()
     places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
-    before = [copied(one) for one in before]
+    before = [*copied(tuple(before))]
     options, attributes = ghost.step(groups, trained, before[:-1], before[-1])
     after = [*options, attributes]
+    shared: dict[int, Any] = {}
     for place, old, new in zip(places, before, after, strict=True):
-        _turn(place, old, new)
+        _turn(place, old, new, shared)
 
     def undo() -> None:
         ghost.restore(kept)
@@ -144,12 +149,15 @@ def advance(
             known = {k: place[k] for k in {*old, *new} if k in place}
             own = {k for k in {*old, *new} if (k in known) != (k in new)}
             own |= {k for k in known if k in new and not same(known[k], new[k])}
-            _turn(place, *({k: v for k, v in one.items() if k not in own} for one in (new, old)))
+            then, back = ({k: v for k, v in one.items() if k not in own} for one in (new, old))
+            _turn(place, then, back, {})
 
     return undo
 
 
-def _turn(place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _turn(
+    place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
+) -> None:
     """What differs becomes the new; a tensor in place, as others may hold it."""
     for key in old.keys() - new.keys():
         place.pop(key, None)
@@ -160,4 +168,4 @@ def _turn(place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any])
         if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
             here.copy_(value)
         else:
-            place[key] = copied(value)
+            place[key] = copied(value, shared)

@@ -22,11 +22,14 @@ on; the report lists them. It runs on the CPU.
 from __future__ import annotations
 
 import inspect
+import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -110,7 +113,13 @@ class Probed:
 
 def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
     """PlanningError unless it is elementwise, as far as can be tried."""
-    return _Probe(optimizer, masters).run()
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            return _Probe(optimizer, masters).run()
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
 
 
 def group_key(group: Mapping[str, Any], changed: frozenset[str]) -> object:
@@ -125,7 +134,7 @@ def asked_of(
     changed: frozenset[str],
     attributes_changed: frozenset[str],
 ) -> object:
-    """What a probe's answer depends on, but for what a step changes."""
+    """What a probe's answer depends on, but for what a step changes: kinds, no values."""
     groups = {group_key(group, changed): None for group in optimizer.param_groups}
     with DisableTorchFunctionSubclass():  # of parameters that are away it asks nothing
         dtypes = {p.dtype: None for group in optimizer.param_groups for p in group["params"]}
@@ -186,8 +195,9 @@ class _Whole:
 
     @property
     def told(self) -> Told:
-        groups = tuple(copied(options_of(group)) for group in self.optimizer.param_groups)
-        return groups, copied(plain_attributes(self.optimizer))
+        groups = map(options_of, self.optimizer.param_groups)
+        *options, attributes = copied((*groups, plain_attributes(self.optimizer)))
+        return tuple(options), attributes
 
 
 class _Probe:
@@ -203,8 +213,10 @@ class _Probe:
         alike: dict[object, dict[str, Any]] = {}
         for number, group in enumerate(optimizer.param_groups):  # of two that are alike, both
             key = group_key(group, frozenset())
-            alike.setdefault(key if number > 1 else (number, key), options_of(group))
-        self.options = [copied(options) for options in alike.values()]
+            alike.setdefault(key if number > 1 else (number, key), group)
+        self.tried = list(alike.values())
+        self.options = [*copied(tuple(map(options_of, self.tried)))]
+        self.begun: list[dict[str, Any]] = [{} for _ in self.options]  # states, as `_begun`
         dtypes = dict.fromkeys(p.dtype for g in optimizer.param_groups for p in g["params"])
         self.dtypes = tuple(dtypes) or (torch.float32,)
 
@@ -244,11 +256,15 @@ class _Probe:
             for label, shape in zip(labels, SHAPES, strict=True):
                 value = torch.randn(shape, generator=draw, dtype=torch.float64).mul(0.5).to(dtype)
                 held[label] = Parameter(value.to(wide))
+        *given, attributes = copied((*self.options, self.attributes))
         made = [
-            {**copied(options), "params": [held[label] for label in labels]}
-            for options, labels in zip(self.options, groups, strict=True)
+            {**options, "params": [held[label] for label in labels]}
+            for options, labels in zip(given, groups, strict=True)
         ]
-        optimizer = self.kind.make(made, self.attributes)
+        optimizer = self.kind.make(made, attributes)
+        for number, labels in enumerate(groups):
+            for label in labels if self.begun[number] else ():
+                optimizer.state[held[label]] = self._state_of(number, held[label])
         return _Whole(optimizer, held, tuple(groups), dtype)
 
     def _gradients(self, whole: _Whole, step: int) -> dict[str, Tensor]:
@@ -281,16 +297,12 @@ class _Probe:
         those of an optimizer that was just made: one that is resumed has a state for its counts,
         and the probe's has none."""
         given = self.options
-        defaults = {k: v for k, v in self.optimizer.defaults.items() if _is_count(v)}
+        defaults = {k: v for k, v in self.kind.defaults.items() if not isinstance(v, bool)}
         self.options = [
             {k: defaults.get(k, v) if _is_count(v) else v for k, v in options.items()}
             for options in given
         ]
-        try:
-            changed, attributes = self._changed_by_steps()
-        except PlanningError:
-            self.late = False  # the class itself may want all gradients from the first step on
-            changed, attributes = self._changed_by_steps()
+        changed, attributes = self._first_steps()
         self.options = [
             {
                 k: defaults[k] if k in changed else v
@@ -300,6 +312,57 @@ class _Probe:
             for o in given
         ]
         return changed, attributes
+
+    def _first_steps(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What steps change. The class itself may want all gradients from the first step on, or the
+        state that its `__init__` makes."""
+        first: PlanningError | None = None
+        nothing = self.begun
+        for late, begun in ((True, nothing), (False, nothing), (True, None), (False, None)):
+            self.late, self.begun = late, self._begun() if begun is None else begun
+            try:
+                return self._changed_by_steps()
+            except PlanningError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _begun(self) -> list[dict[str, Any]]:
+        """The state of a parameter of each group, as `__init__` has made it: numbers; of a tensor
+        the number that all of its elements are, or None for the parameter's own. None at all where
+        it is anything else, as after a step."""
+        found: list[dict[str, Any]] = []
+        for group in self.tried:
+            own: dict[str, Any] = {}
+            plain = type(self.optimizer.state) is defaultdict  # and not on ranks
+            for parameter in group["params"][:1] if plain else ():
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    like = isinstance(value, Tensor) and value.shape == parameter.shape
+                    if not like or value.numel() < 2:
+                        own[key] = copied(value)
+                    elif value.is_meta or parameter.is_meta:
+                        return self.begun
+                    elif bool((value == value.view(-1)[0]).all()):
+                        own[key] = _Full(value.view(-1)[0].item(), value.dtype)
+                    elif torch.equal(value, parameter):
+                        own[key] = _Full(None, value.dtype)
+                    else:
+                        return self.begun
+            found.append(own)
+        return found
+
+    def _state_of(self, group: int, parameter: Parameter) -> dict[str, Any]:
+        """The state that a parameter begins with."""
+        found: dict[str, Any] = {}
+        for key, value in self.begun[group].items():
+            if isinstance(value, _Full):
+                same_dtype = value.dtype == self.tried[group]["params"][0].dtype
+                dtype = parameter.dtype if same_dtype else value.dtype
+                own = parameter.detach().to(dtype, copy=True)
+                found[key] = own if value.value is None else own.fill_(value.value)
+            else:
+                found[key] = copied(value)
+        return found
 
     def _changed_by_steps(self) -> tuple[frozenset[str], frozenset[str]]:
         whole = self._whole(self.dtypes[0])
@@ -370,17 +433,20 @@ class _Probe:
         """The ranks' path beside torch's, in each way of cutting."""
         for cut, size, how in _CUTS:
             whole = self._whole(dtype)
-            ghost = Ghost(self.kind, {})
+            begun = {n: dict(whole.optimizer.state.get(p, {})) for n, p in whole.held.items()}
+            ghost = Ghost(self.kind, copied({n: s for n, s in begun.items() if s}))
             by_label = {n: k for group, k in zip(whole.groups, keys, strict=True) for n in group}
             own = [ShardOptimizer(self.kind, self.masters) for _ in range(size)]
             parts = {
-                label: cut(at, parameter.detach().to(dtype))
-                for at, (label, parameter) in enumerate(whole.held.items())
+                label: cut(_at(label), parameter.detach().to(dtype))
+                for label, parameter in whole.held.items()
             }
             ranks = [
                 _Rank(one, {n: p[r].clone() for n, p in parts.items() if p[r] is not None})
                 for r, one in enumerate(own)
             ]
+            for label, state in begun.items():
+                self._give(ranks, cut, label, state)
             for step in range(len(SCALES)):
                 gradients = self._gradients(whole, step)
                 options, attributes = whole.told
@@ -398,6 +464,17 @@ class _Probe:
                 self._try(whole, step)
                 self._check_values(whole, ranks, cut, f"{how}, step {step + 1}")
                 self._check_told(told, whole.told, f"step {step + 1}")
+
+    def _give(self, ranks: Sequence[_Rank], cut: Cut, label: str, state: Mapping[str, Any]) -> None:
+        """The tables of the ranks have the state that a parameter begins with."""
+        for key, value in state.items():
+            entry = self.kind.entries[key]
+            if value is not None:
+                stored = entry.stored(value)
+                parts = [stored] * len(ranks) if entry.number else cut(_at(label), stored)
+                for rank, part in zip(ranks, parts, strict=True):
+                    if label in rank.shards:
+                        rank.values[label, key] = part.clone()
 
     # -- what is compared --------------------------------------------------------------------------
 
@@ -436,6 +513,8 @@ class _Probe:
         if is_narrow(found.dtype):
             rtol, atol, few = _NARROW
         a, b = (_wide(x) for x in (found, wanted))
+        # what is small may be the difference of what was large
+        atol *= max(1.0, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())) if b.numel() else 1.0
         alike = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
         if int((~alike).sum()) <= few * a.numel():
             return
@@ -489,6 +568,14 @@ _FIX = (
     "fix: one that updates each element of a parameter from its own gradient and state alone, such "
     "as torch.optim.AdamW"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Full:
+    """A tensor like its parameter with one value everywhere, or the parameter's own (None)."""
+
+    value: Any
+    dtype: torch.dtype
 
 
 @dataclass(slots=True, eq=False)

@@ -17,20 +17,23 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.elementwise.certified import certified
-from dtensor.runtime.elementwise.ghost import Ghost
+from dtensor.runtime.elementwise.ghost import GRADIENT, Ghost
 from dtensor.runtime.elementwise.probe import Probed, Report, asked_of, group_key, probe
 from dtensor.runtime.optimizer_kind import (
     OF_TORCH,
     Entry,
+    OptimizerKind,
+    bare_step,
     copied,
+    options_of,
     own_attributes,
     plain_attributes,
     unwrapped,
@@ -42,6 +45,8 @@ from dtensor.runtime.shard_optimizer import (
     hyperparameters,
     keys_of,
 )
+
+Optimizer = torch.optim.Optimizer
 
 
 class Rule(Protocol):
@@ -73,13 +78,19 @@ class Rule(Protocol):
         """What updates, for the table of a rank."""
         ...
 
-    def told(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         """What a rank is told at each step."""
         ...
 
     def ghost(self, numbers: Mapping[str, Mapping[str, Any]]) -> Ghost | None:
         """What advances the numbers on the optimizer that its step changes; None: there are none.
         ``numbers``: of states that there are, by label."""
+        ...
+
+    def makes_missing(
+        self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
+    ) -> bool:
+        """Whether a step goes on from a state that has only these keys."""
         ...
 
     @property
@@ -97,7 +108,7 @@ class Rule(Protocol):
 class _Torchs:
     """A class of torch's that is known."""
 
-    cls: type[torch.optim.Optimizer]
+    cls: type[Optimizer]
     report: None = None
     attributes: frozenset[str] = frozenset()
     runs_ahead: bool = True
@@ -118,11 +129,16 @@ class _Torchs:
     def on_rank(self, masters: bool) -> ShardOptimizer:
         return ShardOptimizer(self.cls, masters)
 
-    def told(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         return hyperparameters(optimizer)
 
     def ghost(self, numbers: Mapping[str, Mapping[str, Any]]) -> None:
         return None
+
+    def makes_missing(
+        self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
+    ) -> bool:
+        return self.cls is torch.optim.SGD
 
 
 _NUMBER, _LIKE = Entry(number=True), Entry(number=False)
@@ -163,14 +179,29 @@ class _Probed:
     def on_rank(self, masters: bool) -> ShardOptimizer:
         return ShardOptimizer(self.found.kind, masters)
 
-    def told(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         return *hyperparameters(optimizer), plain_attributes(optimizer)
 
     def ghost(self, numbers: Mapping[str, Mapping[str, Any]]) -> Ghost | None:
         return Ghost(self.found.kind, numbers) if self.found.moves else None
 
+    def makes_missing(
+        self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
+    ) -> bool:
+        """It is tried, on a parameter of one element."""
+        kind, parameter = self.found.kind, torch.nn.Parameter(torch.full((1,), 0.5))
+        parameter.grad = torch.full((1,), GRADIENT)
+        options = {**copied(options_of(group)), "params": [parameter]}
+        own = kind.make([options], copied(plain_attributes(optimizer)))
+        own.state[parameter] = {k: kind.entries[k].begun() for k in there if k in kind.entries}
+        try:
+            bare_step(own)
+        except Exception:  # whatever it lacks
+            return False
+        return True
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+
+def check_optimizer(optimizer: Optimizer) -> None:
     """PlanningError unless it is torch's, certified, or stated to be elementwise before."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanningError(
@@ -187,13 +218,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def state_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def state_elementwise(optimizer: Optimizer) -> None:
     """The user says so of this optimizer; the probe is to try it."""
     if isinstance(optimizer, torch.optim.Optimizer) and known_class(optimizer) is None:
         _STATED[optimizer] = True
 
 
-def rule_of(optimizer: torch.optim.Optimizer, masters: bool | None = None) -> Rule:
+def rule_of(optimizer: Optimizer, masters: bool | None = None) -> Rule:
     """What is known of it now; an optimizer whose options are of other kinds than before is probed
     anew. ``masters``: whether a step updates float32 copies, None as it was asked last.
     PlanningError where it fails."""
@@ -208,15 +239,19 @@ def rule_of(optimizer: torch.optim.Optimizer, masters: bool | None = None) -> Ru
             return found
     with_masters = _MASTERS.get(optimizer, False) if masters is None else masters
     _MASTERS[optimizer] = with_masters
-    rules = _PROBED.setdefault(type(optimizer), [])
-    for rule in [*([last] if last in rules else []), *rules]:
-        found = rule.found
+    known = _PROBED.setdefault(type(optimizer), [])
+    before = last.found if isinstance(last, _Probed) else None
+    for found in [*([before] if before else []), *known]:
         asked = asked_of(optimizer, with_masters, found.changed, found.attributes_changed)
         if asked == found.seen:
             break
     else:
-        rule = _Probed(probe(optimizer, with_masters))
-        rules.append(rule)
+        found = probe(optimizer, with_masters)
+        known.append(found)
+    own = OptimizerKind.of(optimizer)
+    if last is not None and found is before and own.alike(before.kind):
+        return last
+    rule = _Probed(replace(found, kind=replace(own, entries=found.kind.entries)))
     _RULES[optimizer] = rule
     return rule
 
@@ -224,22 +259,22 @@ def rule_of(optimizer: torch.optim.Optimizer, masters: bool | None = None) -> Ru
 _STATED: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Rule] = weakref.WeakKeyDictionary()
-_PROBED: weakref.WeakKeyDictionary[type, list[_Probed]] = weakref.WeakKeyDictionary()
+_PROBED: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictionary()
 
 
-def known_rule(optimizer: torch.optim.Optimizer) -> Rule | None:
+def known_rule(optimizer: Optimizer) -> Rule | None:
     """What was known of it when a step was last made or called."""
     return _RULES.get(optimizer)
 
 
-def changed_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def changed_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes of it that its steps change, which no state dict has."""
     rule = _RULES.get(optimizer)
     names = rule.attributes if rule is not None else ()
     return {k: copied(vars(optimizer)[k]) for k in sorted(names) if k in vars(optimizer)}
 
 
-def python_numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+def python_numbers(optimizer: Optimizer) -> dict[str, str]:
     """The keys of its state under which are numbers of Python's, which ranks have as tensors, and
     their types by name."""
     rule = _RULES.get(optimizer)
@@ -247,13 +282,13 @@ def python_numbers(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {k: e.python.__name__ for k, e in entries.items() if e.python is not None}
 
 
-def give_attributes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def give_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """What `changed_attributes` gave, of those that it has."""
     for name in saved.keys() & plain_attributes(optimizer).keys():
         setattr(optimizer, name, copied(saved[name]))
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> int:
+def state_tensors(optimizer: Optimizer) -> int:
     """How many tensors of a parameter's shape the state will hold, from class and options."""
     rule = rule_of(optimizer)
     groups = optimizer.param_groups if isinstance(rule, _Probed) else [optimizer.defaults]
@@ -272,7 +307,7 @@ _OF_A_CLASS = frozenset(
 )
 
 
-def known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
     """The class of torch's whose step this is: its own, or a parent from which it differs in
     nothing but `__init__`, over all its bases and on the object."""
     mro = type(optimizer).__mro__

@@ -1,0 +1,255 @@
+"""Layers that change between steps: what trains is what the optimizer holds, what computes is what
+the module holds, and all is as in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.errors import PlanningError
+from tests.api.changing import (
+    PLACES,
+    REFUSED,
+    WAYS,
+    WIDTH,
+    Adapter,
+    Block,
+    Place,
+    Placed,
+    Plain,
+    Way,
+    adamw,
+    batch,
+    differences,
+    parameter,
+)
+
+pytestmark = pytest.mark.slow
+
+places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+ALL = [(name, place) for name, way in WAYS.items() for place in PLACES if place not in way.refused]
+IN_TURN = [(name, list(PLACES)[number % len(PLACES)]) for number, name in enumerate(WAYS)]
+IN_TURN = [each for each in IN_TURN if each in ALL]
+
+
+def both(way: Way, place: Place) -> tuple[Plain, Placed]:
+    return Plain(way.net()), Placed(way.net(), place)
+
+
+def still(of: Any) -> Any:
+    """A way of no change: a step before and one after what a test does itself."""
+    del of
+    yield
+
+
+STILL = Way(change=still)
+
+
+@pytest.mark.parametrize("name, where", ALL)
+def test_as_in_torch(name: str, where: str) -> None:
+    """Losses, norms, model and optimizer after every step; all is read each time."""
+    way, place = WAYS[name], PLACES[where]
+    plain, placed = both(way, place)
+    with dt.launch(place.mesh):
+        for number in way.steps(plain, placed):
+            plain.take(number)
+            placed.take(number)
+            assert differences(placed, plain) == []
+    assert differences(placed, plain) == []
+
+
+@pytest.mark.parametrize("name, where", IN_TURN)
+def test_while_steps_are_under_way(name: str, where: str) -> None:
+    """No loss is read before the end, and the change reads no more than it must."""
+    way, place = WAYS[name], PLACES[where]
+    plain, placed = both(way, place)
+    with dt.launch(place.mesh):
+        for number in way.steps(plain, placed):
+            plain.take(number)
+            placed.take(number)
+        assert differences(placed, plain) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "... by another shape, both neighbours",
+        "a layer wrapped, its base frozen",
+        "a layer moved to a submodule",
+        "a layer deleted, later back",
+        "head and embedding tied, later untied",
+        "a parameter exchanged with its state",
+    ],
+)
+def test_between_launches(name: str) -> None:
+    """Changes outside of any; the next one goes on."""
+    way, place = WAYS[name], PLACES["tp2"]
+    plain, placed = both(way, place)
+    for number in way.steps(plain, placed):
+        plain.take(number)
+        with dt.launch(place.mesh):
+            placed.take(number)
+        assert differences(placed, plain) == []
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@places
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_as_attributes_are_refused_and_nothing_is_lost(name: str, place: Place) -> None:
+    plain, placed = both(STILL, place)
+    with dt.launch(place.mesh):
+        plain.take(0)
+        placed.take(0)
+        undo = REFUSED[name](placed.net)
+        with pytest.raises(PlanningError, match=r"blocks\.1\.up.*weight"):
+            placed.take(1)
+        undo()
+        REFUSED[name](plain.net)()
+        for number in (1, 2):
+            plain.take(number)
+            placed.take(number)
+            assert differences(placed, plain) == []
+
+
+@places
+def test_what_was_never_the_models_is_an_error(place: Place) -> None:
+    plain, placed = both(STILL, place)
+    stranger = parameter(torch.ones(3, 5))
+    with dt.launch(place.mesh):
+        plain.take(0)
+        placed.take(0)
+        placed.optimizer.add_param_group({"params": [stranger]})
+        with pytest.raises(PlanningError, match=r"\[3, 5\] that is not one of the model's"):
+            placed.take(1)
+        placed.optimizer.param_groups.pop()
+        plain.take(1)
+        placed.take(1)
+        assert differences(placed, plain) == []
+
+
+def test_layers_swapped_over_stages_are_refused_and_nothing_is_lost() -> None:
+    """A pipeline goes through its stages in one order, and parameters keep theirs."""
+    way = WAYS["... of two stages"]
+    plain, placed = both(way, PLACES["pp2"])
+    with dt.launch(placed.place.mesh):
+        plain.take(0)
+        placed.take(0)
+        list(way.change(placed))
+        with pytest.raises(PlanningError, match=way.refused["pp2"]):
+            placed.take(1)
+        list(way.change(placed))
+        plain.take(1)
+        placed.take(1)
+        assert differences(placed, plain) == []
+
+
+def test_a_new_parameter_in_no_stage_is_refused() -> None:
+    """By its name; training goes on with one that a stage's glob matches."""
+    plain, placed = both(STILL, PLACES["pp2"])
+    with dt.launch(placed.place.mesh):
+        plain.take(0)
+        placed.take(0)
+        del placed.net.gain
+        placed.net.factor = parameter(torch.ones(WIDTH, dtype=torch.float64) / 2)
+        with pytest.raises(PlanningError, match="factor"):
+            placed.take(1)
+        del placed.net.factor
+        for each in (plain, placed):
+            each.net.gain = parameter(torch.ones(WIDTH, dtype=torch.float64) / 2)
+            each.take(1)
+        assert differences(placed, plain) == []
+
+
+# -- where it is placed ----------------------------------------------------------------------------
+
+
+def specs(placed: Placed) -> dict[str, str]:
+    """As what is held between steps, by its name now."""
+    return {i.label: str(i.held) for i in placed.step.plan(*batch(0)).inputs}
+
+
+def test_a_placement_follows_the_object() -> None:
+    """A glob that matches nothing any more is no error; what is new is placed by its name."""
+    placed = Placed(STILL.net(), PLACES["tp2"])
+    with dt.launch(placed.place.mesh):
+        placed.take(0)
+        net = placed.net
+        net.tail = torch.nn.Module()
+        net.tail.head = net.head
+        del net.head  # the pattern "head.weight" has no match
+        net.blocks[1].up = Adapter(net.blocks[1].up)
+        net.blocks.append(Block())
+        net.mix.out = Adapter(net.mix.out)
+        placed.take(1)
+        found = specs(placed)
+    assert found["tail.head.weight"] == "f64[12@tp,8]"
+    assert found["blocks.1.up.base.weight"] == "f64[16@tp,8]"
+    assert found["blocks.3.up.weight"] == "f64[16@tp,8]"
+    assert found["blocks.3.down.weight"] == "f64[8,16@tp]"
+    assert found["mix.out.base.weight"] == "f64[8,2@tp*4]"
+    assert "head.weight" not in found and "blocks.1.up.weight" not in found
+
+
+def test_a_new_layer_is_stored_split_as_the_others() -> None:
+    placed = Placed(STILL.net(), PLACES["dp2, ZeRO-3"])
+    with dt.launch(placed.place.mesh):
+        placed.take(0)
+        placed.net.blocks.append(Block())
+        placed.take(1)
+        assert specs(placed)["blocks.3.up.weight"] == "f64[16@dp,8]"
+
+
+@pytest.mark.parametrize("name", ["a layer appended", "a layer wrapped, its base frozen"])
+def test_automatic_stages(name: str) -> None:
+    """A new parameter is in the stage of its module, and what was there stays."""
+    way, place = WAYS[name], Place(mesh=dt.Mesh(pp=2), options=dict(stages="auto"))
+    plain, placed = both(way, place)
+    with dt.launch(place.mesh):
+        for number in way.steps(plain, placed):
+            plain.take(number)
+            placed.take(number)
+            stage = {i.label: i.stages for i in placed.step.plan(*batch(0)).inputs}
+            if number == 0:
+                before = stage
+        assert differences(placed, plain) == []
+    if name == "a layer appended":
+        assert stage["blocks.3.up.weight"] == before["blocks.2.down.weight"]
+        assert {n: s for n, s in stage.items() if n in before} == before
+    else:
+        assert stage["blocks.1.up.a"] == before["blocks.1.up.weight"]
+        assert stage["blocks.1.up.base.weight"] == before["blocks.1.up.weight"]
+
+
+def test_gradients_have_the_names_of_now() -> None:
+    plain, placed = both(WAYS["a layer moved to a submodule"], PLACES["tp2"])
+    with dt.launch(placed.place.mesh):
+        for number in WAYS["a layer moved to a submodule"].steps(plain, placed):
+            plain.take(number)
+            placed.take(number)
+        found = placed.step.gradients(*batch(9))
+    assert {n for n, p in plain.net.named_parameters()} == set(found)
+
+
+def test_a_new_step_over_a_changed_model() -> None:
+    """The old one and the new one go on in turns, each with its optimizer."""
+    plain, placed = both(STILL, PLACES["tp2"])
+    with dt.launch(placed.place.mesh):
+        plain.take(0)
+        placed.take(0)
+        old, old_step, old_plain = placed.optimizer, placed.step, plain.optimizer
+        for each in (plain, placed):
+            torch.manual_seed(5)
+            each.net.blocks[1] = Block()
+            each.train_with(adamw(each.net))
+        for number in range(1, 5):
+            plain.take(number)
+            placed.take(number)
+            plain.optimizer, old_plain = old_plain, plain.optimizer
+            placed.optimizer, old = old, placed.optimizer
+            placed.step, old_step = old_step, placed.step
+            assert differences(placed, plain) == []

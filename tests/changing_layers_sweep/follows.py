@@ -1,0 +1,219 @@
+"""What follows the change of a layer: a `Case` is a way at a placement, with plain torch beside it.
+
+    case = Case("a layer replaced", "tp2", folder)
+    for act in case.run(FOLLOWS["dt.compile"]):   # inside a launch, which is lost, left or entered
+        ...                                       # where the case asks for it
+    case.wrong                                    # what was not as in torch
+
+What follows is a generator: it yields CHANGE where the change is to be made, after a first step and
+what it does before that; and LOSE, LEAVE and ENTER, for what a launch does to all cases in it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+import dtensor as dt
+from dtensor.daft import TaskError
+from tests.api.changing import PLACES, WAYS, Placed, Plain, batch, differences, unlike
+from tests.api.generation import greedy
+
+
+class Act(Enum):
+    CHANGE = "the first change of the way"
+    LOSE = "a rank is killed"
+    LEAVE = "the launch ends"
+    ENTER = "another one begins"
+
+
+CHANGE, LOSE, LEAVE, ENTER = Act
+PROMPTS = [[5, 3, 9], [7, 1]]
+
+
+class Case:
+    """``wrong``: what was not as in torch, a line each."""
+
+    def __init__(self, name: str, place: str, folder: Path) -> None:
+        self.name, self.place, self.folder = name, place, folder
+        self.way = WAYS[name]
+        self.plain, self.placed = self._pair(0)
+        self.wrong: list[str] = []
+        self._steps = self.way.steps(self.plain, self.placed)
+        self._due: int | None = None  # the step that is to be taken next
+
+    def _pair(self, seed: int) -> tuple[Plain, Placed]:
+        return Plain(self.way.net(seed)), Placed(self.way.net(seed), PLACES[self.place])
+
+    def run(self, follow: Follow) -> Iterator[Act]:
+        """All of it, in a launch that is left before the last look."""
+        self.change()
+        self.take()
+        for act in follow(self):
+            if act is CHANGE:
+                self.change()
+            else:
+                yield act
+        if self._due is not None:
+            self.take()
+        for self._due in self._steps:
+            self.take()
+        self.compare("at the end")
+        yield LEAVE
+        self.compare("after the launch")
+
+    def change(self) -> None:
+        """What the way does next; before the first step nothing."""
+        self._due = next(self._steps)
+
+    def take(self) -> None:
+        """The step that is due."""
+        assert self._due is not None
+        number, self._due = self._due, None
+        self.plain.take(number)
+        self.placed.take(number)
+
+    def evaluate(self) -> None:
+        self.plain.evaluate()
+        self.placed.evaluate()
+
+    def compare(self, when: str) -> None:
+        self.wrong += [f"{when}, {line}" for line in differences(self.placed, self.plain)]
+
+    def state(self) -> dict[str, Any] | None:
+        """Of plain torch; None where torch has none, as a group has gone without its state."""
+        try:
+            optimizer = self.plain.optimizer.state_dict()
+        except KeyError:
+            return None
+        return copy.deepcopy({"model": self.plain.net.state_dict(), "optimizer": optimizer})
+
+    def check(self, found: Any, expected: Any, what: str) -> None:
+        self.wrong += unlike(found, expected, what)
+
+    def changed_anew(self) -> tuple[Plain, Placed]:
+        """Others, of other numbers, that had the same change, and no step."""
+        pair = self._pair(1)
+        steps = self.way.steps(*pair)
+        next(steps)
+        next(steps)
+        return pair
+
+
+Follow = Callable[[Case], Iterator[Act]]
+
+
+def steps(case: Case) -> Iterator[Act]:
+    """Nothing is read before the end."""
+    yield CHANGE
+
+
+def compiled(case: Case) -> Iterator[Act]:
+    case.evaluate()
+    yield CHANGE
+    case.evaluate()
+    case.take()
+    case.evaluate()
+
+
+def generated(case: Case) -> Iterator[Act]:
+    """By one generator, made before the change."""
+    texts = dt.generator(case.placed.model, slots=2, length=16, buckets=(8,))
+
+    def compare(when: str) -> None:
+        case.plain.net.eval()
+        wanted = [greedy(case.plain.net, prompt, 4) for prompt in PROMPTS]
+        case.plain.net.train()
+        found = [list(text.tokens) for text in texts(PROMPTS, max_new_tokens=4)]
+        case.check(found, wanted, f"texts {when}")
+
+    compare("before")
+    yield CHANGE
+    compare("after the change")
+    case.take()
+    compare("after a step")
+
+
+def gathered(case: Case) -> Iterator[Act]:
+    yield CHANGE
+    if (state := case.state()) is not None:
+        case.check(
+            _plain(dt.gather_state_dict(case.placed.model, case.placed.optimizer)),
+            _plain(state),
+            "gathered",
+        )
+
+
+def optimizer_state(case: Case) -> Iterator[Act]:
+    yield CHANGE
+    if (state := case.state()) is not None:
+        case.check(case.placed.optimizer.state_dict(), state["optimizer"], "opt.state_dict()")
+
+
+def saved(case: Case) -> Iterator[Act]:
+    """And loaded into others of other numbers, which go on."""
+    yield CHANGE
+    if (state := case.state()) is None:
+        return
+    path = case.folder / f"{len(list(case.folder.iterdir()))}"
+    dt.save(str(path), case.placed.model, case.placed.optimizer).get()
+    plain, placed = case.changed_anew()
+    dt.load(str(path), placed.model, placed.optimizer)
+    plain.net.load_state_dict(state["model"])
+    plain.optimizer.load_state_dict(state["optimizer"])
+    for each in (plain, placed):
+        each.take(1)
+    case.wrong += [f"loaded, {line}" for line in differences(placed, plain)]
+
+
+def came_home(case: Case) -> Iterator[Act]:
+    yield CHANGE
+    yield LEAVE
+    case.compare("at home")
+    yield ENTER
+
+
+def undone(case: Case) -> Iterator[Act]:
+    """A batch with labels that are none."""
+    yield CHANGE
+    tokens, targets = batch(5)
+    try:
+        float(case.placed.step(tokens, targets + 99))
+        case.wrong.append("labels out of range raised nothing")
+    except TaskError:
+        pass
+
+
+def lost(case: Case) -> Iterator[Act]:
+    """Right after the change, and after a step that nobody has read."""
+    yield CHANGE
+    yield LOSE
+    case.take()
+    case.compare("after a loss")
+    case.change()
+    case.take()
+    yield LOSE
+
+
+FOLLOWS: Mapping[str, Follow] = {
+    "steps": steps,
+    "dt.compile": compiled,
+    "dt.generator": generated,
+    "gather_state_dict": gathered,
+    "opt.state_dict": optimizer_state,
+    "save, load": saved,
+    "home-coming": came_home,
+    "undo": undone,
+    "a rank lost": lost,
+}
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the types of mappings."""
+    return {"model": dict(state["model"]), "optimizer": dict(state["optimizer"])}
+
+

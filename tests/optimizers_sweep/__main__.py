@@ -1,0 +1,292 @@
+"""Optimizers of other packages beside torch: `python -m tests.optimizers_sweep`.
+
+    pip install --target more --no-deps lion-pytorch schedulefree pytorch_optimizer \\
+        torch_optimizer pytorch_ranger
+    PYTHONPATH=.:more python -m tests.optimizers_sweep                # writes the table
+    PYTHONPATH=.:more python -m tests.optimizers_sweep --only '*Lion' # some, printed
+
+Every class of those packages that are installed is built with its defaults (those of torch that are
+known are left out) and trains a small net for 6 steps, under tensor parallelism over two ranks and
+under ZeRO-1, and beside that in plain torch. A class is *right* where losses, values, states,
+groups' options and attributes are torch's; *refused* where the probe says that it is not
+elementwise; *wrong* where it runs and a number differs. Exit status 1 where one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.runtime.optimizer_kind import copied, options_of, plain_attributes, same
+from dtensor.runtime.shard_optimizer import ELEMENTWISE
+
+PACKAGES = {  # module -> distribution
+    "torch.optim": "torch",
+    "lion_pytorch": "lion-pytorch",
+    "schedulefree": "schedulefree",
+    "pytorch_optimizer": "pytorch_optimizer",
+    "torch_optimizer": "torch_optimizer",
+}
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.norm = nn.LayerNorm(12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)).relu())
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 1).square().mean()
+
+
+PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (
+        dt.Mesh(tp=2),
+        {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())},
+        {},
+    ),
+    "ZeRO-1": (dt.Mesh(dp=2), {}, {"zero": {"dp": 1}}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What became of a class. ``verdict``: right, refused, wrong or not built."""
+
+    name: str
+    verdict: str
+    why: str = ""
+    state: str = ""
+    changed: str = ""
+
+
+def classes() -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
+    """Those of the installed packages, by name."""
+    seen: set[type] = set()
+    for module in PACKAGES:
+        try:
+            package = importlib.import_module(module)
+        except ModuleNotFoundError:
+            print(f"{module} is not installed", file=sys.stderr)
+            continue
+        for name, cls in sorted(vars(package).items()):
+            if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+                continue
+            if cls is torch.optim.Optimizer or cls in ELEMENTWISE or cls in seen:
+                continue
+            seen.add(cls)
+            yield f"{module}.{name}", cls
+
+
+def ways(cls: Any) -> list[Callable[[nn.Module], torch.optim.Optimizer]]:
+    """How one may be built: with its defaults, a learning rate, groups as Muon wants them, around
+    another optimizer, or with the number of steps or the model."""
+
+    def muon(m: nn.Module) -> Any:
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for p in m.parameters():
+            parts[p.ndim > 1].append(p)
+        return cls([dict(params=own, use_muon=bool(i)) for i, own in enumerate(parts)])
+
+    return [
+        lambda m: cls(m.parameters()),
+        lambda m: cls(m.parameters(), lr=1e-3),
+        muon,
+        lambda m: cls(torch.optim.SGD(m.parameters(), lr=0.1)),
+        lambda m: cls(m.parameters(), torch.optim.SGD),
+        lambda m: cls(m.parameters(), torch.optim.SGD, lr=0.1),
+        lambda m: cls(m.parameters(), num_iterations=STEPS),
+        lambda m: cls(m.parameters(), 1e-3, STEPS),
+        lambda m: cls(m),
+        lambda m: cls(m, lr=1e-3),
+    ]
+
+
+def built(cls: Any) -> Callable[[nn.Module], torch.optim.Optimizer] | str:
+    errors: list[str] = []
+    for way in ways(cls):
+        try:
+            way(Net())
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+        else:
+            return way
+    return errors[0]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batches() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 8, generator=draw) for _ in range(STEPS)]
+
+
+def mode(optimizer: Any) -> None:
+    """What schedulefree asks for before a step."""
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        optimizer.train()
+
+
+def by_torch(make: Callable[[nn.Module], Any]) -> tuple[Net, Any, list[float]]:
+    module = net()
+    optimizer = make(module)
+    mode(optimizer)
+    losses: list[float] = []
+    for x in batches():
+        optimizer.zero_grad()
+        loss = loss_fn(module, x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return module, optimizer, losses
+
+
+def judge(name: str, cls: type[torch.optim.Optimizer]) -> Found:
+    make = built(cls)
+    if isinstance(make, str):
+        return Found(name=name, verdict="not built", why=make)
+    report: Any = None
+    for how, (mesh, placements, options) in PLACED.items():
+        module = net()
+        optimizer = make(module)
+        mode(optimizer)
+        model = dt.parallelize(module, mesh, placements, **options)
+        inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
+        try:
+            step = dt.train_step(model, loss_fn, optimizer, inputs=inputs, elementwise=True)
+        except dt.PlanningError as error:
+            first, _, rest = str(error).partition("\n")
+            line = rest.partition("its line: ")[2].partition("\n")[0]
+            return Found(name=name, verdict="refused", why=f"{first} {line}".strip())
+        report = step.elementwise
+        expected, plain, wanted = by_torch(make)
+        with dt.launch(mesh):
+            losses = [float(step(x)) for x in batches()]
+        why = difference(expected, plain, wanted, module, optimizer, losses)
+        if why:
+            return Found(name=name, verdict="wrong", why=f"{how}: {why}")
+    if report is None:
+        return Found(name=name, verdict="right", state="as its parent")
+    state = ", ".join(report.state)
+    return Found(name=name, verdict="right", state=state, changed=", ".join(report.changed))
+
+
+def difference(
+    expected: Net, plain: Any, wanted: list[float], module: Net, optimizer: Any, losses: list[float]
+) -> str:
+    """What is other than in torch, or ""."""
+    for number, (a, b) in enumerate(zip(losses, wanted, strict=True)):
+        if not abs(a - b) <= 1e-4 * max(1.0, abs(b)):
+            return f"loss {number + 1} is {a:.6g}, in torch {b:.6g}"
+    for (label, p), q in zip(module.named_parameters(), expected.parameters(), strict=True):
+        if not torch.allclose(p, q, rtol=1e-4, atol=1e-5):
+            return f"{label} differs by {float((p - q).abs().max()):.2g}"
+        one, other = optimizer.state[p], plain.state[q]
+        for key in one.keys() | other.keys():
+            x, y = one.get(key), other.get(key)
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                alike = x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, atol=1e-5)
+                if not alike or x.dtype != y.dtype:
+                    return f"{key} of the state of {label} differs"
+            elif not same(x, y):
+                return f"{key} of the state of {label} is {x!r}, in torch {y!r}"
+    for one, other in zip(optimizer.param_groups, plain.param_groups, strict=True):
+        if not same(copied(options_of(one)), copied(options_of(other))):
+            return "options of a group differ"
+    ours, theirs = plain_attributes(optimizer), plain_attributes(plain)
+    return "" if same(ours, theirs) else "attributes differ"
+
+
+def table(found: Sequence[Found]) -> str:
+    counts = {
+        v: sum(f.verdict == v for f in found) for v in ("right", "refused", "wrong", "not built")
+    }
+    versions = ", ".join(
+        f"{name} {version(name)}"
+        for m, name in PACKAGES.items()
+        if any(f.name.startswith(m) for f in found)
+    )
+    lines = [
+        "# Optimizers that are not torch's, or not known",
+        "",
+        f"`python -m tests.optimizers_sweep`, {versions}. Each class trains a small net for "
+        f"{STEPS} steps with its defaults and `train_step(..., elementwise=True)`, at tp=2 and at "
+        "dp=2 with ZeRO-1, beside plain torch.",
+        "",
+        f"{len(found)} classes: {counts['right']} are elementwise and right, {counts['refused']} "
+        f"are refused, {counts['wrong']} are wrong; {counts['not built']} want arguments that the "
+        "command does not know.",
+        "",
+    ]
+    for verdict, columns in (
+        ("wrong", ("class", "what differs")),
+        ("right", ("class", "state of a parameter", "what a step changes besides")),
+        ("refused", ("class", "why")),
+        ("not built", ("class", "what it says")),
+    ):
+        mine = [f for f in found if f.verdict == verdict]
+        if not mine:
+            continue
+        lines += [
+            f"## {verdict.capitalize()}",
+            "",
+            f"| {' | '.join(columns)} |",
+            "|---" * len(columns) + "|",
+        ]
+        for f in mine:
+            cells = (f.state, f.changed) if verdict == "right" else (f.why,)
+            text = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            lines.append(f"| `{f.name}` | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.optimizers_sweep", description=__doc__)
+    parser.add_argument("--only", action="append", help="a glob over names; may be repeated")
+    default = ROOT / "benchmarks" / "results" / "optimizers.md"
+    parser.add_argument("--table", type=Path, default=default)
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")
+    found: list[Found] = []
+    for name, cls in classes():
+        if options.only and not any(fnmatch.fnmatchcase(name, glob) for glob in options.only):
+            continue
+        try:
+            one = judge(name, cls)
+        except Exception as error:  # the class, or what was to carry it
+            one = Found(name=name, verdict="wrong", why=f"{type(error).__name__}: {error}"[:300])
+        found.append(one)
+        print(f"{one.verdict:9} {name}  {one.why.partition(chr(10))[0][:200]}", flush=True)
+    text = table(found)
+    if options.only:
+        print(text)
+    else:
+        options.table.write_text(text)
+    return int(any(one.verdict == "wrong" for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

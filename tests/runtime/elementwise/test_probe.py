@@ -1,0 +1,176 @@
+"""The probe of an optimizer's class: what passes, what it says of it, what it refuses and why."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtensor as dt
+from dtensor.runtime.elementwise import probe as probes
+from dtensor.runtime.elementwise.rule import (
+    check_optimizer,
+    known_class,
+    rule_of,
+    state_elementwise,
+)
+from dtensor.runtime.optimizer_kind import Entry
+from tests import optimizers as own
+
+
+def stated(optimizer: torch.optim.Optimizer, masters: bool = False) -> Any:
+    state_elementwise(optimizer)
+    return rule_of(optimizer, masters)
+
+
+def over(kind: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return kind(nn.Linear(3, 2, dtype=dtype).parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", [k for k, why in own.REFUSED.items() if why])
+def test_what_is_refused(kind: type[torch.optim.Optimizer]) -> None:
+    """By the op, its line, and what differs; torch's and Python's draws are as they were."""
+    optimizer = over(kind)
+    before = torch.get_rng_state(), random.getstate()
+    with pytest.raises(dt.PlanningError, match=own.REFUSED[kind]) as raised:
+        stated(optimizer)
+    assert kind.__name__ in str(raised.value) and "\nfix: " in str(raised.value)
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+def test_torchs_own_that_are_not_elementwise(kind: str) -> None:
+    cls = getattr(torch.optim, kind)
+    optimizer = cls([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(dt.PlanningError, match=kind):
+        stated(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("kind", [own.Lion, own.Counted, own.Doubled])
+def test_what_passes(kind: Any, dtype: torch.dtype) -> None:
+    if dtype.is_complex and kind is own.Lion:
+        pytest.skip("a complex number has no sign")
+    stated(over(kind, dtype, lr=0.05))
+
+
+def test_what_the_report_says() -> None:
+    rule = stated(over(own.Counted))
+    report = rule.report
+    assert report.optimizer == "tests.optimizers.Counted"
+    assert report.changed == ("k", "lr_max", "num_steps", "weight_sum")
+    assert set(report.ops) >= {"aten.lerp_", "aten.mul_", "aten.sub_"}
+    assert "step (int)" in str(report) and "m (like the parameter)" in str(report)
+    assert report.unreached == ()
+    assert rule.keys(over(own.Counted).param_groups[0]) == ("step", "seen", "m")
+    entries = rule.found.kind.entries
+    assert entries["step"] == Entry(number=True, python=int)
+    assert entries["seen"].python is float and entries["prior"].late
+    text = str(stated(over(own.Amsgrad)).report)
+    assert 'v = torch.maximum(state.setdefault("most"' in text and "lines not run    2" in text
+
+
+def test_a_state_of_other_dtypes() -> None:
+    rule = stated(over(own.Wide, torch.bfloat16))
+    entries = rule.found.kind.entries
+    assert entries["m"].dtype(torch.bfloat16) == torch.float32
+    assert (entries["count"].shape, entries["count"].number) == ((1,), True)
+
+
+def test_it_is_probed_once_and_again_for_options_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    probed: list[str] = []
+    probe = probes._Probe.run
+
+    def counted(self: Any) -> Any:
+        probed.append(self.name)
+        return probe(self)
+
+    class Fresh(own.Amsgrad):
+        pass
+
+    monkeypatch.setattr(probes._Probe, "run", counted)
+    first, second = over(Fresh), over(Fresh, lr=0.5)
+    rule, same = stated(first), stated(second)
+    assert rule_of(first) is rule and rule_of(second) is same and len(probed) == 1
+    first.param_groups[0]["lr"] = 0.25
+    assert rule_of(first) is rule and len(probed) == 1
+    first.param_groups[0]["amsgrad"] = True
+    other = rule_of(first)
+    assert other.keys(first.param_groups[0]) == ("v", "most") and len(probed) == 2
+    assert rule_of(second) is same and rule_of(first) is other and len(probed) == 2
+
+
+def test_numbers_that_a_step_changes_ask_for_no_other_probe() -> None:
+    optimizer = over(own.Counted)
+    rule = stated(optimizer)
+    optimizer.param_groups[0].update(k=7, weight_sum=0.5)
+    optimizer.num_steps = 7
+    assert rule_of(optimizer) is rule
+    resumed = over(own.Counted)
+    resumed.param_groups[0].update(k=100, weight_sum=0.5)
+    assert stated(resumed).report is rule.report
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_decay_by_dims_shows_where_there_is_one(decay: float) -> None:
+    class Decays(own.Each):
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            p.mul_(1 - group["lr"] * group["decay"] * (p.ndim > 1)).sub_(g, alpha=group["lr"])
+
+    optimizer = over(Decays, lr=1e-3, decay=decay)
+    if decay:
+        with pytest.raises(dt.PlanningError, match="on shards the value differs"):
+            stated(optimizer)
+    else:
+        stated(optimizer)
+        optimizer.param_groups[0]["decay"] = 0.1
+        with pytest.raises(dt.PlanningError, match="on shards the value differs"):
+            rule_of(optimizer)
+
+
+def test_groups_are_told_apart() -> None:
+    """The learning rate of the first group, for all: wrong where a rank has only the second."""
+
+    class First(own.Each):
+        def update(self, p: Any, g: Any, state: Any, group: Any) -> None:
+            p.sub_(g, alpha=self.param_groups[0]["lr"])
+
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)]
+    stated(First(groups))  # as torch does: the ranks have all groups, in their order
+
+
+# -- which class it is -----------------------------------------------------------------------------
+
+
+def test_a_subclass_is_its_parent_if_it_differs_in_init_alone() -> None:
+    assert known_class(over(own.Renamed)) is torch.optim.AdamW
+    assert known_class(over(torch.optim.AdamW)) is torch.optim.AdamW
+    assert known_class(over(own.Mixed)) is None
+    assert known_class(over(own.Doubled)) is None
+
+
+def test_a_scheduler_is_no_difference_and_a_step_of_ones_own_is() -> None:
+    optimizer = over(own.Renamed)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer) and known_class(optimizer) is torch.optim.AdamW
+    optimizer = over(torch.optim.SGD, lr=0.1)
+    optimizer.step = lambda closure=None: None
+    assert known_class(optimizer) is None
+    with pytest.raises(dt.PlanningError, match="SGD is not known to be elementwise"):
+        check_optimizer(optimizer)
+
+
+def test_what_an_error_names_without_the_statement() -> None:
+    with pytest.raises(dt.PlanningError) as raised:
+        check_optimizer(over(own.Lion))
+    assert str(raised.value).startswith("Lion is not known to be elementwise")
+    assert str(raised.value).endswith(
+        "fix: train_step(..., elementwise=True), if each element of a parameter is updated from "
+        "its own gradient and state alone"
+    )
