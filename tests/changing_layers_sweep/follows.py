@@ -1,7 +1,7 @@
 """What follows the change of a layer: a `Case` is a way at a placement, with plain torch beside it.
 
-    case = Case("a layer replaced", "tp2", folder)
-    for act in case.run(FOLLOWS["dt.compile"]):   # inside a launch, which is lost, left or entered
+    case = Case("a layer replaced", "tp2", "dt.compile", folder)
+    for act in case.run():                        # inside a launch, which is lost, left or entered
         ...                                       # where the case asks for it
     case.wrong                                    # what was not as in torch
 
@@ -38,8 +38,8 @@ PROMPTS = [[5, 3, 9], [7, 1]]
 class Case:
     """``wrong``: what was not as in torch, a line each."""
 
-    def __init__(self, name: str, place: str, folder: Path) -> None:
-        self.name, self.place, self.folder = name, place, folder
+    def __init__(self, name: str, place: str, follow: str, folder: Path) -> None:
+        self.place, self.follow, self.folder = place, follow, folder
         self.way = WAYS[name]
         self.plain, self.placed = self._pair(0)
         self.wrong: list[str] = []
@@ -47,13 +47,15 @@ class Case:
         self._due: int | None = None  # the step that is to be taken next
 
     def _pair(self, seed: int) -> tuple[Plain, Placed]:
-        return Plain(self.way.net(seed)), Placed(self.way.net(seed), PLACES[self.place])
+        mixes = self.follow == "dt.generator"
+        plain, placed = (self.way.net(seed, mixes=mixes) for _ in range(2))
+        return Plain(plain), Placed(placed, PLACES[self.place])
 
-    def run(self, follow: Follow) -> Iterator[Act]:
+    def run(self) -> Iterator[Act]:
         """All of it, in a launch that is left before the last look."""
         self.change()
         self.take()
-        for act in follow(self):
+        for act in FOLLOWS[self.follow](self):
             if act is CHANGE:
                 self.change()
             else:
