@@ -106,6 +106,11 @@ class Away:
             )
         return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Of which torch asks no class; `parametrize.register_parametrization` calls it."""
+        at_hand((self, args, kwargs))
+        return Tensor.set_(self, *args, **kwargs)  # type: ignore[arg-type]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(_home(self), memo)
 

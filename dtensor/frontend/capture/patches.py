@@ -15,6 +15,7 @@
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - `module.to(x.device)`, `.float()` and the like do nothing where they change nothing; else they are
   refused.
+- What `torch.nn.utils.parametrize.cached()` keeps is the capture's own.
 - Layers that torch takes apart while differentiating, and that have rules, stay whole.
 
 The joint export of forward and backward, `export_joint`, is private to torch too.
@@ -60,10 +61,11 @@ from torch.fx import traceback
 from torch.fx._symbolic_trace import _Patcher
 from torch.fx.graph import _PyTreeCodeGen as PyTreeCodeGen
 from torch.fx.proxy import TracerBase
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing, started
+from dtensor.frontend.alone import ONE_AT_A_TIME, PerThread, is_capturing, started
 from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
 from dtensor.frontend.capture.replaced import (
     answered_here,
@@ -123,10 +125,13 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         for (owner, name, change), plain in zip(changed, plains, strict=True)
     ]
     applying = _watched(numbers, functions, explaining)
+    weights = PerThread(parametrize._cache)
+    weights.clear()  # to this thread: `cached()` around the call has weights that were computed
+    own = [(_SingleLevelFunction, "apply", applying), (parametrize, "_cache", weights)]
     with ExitStack() as stack:
         # Before anything is changed: torch changes the same as it compiles, in another thread.
         stack.enter_context(ONE_AT_A_TIME.and_then(compile_lock()))
-        stack.enter_context(replaced([*changes, (_SingleLevelFunction, "apply", applying)]))
+        stack.enter_context(replaced([*changes, *own]))
         stack.enter_context(answered_here(FLAGS))
         stack.enter_context(
             unlogged(

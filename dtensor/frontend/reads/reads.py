@@ -18,8 +18,10 @@ Not here: what is done about a difference (api/plan_call.py).
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -136,6 +138,9 @@ class Reads:
         self._codes = [f.__code__ for f in self._functions]
         self._sized = [holder for _, holder in found.sized]
         self._lengths = list(map(len, self._sized))
+        several = (d for d in found.ordered if len(d) > 1)
+        self._ordered = [d for d in several if type(d) in (dict, OrderedDict)]
+        self._keys = list(chain.from_iterable(self._ordered))
         self._sets = [(s, frozenset(s)) for s in self._sized if isinstance(s, (set, frozenset))]
         self._objects = found.objects
         self._types = list(map(type, found.objects))
@@ -175,6 +180,7 @@ class Reads:
             return False
         return (
             list(map(len, self._sized)) == self._lengths
+            and list(chain.from_iterable(self._ordered)) == self._keys
             and all(map(is_, map(type, self._objects), self._types))
             and (self._hooks == RemovableHandle.next_id or self._same_hooks())
             and self._now_flags() == self._flags

@@ -146,6 +146,7 @@ class Reached:
     objects: list[Any] = field(default_factory=list)  # whose class counts
     containers: list[Any] = field(default_factory=list)  # with a lookup of their own
     sized: Paths[Any] = field(default_factory=list)
+    ordered: list[Mapping[Any, Any]] = field(default_factory=list)  # that may be gone through
     cells: Paths[CellType] = field(default_factory=list)
     functions: Paths[FunctionType] = field(default_factory=list)
     parameters: Paths[torch.Tensor] = field(default_factory=list)  # and buffers
@@ -689,6 +690,7 @@ class _Walker:
         for name in names:
             if name not in _OF_TORCH:
                 self._slot(space, name, f"{where}{name}")
+        found.ordered += (module._parameters, module._buffers, module._modules)
         for held in (module._parameters, module._buffers):
             found.sized.append((f"{path}.*", held))
             for name, x in list(held.items()):
@@ -702,6 +704,7 @@ class _Walker:
                 self._slot(hooks, key, f"{where}{kind.strip('_')}[{number}]")
             if hooks:
                 found.sized.append((f"{path}: {kind}", hooks))
+                found.ordered.append(hooks)
         self._say(path, *(len(space.get(kind, ())) for kind in BACKWARD_HOOKS))
 
     def _weight(self, held: dict[str, Any], name: str, x: torch.Tensor | None, path: str) -> None:
@@ -740,6 +743,7 @@ class _Walker:
         self.found.sized.append((path, items))
         if self.ran is None and len(items) > MOST_ITEMS:
             return
+        self.found.ordered.append(items)
         for key in list(items):
             if isinstance(key, PLAIN):
                 self._say(path, type(key), key)
