@@ -17,7 +17,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-
 import dtensor as dt
 from dtensor.daft import TaskError
 from tests.api.changing import PLACES, WAYS, Placed, Plain, batch, differences, unlike
@@ -62,7 +61,8 @@ class Case:
                 yield act
         if self._due is not None:
             self.take()
-        for self._due in self._steps:
+        for number in self._steps:
+            self._due = number
             self.take()
         self.compare("at the end")
         yield LEAVE
@@ -217,5 +217,3 @@ FOLLOWS: Mapping[str, Follow] = {
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """Without the types of mappings."""
     return {"model": dict(state["model"]), "optimizer": dict(state["optimizer"])}
-
-
