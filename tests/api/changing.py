@@ -69,15 +69,16 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """tokens [b t] -> logits [b t v]; with a cache, as docs/generation.md has it.
+    """tokens [b t] -> logits [b t v]; with a cache, as docs/generation.md has it. ``mixes``: its
+    tokens attend to those before; without, its programs are half as long.
 
     ``head`` may stand in ``tail``, ``gain`` may be called ``factor`` and ``shift`` ``offset``.
     """
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, mixes: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64)
-        self.mix = Mix()
+        self.mix = Mix() if mixes else None
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.gain = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
         self.register_buffer("shift", torch.full((WIDTH,), 0.25, dtype=torch.float64))
@@ -89,7 +90,9 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor, cache: Any = None, pos: Tensor | None = None) -> Tensor:
         if self.training:
             self.seen.add_(1)
-        x = self.mix(self.embed(tokens), cache)
+        x = self.embed(tokens)
+        if self.mix is not None:
+            x = self.mix(x, cache)
         for block in self.blocks:
             x = block(x)
         gain = self.gain if hasattr(self, "gain") else self.factor
@@ -176,8 +179,6 @@ PLACES = {
     "tp2": Place(
         mesh=dt.Mesh(tp=2),
         placements={
-            "mix.qkv.weight": dict(tp=dt.Row(blocks=3, unit=WIDTH // HEADS)),
-            "mix.out.weight": dict(tp=dt.Column(unit=WIDTH // HEADS)),
             "blocks.*.up.weight": dict(tp=dt.Row()),
             "blocks.*.down.weight": dict(tp=dt.Column()),
             "head.weight": dict(tp=dt.Row()),
@@ -191,7 +192,7 @@ PLACES = {
         options=dict(
             stages={
                 "pp": [
-                    ["embed*", "mix*", "seen", "blocks.[0-1].*"],
+                    ["{embed,mix}*", "seen", "blocks.[0-1].*"],
                     ["blocks.[2-9].*", "gain", "shift", "head*"],
                 ]
             }
@@ -302,9 +303,9 @@ class Way:
     tied: bool = False
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def net(self, seed: int = 0) -> Net:
+    def net(self, seed: int = 0, *, mixes: bool = False) -> Net:
         torch.manual_seed(seed)
-        return Net(self.tied)
+        return Net(self.tied, mixes)
 
     def steps(self, *all_of: Trained) -> Iterator[int]:
         """The number of each step that all are to take: before the first change, after each, and
@@ -410,7 +411,7 @@ def model_of_peft(of: Trained) -> Iterator[None]:
     """With a new optimizer, as its examples have it; the base is the module that is trained."""
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules=["qkv", "up"])
+    config = peft.LoraConfig(r=2, target_modules=["up", "head"])
     peft.get_peft_model(of.net, config)
     of.train_with(torch.optim.AdamW([p for p in of.net.parameters() if p.requires_grad], lr=3e-2))
     yield

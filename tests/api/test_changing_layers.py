@@ -184,14 +184,14 @@ def test_a_placement_follows_the_object() -> None:
         del net.head  # the pattern "head.weight" has no match
         net.blocks[1].up = Adapter(net.blocks[1].up)
         net.blocks.append(Block())
-        net.mix.out = Adapter(net.mix.out)
+        net.blocks[0].down = Adapter(net.blocks[0].down)  # whose columns are split
         placed.take(1)
         found = specs(placed)
     assert found["tail.head.weight"] == "f64[12@tp,8]"
     assert found["blocks.1.up.base.weight"] == "f64[16@tp,8]"
     assert found["blocks.3.up.weight"] == "f64[16@tp,8]"
     assert found["blocks.3.down.weight"] == "f64[8,16@tp]"
-    assert found["mix.out.base.weight"] == "f64[8,2@tp*4]"
+    assert found["blocks.0.down.base.weight"] == "f64[8,16@tp]"
     assert "head.weight" not in found and "blocks.1.up.weight" not in found
 
 

@@ -1,11 +1,14 @@
-"""Layers that change, and what follows, beside plain torch: `python -m tests.changing_layers_sweep`.
+"""Layers that change, and what follows, beside plain torch.
+
 
     python -m tests.changing_layers_sweep --table benchmarks/results/changing_layers.md
     python -m tests.changing_layers_sweep --only '*LoRA*' --follows steps --backends inprocess
+    python -m tests.changing_layers_sweep --table-only --table build/table.md  # of what was found
 
 Each way of `tests/api/changing.py` with each of what `follows.py` has after its first change:
 in-process at every placement, a launch each; on Ray, where alone a rank can be lost, at the
-placements in turn, one launch of all their meshes for all that is followed by the same.
+placements in turn, one launch of all their meshes for all that is followed by the same. Records
+go to --out, a line of JSON each; the table has all that are there, whichever run they are from.
 Exit status 1 where something is wrong: other numbers, or an error that is no refusal.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import os
 import signal
 import sys
@@ -21,7 +25,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -54,13 +58,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--follows", default="*", help="a glob over what follows")
     parser.add_argument("--places", default="*", help="a glob over placements")
     parser.add_argument("--backends", default="inprocess,ray")
+    parser.add_argument("--out", type=Path, default=Path("build/changing_layers.jsonl"))
     parser.add_argument("--table", type=Path, help="the file to write")
+    parser.add_argument("--table-only", action="store_true")
     options = parser.parse_args(argv)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if not options.table_only:
+        run(options)
+    lines = map(json.loads, options.out.read_text().splitlines())
+    found = {Cell(**line["cell"]): line["verdict"] for line in lines}
+    text = "\n".join(table(found, backend) for backend in ("inprocess", "ray"))
+    print(text)
+    if options.table is not None:
+        options.table.write_text(HEAD + text)
+    return int(any(verdict.startswith("WRONG") for verdict in found.values()))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Adds a record of each case to --out."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["DTENSOR_LATE_WARNINGS"] = "0"
-    found: dict[Cell, str] = {}
-    seconds: dict[str, float] = {}
     with ExitStack() as block:
         for user in ("dtensor.api.placements", "dtensor.api.plan_call"):
             block.enter_context(patch(f"{user}.capture", shared_capture))
@@ -68,16 +86,13 @@ def main(argv: Sequence[str]) -> int:
             begun = time.monotonic()
             for group in groups(backend, options):
                 for cell, verdict in judged(group).items():
-                    found[cell] = verdict
+                    with options.out.open("a") as file:
+                        line = {"cell": asdict(cell), "verdict": verdict}
+                        file.write(json.dumps(line) + "\n")
                     if verdict != AS_TORCH:
-                        print(f"{cell.backend} {cell.place}, {cell.name}, {cell.follow}: {verdict}")
+                        where = f"{cell.backend} {cell.place}, {cell.name}, {cell.follow}"
+                        print(f"{where}: {verdict}", flush=True)
             print(f"{backend}: {time.monotonic() - begun:.0f} s", flush=True)
-            seconds[backend] = time.monotonic() - begun
-    text = "\n".join(table(found, backend, seconds[backend]) for backend in seconds)
-    print(text)
-    if options.table is not None:
-        options.table.write_text(HEAD + text)
-    return int(any(verdict.startswith("WRONG") for verdict in found.values()))
 
 
 def groups(backend: str, options: argparse.Namespace) -> Iterator[list[Cell]]:
@@ -111,18 +126,18 @@ def judged(group: Sequence[Cell]) -> dict[Cell, str]:
 def together(group: Sequence[Cell], folder: Path) -> dict[Cell, str]:
     """All in one launch: each goes on to where the launch is to do something."""
     found: dict[Cell, str] = {}
-    cases = {cell: Case(cell.name, cell.place, folder) for cell in group}
-    going = {cell: case.run(FOLLOWS[cell.follow]) for cell, case in cases.items()}
+    cases = {cell: Case(cell.name, cell.place, cell.follow, folder) for cell in group}
+    going = {cell: case.run() for cell, case in cases.items()}
     act: Any = ENTER
     with ExitStack() as launches:
         while going:
             try:
                 if act is ENTER:
-                    run = launches.enter_context(launch(group))
+                    running = launches.enter_context(launch(group))
                 elif act is LEAVE:
                     launches.pop_all().close()
                 elif act is LOSE:
-                    lose(run)
+                    lose(running)
             except Exception as error:
                 return {cell: found.get(cell, verdict_of(error)) for cell in group}
             for cell, each in list(going.items()):
@@ -158,8 +173,8 @@ def launch(group: Sequence[Cell]) -> Any:
     return dt.launch(first, *others, backend=backend, ranks=shared, **options)
 
 
-def lose(run: Any) -> None:
-    os.kill(run.launch.cluster.crew.host(1).counter.pid, signal.SIGKILL)
+def lose(running: Any) -> None:
+    os.kill(running.launch.cluster.crew.host(1).counter.pid, signal.SIGKILL)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -167,14 +182,14 @@ def lose(run: Any) -> None:
 HEAD = """# Layers that change between steps
 
 Written by `OMP_NUM_THREADS=1 python -m tests.changing_layers_sweep --table \
-benchmarks/results/changing_layers.md`; not to be edited by hand. A step, the change, what the column
-says, then steps again: losses, norms of gradients, the model's `state_dict` and the optimizer's
-beside those of plain torch, in float64, to 1e-7.
+benchmarks/results/changing_layers.md`; not to be edited by hand. A step, the change, what the
+column says, then steps again: losses, norms of gradients, the model's `state_dict` and the
+optimizer's beside those of plain torch, in float64, to 1e-7.
 
 """
 
 
-def table(found: dict[Cell, str], backend: str, seconds: float) -> str:
+def table(found: dict[Cell, str], backend: str) -> str:
     """Rows are ways, columns what follows; notes say what is not as in torch."""
     own = {cell: verdict for cell, verdict in found.items() if cell.backend == backend}
     names = [name for name in WAYS if any(cell.name == name for cell in own)]
@@ -190,8 +205,8 @@ def table(found: dict[Cell, str], backend: str, seconds: float) -> str:
     counts = [sum(v.startswith(kind) for v in own.values()) for kind in (AS_TORCH, "ref", "WRONG")]
     every = "at " + ", ".join(PLACES) + (" in turn" if backend == "ray" else "")
     lines.append(
-        f"\n{len(own)} cases {every}: {counts[0]} as torch, {counts[1]} refused, {counts[2]} wrong, "
-        f"in {seconds:.0f} s.\n"
+        f"\n{len(own)} cases {every}: "
+        f"{counts[0]} as torch, {counts[1]} refused, {counts[2]} wrong.\n"
     )
     lines += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """What follows the change of a layer: a `Case` is a way at a placement, with plain torch beside it.
 
-    case = Case("a layer replaced", "tp2", folder)
-    for act in case.run(FOLLOWS["dt.compile"]):   # inside a launch, which is lost, left or entered
+    case = Case("a layer replaced", "tp2", "dt.compile", folder)
+    for act in case.run():                        # inside a launch, which is lost, left or entered
         ...                                       # where the case asks for it
     case.wrong                                    # what was not as in torch
 
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
-
 
 import dtensor as dt
 from dtensor.daft import TaskError
@@ -38,8 +37,8 @@ PROMPTS = [[5, 3, 9], [7, 1]]
 class Case:
     """``wrong``: what was not as in torch, a line each."""
 
-    def __init__(self, name: str, place: str, folder: Path) -> None:
-        self.name, self.place, self.folder = name, place, folder
+    def __init__(self, name: str, place: str, follow: str, folder: Path) -> None:
+        self.place, self.follow, self.folder = place, follow, folder
         self.way = WAYS[name]
         self.plain, self.placed = self._pair(0)
         self.wrong: list[str] = []
@@ -47,20 +46,23 @@ class Case:
         self._due: int | None = None  # the step that is to be taken next
 
     def _pair(self, seed: int) -> tuple[Plain, Placed]:
-        return Plain(self.way.net(seed)), Placed(self.way.net(seed), PLACES[self.place])
+        mixes = self.follow == "dt.generator"
+        plain, placed = (self.way.net(seed, mixes=mixes) for _ in range(2))
+        return Plain(plain), Placed(placed, PLACES[self.place])
 
-    def run(self, follow: Follow) -> Iterator[Act]:
+    def run(self) -> Iterator[Act]:
         """All of it, in a launch that is left before the last look."""
         self.change()
         self.take()
-        for act in follow(self):
+        for act in FOLLOWS[self.follow](self):
             if act is CHANGE:
                 self.change()
             else:
                 yield act
         if self._due is not None:
             self.take()
-        for self._due in self._steps:
+        for number in self._steps:
+            self._due = number
             self.take()
         self.compare("at the end")
         yield LEAVE
@@ -215,5 +217,3 @@ FOLLOWS: Mapping[str, Follow] = {
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """Without the types of mappings."""
     return {"model": dict(state["model"]), "optimizer": dict(state["optimizer"])}
-
-
