@@ -15,6 +15,7 @@ import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.runtime import shard_optimizer
 from tests import optimizers as own
+from tests.api.test_recovery import lose
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -377,6 +378,7 @@ def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
 def test_on_ray_the_class_goes_along() -> None:
     """One that no module has, too; a rank that is lost takes nothing along."""
 
@@ -388,10 +390,14 @@ def test_on_ray_the_class_goes_along() -> None:
     plain, opt = (Local(m.parameters()) for m in (expected, module))
     wanted = by_torch(expected, plain, batches(4))
     step = step_of(module, opt)
-    with dt.launch(step.model.mesh, backend="ray"):
-        losses = [step(x) for x in batches(4)]
-        assert opt.param_groups[0]["k"] == 4
-        assert [float(loss) for loss in losses] == pytest.approx(wanted, rel=1e-5)
+    with dt.launch(step.model.mesh, backend="ray", snapshot_every=1) as run:
+        losses = [step(x) for x in batches(2)]
+        assert opt.param_groups[0]["k"] == 2 and float(losses[1]) > 0
+        lose(run, 1)
+        with pytest.warns(RuntimeWarning, match="recovered"):
+            losses += [step(x) for x in batches(4)[2:]]
+            found = [float(loss) for loss in losses]
+        assert found == pytest.approx(wanted, rel=1e-5)
         state = copy.deepcopy(dt.gather_state_dict(step.model, opt))
     assert state["optimizer"]["state"][0]["step"] == 4
     check_same(plain, opt)

@@ -23,6 +23,7 @@ costs.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import mmap
 import os
@@ -35,6 +36,7 @@ from pathlib import Path
 
 import torch
 
+from dtensor.daft.raised import PICKLERS
 from dtensor.daft.run.snapshots import Key, Keys, Record, Store, alike, copy_all
 from dtensor.numerics import DTYPES, dtype_name
 
@@ -149,7 +151,7 @@ class SnapshotFile(Store):
             place = self._placed(tensors, gone)
         copy_all(place.views.values(), tensors.values())
         if others:
-            data = pickle.dumps(dict(others), protocol=pickle.HIGHEST_PROTOCOL)
+            data = _pickled(dict(others))
             place.more = self._take(len(data))
             self._bytes(place.more)[: len(data)] = _tensor(data)
         more = place.more or Extent(0, 0)
@@ -343,6 +345,17 @@ def region_bytes(nbytes: int) -> int:
 
 def _filled(nbytes: int) -> int:
     return -(-nbytes // STEP) * STEP
+
+
+def _pickled(others: dict[Key, object]) -> bytes:
+    """As pickle has it, and where that fails as the backend's own: with classes and functions of
+    the user's script, which the next process could not import."""
+    try:
+        return pickle.dumps(others, protocol=pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        file = io.BytesIO()
+        PICKLERS[0](file).dump(others)
+        return file.getvalue()
 
 
 def _tensor(data: bytes) -> torch.Tensor:

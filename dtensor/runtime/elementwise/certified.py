@@ -1,6 +1,6 @@
 """Optimizers of other packages that need no statement: by distribution, class and version.
 
-    certified(lion_pytorch.Lion(...))        # True with lion-pytorch 0.2.5
+    certified(lion_pytorch.Lion(...))        # True of lion-pytorch 0.2.5
 
 Each entry's source was read at that version, and `python -m tests.optimizers_sweep` trains it as
 torch does. They are probed like others, with the user's options: one whose options make it another
@@ -15,6 +15,13 @@ import torch
 
 CERTIFIED: dict[str, tuple[str, tuple[str, ...]]] = {
     # class -> distribution and its versions
+    "lion_pytorch.lion_pytorch.Lion": ("lion-pytorch", ("0.2.5",)),
+    "schedulefree.adamw_schedulefree.AdamWScheduleFree": ("schedulefree", ("1.4.1",)),
+    "schedulefree.radam_schedulefree.RAdamScheduleFree": ("schedulefree", ("1.4.1",)),
+    "schedulefree.sgd_schedulefree.SGDScheduleFree": ("schedulefree", ("1.4.1",)),
+    "pytorch_optimizer.optimizer.adan.Adan": ("pytorch_optimizer", ("4.1.0",)),
+    "pytorch_optimizer.optimizer.adopt.ADOPT": ("pytorch_optimizer", ("4.1.0",)),
+    "pytorch_optimizer.optimizer.lion.Lion": ("pytorch_optimizer", ("4.1.0",)),
 }
 
 

@@ -249,7 +249,7 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> Rule:
         found = probe(optimizer, with_masters)
         known.append(found)
     own = OptimizerKind.of(optimizer)
-    if last is not None and found is before and own.alike(before.kind):
+    if last is not None and before is not None and found is before and own.alike(before.kind):
         return last
     rule = _Probed(replace(found, kind=replace(own, entries=found.kind.entries)))
     _RULES[optimizer] = rule

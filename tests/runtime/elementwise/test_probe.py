@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
+from dtensor.runtime.elementwise import certified
 from dtensor.runtime.elementwise import probe as probes
 from dtensor.runtime.elementwise.rule import (
     check_optimizer,
@@ -164,6 +165,20 @@ def test_a_scheduler_is_no_difference_and_a_step_of_ones_own_is() -> None:
     assert known_class(optimizer) is None
     with pytest.raises(dt.PlanningError, match="SGD is not known to be elementwise"):
         check_optimizer(optimizer)
+
+
+def test_what_is_certified_needs_no_statement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By class and version; it is probed all the same."""
+    for version, taken in (("2.0", True), ("1.9", False)):
+        name = f"{own.Lion.__module__}.{own.Lion.__qualname__}"
+        monkeypatch.setitem(certified.CERTIFIED, name, ("some-package", ("2.0",)))
+        monkeypatch.setattr(certified, "version", lambda package, v=version: v)
+        optimizer = over(own.Lion)
+        if taken:
+            assert rule_of(optimizer).report is not None
+        else:
+            with pytest.raises(dt.PlanningError, match="Lion is not known"):
+                rule_of(optimizer)
 
 
 def test_what_an_error_names_without_the_statement() -> None:
