@@ -33,9 +33,9 @@ from dtensor.api.initial import Init, Initial
 from dtensor.api.labels import Labels, Seen
 from dtensor.api.randomness import Counter
 from dtensor.api.stating.patterns import is_patterns, listing, matches, names_of, no_match
-from dtensor.api.stating.placing import ParameterPlacement, resolve, resolve_anew, restated
+from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
 from dtensor.api.stating.roles_of_weights import StatedRoles
-from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of, stages_anew
+from dtensor.api.stating.stages import Auto, StagePlan, Stages, stage_of
 from dtensor.errors import PlanningError, check_kind, check_word
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
@@ -113,6 +113,8 @@ class ParallelModule:
         """
         if self.seen.stands():
             return
+        from dtensor.api.stating.anew import resolve_anew, stages_anew
+
         before, now = self.seen, self.labels.see()
         told = self._told.with_those_of(self)
         here = {now.names[label]: label for label in now.names}

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
-from dtensor.api.stating.patterns import Named, listing, matches, names_of, nearest, no_match
+from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
 from dtensor.api.stating.roles_of_weights import Resolver, StatedModule, StatedRoles, owners_of
 from dtensor.errors import PlanningError, check_kind, shown
 from dtensor.sharding.ops.call import Meta
@@ -122,47 +122,6 @@ def resolve(
         )
         for named in names
     )
-
-
-def resolve_anew(
-    module: nn.Module,
-    mesh: Mesh,
-    placements: Mapping[str, StatedRoles],
-    told: Mapping[str, ParameterPlacement],
-) -> tuple[ParameterPlacement, ...]:
-    """As `resolve`, of a module that was changed since. ``told``: by their names now, what was
-    stated of tensors that are known; it follows them. A new one is placed by its name; a pattern
-    may match none. Raises PlanningError for a placement that a new one cannot have."""
-    names = names_of(module)
-    found: list[ParameterPlacement] = []
-    for named in names:
-        stated, around = told.get(named.name), named.name.rpartition(".")[0]
-        if stated is None:
-            pattern = next((p for p in placements if _places(p, placements[p], named, names)), None)
-            given = dict(placements[pattern]) if pattern is not None else {}
-            roles = any(isinstance(p, Role) for p in given.values())
-            if pattern is not None and not roles:
-                check_fit(named.name, named.meta, given, f'"{pattern}"', mesh)  # type: ignore[arg-type]
-            owner = StatedModule(around, mesh) if roles else None
-            stated = ParameterPlacement(
-                name=named.name, pattern=pattern, placements=given, owner=owner
-            )
-        elif stated.name != named.name:
-            owner = stated.owner and replace(stated.owner, module=around)
-            stated = replace(stated, name=named.name, owner=owner)
-        found.append(stated)
-    return tuple(found)
-
-
-def _places(pattern: str, stated: StatedRoles, named: Named, names: Sequence[Named]) -> bool:
-    """Whether the pattern says something of this one: see `resolve`."""
-    parameter = named.kind == "parameter"
-    if any(isinstance(p, Role) for p in stated.values()):
-        own = (name.rpartition(".")[0] for name in named.names)
-        return parameter and len(named.meta.shape) >= 2 and any(matches(pattern, n) for n in own)
-    if not named.matched_by(pattern):
-        return False
-    return parameter or not any(n.matched_by(pattern) for n in names if n.kind == "parameter")
 
 
 def input_pins(

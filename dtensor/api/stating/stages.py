@@ -16,8 +16,8 @@ Not here: how "auto" chooses (auto_stages.py), which stage an op runs on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -143,7 +143,7 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
         for named in names
         for name in named.names
     }
-    _check_once(lists, by_name)
+    check_once(lists, by_name)
     held: dict[str, tuple[int, ...]] = {}
     for named in names:
         found = sorted({stage for name in named.names for stage in by_name[name]})
@@ -151,11 +151,11 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
             held[named.name] = tuple(found)
     missing = [n for n in names if n.kind == "parameter" and n.name not in held]
     if missing:
-        raise _missing(missing, lists, by_name)
+        raise in_no_stage(missing, lists, by_name)
     parameters = [n for n in names if n.kind == "parameter"]
     for named in names:
         if named.name not in held:
-            around = _stage_around(named, parameters, by_name)
+            around = stage_around(named, parameters, by_name)
             if around is not None:
                 held[named.name] = (around,)
     homes = {name: found for name, found in by_name.items() if found}
@@ -165,54 +165,6 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
     return StagePlan(
         axis=axis, num_stages=len(lists), held=held, homes=homes, patterns=lists, auto=auto
     )
-
-
-def stages_anew(
-    module: nn.Module, plan: StagePlan, told: Mapping[str, tuple[int, ...]], as_before: Set[str]
-) -> StagePlan:
-    """The stages of a module that was changed since. ``told``: by their names now, those of
-    parameters and buffers that are known; ``as_before``: the names under which they were known.
-
-    A parameter stays where it is. A new one goes where its name's patterns put it; where "auto" has
-    chosen the stages else where its module is, or, if that is on several, with what is before it.
-    Raises PlanningError for one in no stage.
-    """
-    if plan.axis is None or plan.waiting:
-        return plan
-    names, lists = names_of(module), plan.patterns
-    homes = {name: plan.homes[name] for name in as_before if name in plan.homes}
-    for named in names:
-        others = [name for name in named.names if name not in homes]
-        for name in others:
-            found = tuple(i for i, own in enumerate(lists) if any(matches(g, name) for g in own))
-            moved = named.name in told and len(others) == len(named.names)
-            found = told[named.name] if moved else found
-            if found:
-                homes[name] = found
-    new = {n: found for n, found in homes.items() if n not in as_before and len(found) > 1}
-    _check_once(lists, {n: found for n, found in new.items() if n not in told})
-    parameters = [n for n in names if n.kind == "parameter"]
-    held: dict[str, tuple[int, ...]] = {}
-    missing: list[Named] = []
-    last = 0
-    for named in names:
-        found = {stage for name in named.names for stage in homes.get(name, ())}
-        if not found and (named.kind == "buffer" or plan.auto):
-            around = _stage_around(named, parameters, homes)
-            beside = {last} if named.kind == "parameter" else set[int]()
-            found = beside if around is None else {around}
-        if found:
-            held[named.name] = tuple(sorted(found))
-            last = max(found) if named.kind == "parameter" else last
-            if len(named.names) == 1:
-                homes[named.name] = held[named.name]
-        elif named.kind == "parameter":
-            missing.append(named)
-    if missing:
-        raise _missing(
-            missing, lists, {n: homes.get(n, ()) for named in names for n in named.names}
-        )
-    return replace(plan, held=held, homes=homes)
 
 
 def _axis_of(
@@ -274,7 +226,8 @@ def _number(mesh: Mesh, axis: str, auto: Auto) -> int:
     return number
 
 
-def _check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]) -> None:
+def check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]) -> None:
+    """PlanningError for a name that patterns of several stages match, if none is the name."""
     twice = {
         name: stages
         for name, stages in by_name.items()
@@ -294,9 +247,10 @@ def _check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int,
     raise PlanningError("\n".join(lines))
 
 
-def _missing(
+def in_no_stage(
     missing: Sequence[Named], lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]
 ) -> PlanningError:
+    """The error for parameters that no pattern matches."""
     every = [pattern for patterns in lists for pattern in patterns]
     lines = [f"{len(missing)} {_plural(len(missing))} in no stage."]
     for named in missing[:8]:
@@ -319,7 +273,7 @@ def _plural(count: int) -> str:
     return "name is" if count == 1 else "names are"
 
 
-def _stage_around(
+def stage_around(
     buffer: Named, parameters: Sequence[Named], by_name: Mapping[str, tuple[int, ...]]
 ) -> int | None:
     """The stage of the parameters of the innermost module around the buffer that has any."""
