@@ -297,3 +297,14 @@ def test_a_queue_with_a_tensor_for_its_place() -> None:
     step = dt.train_step(model, loss_fn, adamw(net))
     assert [float(step(*batch())) for _ in range(4)] == pytest.approx(reference(plain, 4), abs=1e-4)
     check_same(net, plain)
+
+
+def test_what_is_written_from_another_stage_is_refused() -> None:
+    net = MoCo(WRITES["lerp_"])
+    model = dt.parallelize(net, dt.Mesh(pp=2), {}, stages={"pp": [["q.*"], ["k.*"]]})
+    step = dt.train_step(model, loss_fn, adamw(net))
+    message = (
+        "needs parameters of stages that share none.(?s:.*)fix: put what it reads on one stage"
+    )
+    with pytest.raises(dt.PlanningError, match=message):
+        step(*batch())

@@ -27,7 +27,6 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import PerThread, is_capturing
-from dtensor.frontend.capture.given_memory import GivenMemory
 from dtensor.frontend.capture.patches import region
 from dtensor.frontend.capture.refusals import (
     Watch,
@@ -193,16 +192,17 @@ class CallAsModule(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
         held = _held(self.call)
         own = [tensor for tensor in held.values() if tensor is not None]
-        given = GivenMemory(own, tensors)
+        watch = Watch(self.recorder, own, tensors)
         try:
-            with self.recorder, Watch(self.recorder, given), region(self.autocast):
+            with self.recorder, watch, region(self.autocast):
                 out = self.call.fn(*args, **kwargs)
         finally:
             self.seen.wrote = Wrote(self.recorder, alone=self.before.alone and is_alone())
             self.seen.changes += filter(self.seen.wrote.may, self.before.changes())
-        left = [*pytree.tree_leaves(out), *_held(self.call).values()]
-        if (stale := given.end(left)) is not None:
-            raise other_memory(stale, source_of_callable(self.call.fn))
+        if watch.given is not None:
+            left = [*pytree.tree_leaves(out), *_held(self.call).values()]
+            if (stale := watch.given.end(left)) is not None:
+                raise other_memory(stale, source_of_callable(self.call.fn))
         self._check_held(held)
         if self.grads == "loss":
             self._check_loss(out)

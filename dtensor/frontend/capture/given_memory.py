@@ -62,8 +62,6 @@ class GivenMemory:
 
     def stale(self, values: Iterable[object]) -> torch.Tensor | None:
         """A tensor among these that is not in torch what it is here."""
-        if not self._of:
-            return None
         for tensor in _tensors(values):
             memory = _memory(tensor)
             of, by = self._of.get(memory), self._with.get(memory)
@@ -80,9 +78,8 @@ class GivenMemory:
 
     def made(self, result: Any) -> Any:
         """The result of a call, which may look at an x."""
-        if self._of:
-            found = (t for t in _tensors(pytree.tree_leaves(result)) if _memory(t) in self._of)
-            self._since.update((id(tensor), tensor) for tensor in found)
+        found = (t for t in _tensors(pytree.tree_leaves(result)) if _memory(t) in self._of)
+        self._since.update((id(tensor), tensor) for tensor in found)
         return result
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.given_memory import GivenMemory
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.reads.effects import Change, line_of_change
 from dtensor.frontend.reads.ran import CodeRecorder
@@ -43,6 +42,9 @@ from dtensor.private_torch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
+
+if TYPE_CHECKING:
+    from dtensor.frontend.capture.given_memory import GivenMemory
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -94,12 +96,16 @@ _HOOKS = {
 
 class Watch(TorchFunctionMode):
     """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
-    code torch runs for it is of no interest; ``given``: to what parameters and buffers give way."""
+    code torch runs for it is of no interest; ``own``: its parameters and buffers, ``inputs``: its
+    arguments; ``given``: which of these it gave other memory, once it does."""
 
-    def __init__(self, recorder: CodeRecorder, given: GivenMemory) -> None:
+    def __init__(
+        self, recorder: CodeRecorder, own: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__()
         self.recorder = recorder
-        self.given = given
+        self.own, self.inputs = own, inputs
+        self.given: GivenMemory | None = None
 
     def __torch_function__(
         self,
@@ -123,9 +129,9 @@ class Watch(TorchFunctionMode):
                 )
             raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
         if func == _DATA.__get__:  # it would be a tensor of nowhere
-            return self.given.made(args[0].detach())
+            return self._made(args[0].detach())
         if func == _DATA.__set__:
-            if is_same_memory(args[1], args[0]) or self.given.gives(args[0], args[1]):
+            if is_same_memory(args[1], args[0]) or self._gives(args[0], args[1]):
                 return None
             raise other_memory(args[0], source_here())
         if func in _DERIVATIVES:
@@ -151,8 +157,10 @@ class Watch(TorchFunctionMode):
             with self:
                 return _GAUSSIAN_NLL(*args, **kwargs)
         calls_back = False
-        if (stale := self.given.stale(_opened((*args, *kwargs.values())))) is not None:
-            raise other_memory(stale, source_here())
+        if self.given is not None:
+            stale = self.given.stale(_opened((*args, *kwargs.values())))
+            if stale is not None:
+                raise other_memory(stale, source_here())
         for value in _opened((*args, *kwargs.values())):
             calls_back |= isinstance(value, FunctionType)
             if isinstance(value, torch.Tensor) and _is_stray(value):
@@ -164,9 +172,19 @@ class Watch(TorchFunctionMode):
                     fix="pass the module as an argument, as in loss_fn(model, x)",
                 )
         if calls_back:
-            return self.given.made(func(*args, **kwargs))
+            return self._made(func(*args, **kwargs))
         with self.recorder.paused():
-            return self.given.made(func(*args, **kwargs))
+            return self._made(func(*args, **kwargs))
+
+    def _gives(self, x: torch.Tensor, y: object) -> bool:
+        if self.given is None:
+            from dtensor.frontend.capture.given_memory import GivenMemory  # few programs do
+
+            self.given = GivenMemory(self.own, self.inputs)
+        return self.given.gives(x, y)
+
+    def _made(self, result: Any) -> Any:
+        return result if self.given is None else self.given.made(result)
 
 
 def _opened(values: Iterable[Any]) -> Iterator[Any]:

@@ -1,0 +1,150 @@
+"""Weights that are computed from others (torch.nn.utils.parametrize), and parameters that are
+frozen for a while: as in torch, under any placement."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import dtensor as dt
+
+pytestmark = pytest.mark.slow
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).transpose(-1, -2)
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.full(s, 0.1)) for s in ((8, 2), (2, 8)))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.a @ self.b
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.mid, self.down = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.mid(torch.relu(self.up(x)))))
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 1).square().mean()
+
+
+def cached(model: nn.Module, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return loss_fn(model, x) + loss_fn(model, x * 2)
+
+
+WAYS: dict[str, Callable[[Net], object]] = {
+    "weight_norm": lambda net: parametrizations.weight_norm(net.mid),
+    "spectral_norm": lambda net: parametrizations.spectral_norm(net.mid),
+    "symmetric": lambda net: parametrize.register_parametrization(net.mid, "weight", Symmetric()),
+    "low rank": lambda net: parametrize.register_parametrization(net.mid, "weight", LowRank()),
+}
+PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
+    "tp2": (dt.Mesh(tp=2), dict(placements={"up.weight": dict(tp=dt.Row())}), {}),
+    "zero1": (
+        dt.Mesh(dp=2),
+        dict(placements={}, zero={"dp": 1}),
+        dict(inputs=dict(dp=dt.Row())),
+    ),
+    "zero3": (
+        dt.Mesh(dp=2),
+        dict(placements={}, zero={"dp": 3}),
+        dict(inputs=dict(dp=dt.Row())),
+    ),
+    "pp2": (
+        dt.Mesh(pp=2),
+        dict(placements={}, stages={"pp": [["up*"], ["mid*", "down*"]]}),
+        dict(schedule=dt.OneFOneB(microbatches=2)),
+    ),
+}
+Change = dict[int, Callable[[Net], object]]
+"""By the number of a step, what is done before it."""
+
+
+def compare(placed: str, change: Change, loss: Any = loss_fn, steps: int = 3) -> None:
+    """Losses, parameters, buffers and the optimizer's state beside plain torch's."""
+    net, plain = Net(), Net()
+    if 0 in change:
+        torch.manual_seed(1)
+        change[0](net)
+        plain = copy.deepcopy(net)
+    mesh, how, schedule = PLACED[placed]
+    model = dt.parallelize(net, mesh, **how)
+    opts = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (net, plain)]
+    step = dt.train_step(model, loss, opts[0], **schedule)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    for number in range(steps):
+        if number in change and number:
+            change[number](net)
+            change[number](plain)
+        opts[1].zero_grad()
+        expected = loss(plain, x)
+        expected.backward()
+        opts[1].step()
+        assert float(step(x)) == pytest.approx(expected.item(), abs=1e-5)
+    torch.testing.assert_close(net.state_dict(), plain.state_dict())
+    mine, theirs = (opt.state_dict()["state"] for opt in opts)
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("placed", ["tp2", "zero3", "pp2"])
+@pytest.mark.parametrize("way", WAYS)
+def test_before_the_first_step(way: str, placed: str) -> None:
+    compare(placed, {0: WAYS[way]})
+
+
+@pytest.mark.parametrize("placed", ["tp2", "zero3"])
+def test_between_steps(placed: str) -> None:
+    """The parameter is moved, and `set_` to what it is, of which torch asks no class."""
+    compare(placed, {1: WAYS["symmetric"]})
+
+
+def test_a_cache_of_weights_within_a_step() -> None:
+    compare("tp2", {0: WAYS["weight_norm"]}, cached)
+
+
+def test_a_cache_of_weights_around_a_step_is_not_the_captures() -> None:
+    net = Net()
+    parametrizations.weight_norm(net.mid)
+    model = dt.parallelize(net, dt.Mesh(tp=2), {})
+    step = dt.train_step(model, loss_fn, torch.optim.SGD(net.parameters(), lr=0.0))
+    with parametrize.cached():
+        computed = net.mid.weight
+        step(torch.ones(2, 4))
+        assert net.mid.weight is computed
+
+
+FROZEN: dict[str, Change] = {
+    "later": {1: lambda net: net.mid.requires_grad_(False)},
+    "for a while": {
+        1: lambda net: net.mid.requires_grad_(False),
+        3: lambda net: net.mid.requires_grad_(True),
+    },
+    "at first": {
+        0: lambda net: net.up.requires_grad_(False),
+        2: lambda net: net.up.requires_grad_(True),
+    },
+}
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parameters_stay_with_their_state(frozen: str, placed: str) -> None:
+    compare(placed, FROZEN[frozen], steps=4)
