@@ -1,6 +1,5 @@
 """Layers that change, and what follows, beside plain torch.
 
-
     python -m tests.changing_layers_sweep --table benchmarks/results/changing_layers.md
     python -m tests.changing_layers_sweep --only '*LoRA*' --follows steps --backends inprocess
     python -m tests.changing_layers_sweep --table-only --table build/table.md  # of what was found
@@ -67,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
         run(options)
     lines = map(json.loads, options.out.read_text().splitlines())
     found = {Cell(**line["cell"]): line["verdict"] for line in lines}
-    text = "\n".join(table(found, backend) for backend in ("inprocess", "ray"))
+    backends = dict.fromkeys(cell.backend for cell in found)
+    text = "\n".join(table(found, backend) for backend in backends)
     print(text)
     if options.table is not None:
         options.table.write_text(HEAD + text)
