@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from dtensor.api.labels import Seen
+from dtensor.api.labels import SeenModule
 from dtensor.api.randomness import initial_seed, key_of
 from dtensor.daft import Call, Function, Program, RankProgram
 from dtensor.errors import PlanningError
@@ -55,7 +55,7 @@ class Initial:
     does where a value is nowhere, if it is not to initialise or to load it.
     """
 
-    def __init__(self, module: nn.Module, init: Init | None, seen: Seen) -> None:
+    def __init__(self, module: nn.Module, init: Init | None, seen: SeenModule) -> None:
         self.remedy: str | None = None
         self.holders: dict[str, MetaHolder] = {}
         self.loaded: dict[str, torch.Tensor] = {}
@@ -96,7 +96,7 @@ class Initial:
         recipe = self.recipes[label]
         return make(recipe, Place.whole(recipe.view.size).pieces, torch.device("cpu"))
 
-    def load(self, module: nn.Module, seen: Seen, state: Mapping[str, Any]) -> None:
+    def load(self, module: nn.Module, seen: SeenModule, state: Mapping[str, Any]) -> None:
         """Keep the state's values of what is on the meta device."""
         for key, label in labels_in_state(module, seen).items():
             if key in state and label in seen.tensors and seen.tensors[label].is_meta:
@@ -115,7 +115,7 @@ class Initial:
                 known.pop(label, None)
 
 
-def labels_in_state(module: nn.Module, seen: Seen) -> dict[str, str]:
+def labels_in_state(module: nn.Module, seen: SeenModule) -> dict[str, str]:
     """Every key of the module's state dict to the label of the tensor that stands there.
 
     A key is the tensor's name, but for ties, and where a hook renames: that of torch's checkpoint

@@ -36,7 +36,7 @@ _held = attrgetter("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class SeenModule:
     """What stands in a module. ``labels``: by each name; ``names``: by label, the first name;
     ``tensors``: by label; ``number``: the same for the same objects under the same names."""
 
@@ -74,7 +74,7 @@ class Labels:
         """Those of objects that are there still, in the module or not."""
         return frozenset(self._labels.values())
 
-    def see(self) -> Seen:
+    def see(self) -> SeenModule:
         """What stands in the module now; objects that are new are given labels."""
         held = _Held(self.module)
         tensors = named_tensors(self.module)
@@ -82,7 +82,7 @@ class Labels:
         names: dict[str, str] = {}
         for name, label in labels.items():
             names.setdefault(label, name)
-        return Seen(
+        return SeenModule(
             labels=labels,
             names=names,
             tensors={label: tensors[name] for label, name in names.items()},

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from dtensor.api.initial import Init, Initial
-from dtensor.api.labels import Labels, Seen
+from dtensor.api.labels import Labels, SeenModule
 from dtensor.api.randomness import Counter
 from dtensor.api.stating.patterns import is_patterns, listing, matches, names_of, no_match
 from dtensor.api.stating.placing import ParameterPlacement, resolve, restated
@@ -80,9 +80,9 @@ class ParallelModule:
     ) -> None:
         self.module = module
         self.labels = Labels(module)
-        self.seen: Seen = self.labels.see()
+        self.seen: SeenModule = self.labels.see()
         self.patterns: Mapping[str, StatedRoles] = patterns or {}
-        self._told: _Told = _Told({}, {})
+        self._told: _StatedOf = _StatedOf({}, {})
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
@@ -241,23 +241,23 @@ class ParallelModule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _StatedOf:
     """What was stated of parameters and buffers, and the stages that hold them, by label: of those
     too that are gone."""
 
     placed: Mapping[str, ParameterPlacement]
     held: Mapping[str, tuple[int, ...]]
 
-    def with_those_of(self, model: ParallelModule) -> _Told:
+    def with_those_of(self, model: ParallelModule) -> _StatedOf:
         labels, held = model.seen.labels, model.stage_plan.held
         placed = {labels[stated.name]: stated for stated in model.placements}
         here = {labels[name]: stages for name, stages in held.items() if name in labels}
-        return _Told({**self.placed, **placed}, {**self.held, **here})
+        return _StatedOf({**self.placed, **placed}, {**self.held, **here})
 
-    def of(self, known: Set[str]) -> _Told:
+    def of(self, known: Set[str]) -> _StatedOf:
         """Without those that nobody has any more."""
         placed = {label: own for label, own in self.placed.items() if label in known}
-        return _Told(placed, {label: own for label, own in self.held.items() if label in known})
+        return _StatedOf(placed, {label: own for label, own in self.held.items() if label in known})
 
 
 def parallelize(

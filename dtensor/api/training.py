@@ -30,7 +30,7 @@ import torch
 import torch.optim.optimizer as hooks
 
 from dtensor.api.away import as_it_is
-from dtensor.api.labels import Seen
+from dtensor.api.labels import SeenModule
 from dtensor.api.loaded_program import load, on_stage
 from dtensor.api.optimizer_on_ranks import place_optimizer
 from dtensor.api.parallel import (
@@ -746,7 +746,7 @@ class _GroupNames:
             self.held = held
         return self.names
 
-    def _names(self, parameters: Sequence[torch.Tensor], seen: Seen) -> Iterator[str]:
+    def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
         for parameter in parameters:
             label = self.model.labels.of(parameter)
             if label is None:
