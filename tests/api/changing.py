@@ -203,7 +203,7 @@ PLACES = {
 
 @dataclass
 class Placed:
-    """The same under a placement. Losses are futures: nothing is read before `results`."""
+    """The same under a placement. ``record`` has futures: nothing is read before `read`."""
 
     net: Any
     place: Place
@@ -231,13 +231,17 @@ class Placed:
     def evaluate(self) -> None:
         self.record.append(self.logits(self.model, batch(99)[0]))
 
+    def read(self) -> None:
+        """Wait for what was recorded: it is values from now on."""
+        self.record = list(map(_read, self.record))
+
 
 Trained = Plain | Placed
 
 
 def differences(placed: Placed, plain: Plain) -> list[str]:
     """What is not as in torch, a line each; reads all that there is."""
-    placed.record = list(map(_read, placed.record))
+    placed.read()
     found = unlike(placed.record, plain.record, "record")
     found += unlike(dict(placed.net.state_dict()), dict(plain.net.state_dict()), "in the model")
     return found + unlike(

@@ -174,6 +174,7 @@ def saved(case: Case) -> Iterator[Act]:
 
 def came_home(case: Case) -> Iterator[Act]:
     yield CHANGE
+    case.placed.read()  # evaluations do not outlive their launch
     yield LEAVE
     case.compare("at home")
     yield ENTER
