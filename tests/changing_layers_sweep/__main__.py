@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,19 +59,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backends", default="inprocess,ray")
     parser.add_argument("--out", type=Path, default=Path("build/changing_layers.jsonl"))
     parser.add_argument("--table", type=Path, help="the file to write")
+    parser.add_argument("--resume", action="store_true", help="leave out what was as torch before")
     parser.add_argument("--table-only", action="store_true")
     options = parser.parse_args(argv)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     if not options.table_only:
         run(options)
-    lines = map(json.loads, options.out.read_text().splitlines())
-    found = {Cell(**line["cell"]): line["verdict"] for line in lines}
+    found = recorded(options.out)
     backends = dict.fromkeys(cell.backend for cell in found)
     text = "\n".join(table(found, backend) for backend in backends)
     print(text)
     if options.table is not None:
         options.table.write_text(HEAD + text)
     return int(any(verdict.startswith("WRONG") for verdict in found.values()))
+
+
+def recorded(out: Path) -> dict[Cell, str]:
+    """The last record of each case."""
+    lines = map(json.loads, out.read_text().splitlines() if out.exists() else [])
+    return {Cell(**line["cell"]): line["verdict"] for line in lines}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -84,7 +90,8 @@ def run(options: argparse.Namespace) -> None:
             block.enter_context(patch(f"{user}.capture", shared_capture))
         for backend in options.backends.split(","):
             begun = time.monotonic()
-            for group in groups(backend, options):
+            done = recorded(options.out) if options.resume else {}
+            for group in groups(backend, options, done):
                 for cell, verdict in judged(group).items():
                     with options.out.open("a") as file:
                         line = {"cell": asdict(cell), "verdict": verdict}
@@ -95,7 +102,9 @@ def run(options: argparse.Namespace) -> None:
             print(f"{backend}: {time.monotonic() - begun:.0f} s", flush=True)
 
 
-def groups(backend: str, options: argparse.Namespace) -> Iterator[list[Cell]]:
+def groups(
+    backend: str, options: argparse.Namespace, done: Mapping[Cell, str]
+) -> Iterator[list[Cell]]:
     """Cells that share a launch."""
     names = [name for name in WAYS if fnmatch.fnmatchcase(name, options.only)]
     for turn, follow in enumerate(FOLLOWS):
@@ -109,6 +118,7 @@ def groups(backend: str, options: argparse.Namespace) -> Iterator[list[Cell]]:
             if fnmatch.fnmatchcase(follow, options.follows)
             if fnmatch.fnmatchcase(place, options.places)
         ]
+        own = [cell for cell in own if done.get(cell) != AS_TORCH]
         yield from ([cell] for cell in own) if backend == "inprocess" else [own] if own else []
 
 
@@ -222,7 +232,7 @@ def cell_text(here: dict[str, str], notes: list[str]) -> str:
             notes.append(verdict)
         parts.append(f"{place}: {verdict.partition(':')[0]} [{notes.index(verdict) + 1}]")
     if not parts:
-        return AS_TORCH if here else ""
+        return AS_TORCH if here else ""  # as where nothing was run
     return ", ".join(parts) + (f", else {AS_TORCH}" if len(parts) < len(here) else "")
 
 
