@@ -232,7 +232,7 @@ def cell_text(here: dict[str, str], notes: list[str]) -> str:
             notes.append(verdict)
         parts.append(f"{place}: {verdict.partition(':')[0]} [{notes.index(verdict) + 1}]")
     if not parts:
-        return AS_TORCH if here else ""  # as where nothing was run
+        return AS_TORCH if here else ""
     return ", ".join(parts) + (f", else {AS_TORCH}" if len(parts) < len(here) else "")
 
 
