@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise, starmap
 from operator import attrgetter, is_not
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ from dtensor.api.away import (
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.elementwise.ghost import Ghost, advance
-from dtensor.runtime.elementwise.rule import Rule
+from dtensor.runtime.elementwise.rule import OptimizerRule
 from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
@@ -54,6 +53,9 @@ from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, assemble_at, held
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.signals import waits_may_act
+
+if TYPE_CHECKING:
+    from dtensor.runtime.elementwise.ghost import Ghost
 
 LOAD = "dt.load_state_dict(model, opt, state)"
 BUCKET_BYTES = 2**26
@@ -83,7 +85,7 @@ class OptimizerHome:
     name: str
     masters: bool
     keys: tuple[tuple[str, ...], ...]
-    rule: Rule
+    rule: OptimizerRule
     resident: Resident
     given: InitVar[Entries]
     rest: Entries
@@ -121,7 +123,7 @@ class OptimizerHome:
         if updated is not self._ended:
             self.made, self._ended = self.made | updated, updated
 
-    def take_rule(self, rule: Rule) -> None:
+    def take_rule(self, rule: OptimizerRule) -> None:
         """Its options are of another kind from now on."""
         self.rule, ghost = rule, rule.ghost({})
         if ghost is not None and self.ghost is not None:
@@ -133,6 +135,8 @@ class OptimizerHome:
         on the optimizer. What undoes that, if the step is undone."""
         if self.ghost is None:
             return _nothing
+        from dtensor.runtime.elementwise.ghost import advance
+
         return advance(self.optimizer, self.ghost, groups, self.trained)
 
     def come_home(self) -> None:
