@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,8 +26,7 @@ from dtensor.api.session import MeshSession
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
 from dtensor.errors import PlanningError
-from dtensor.runtime.elementwise.ghost import Ghost
-from dtensor.runtime.elementwise.rule import Rule, rule_of
+from dtensor.runtime.elementwise.rule import OptimizerRule, rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import MASTER, absent, value_name
 from dtensor.sharding.plan.plan import Plan
@@ -35,6 +34,9 @@ from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
+
+if TYPE_CHECKING:
+    from dtensor.runtime.elementwise.ghost import Ghost
 
 
 def place_optimizer(
@@ -106,7 +108,7 @@ def place_optimizer(
     return home
 
 
-def _ghost(model: ParallelModule, rule: Rule, entries: Entries) -> Ghost | None:
+def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghost | None:
     """Of states that there are it is told the numbers, and which other entries."""
     found: dict[str, Mapping[str, Any]] = {
         label: own for p, own in entries.items() if (label := model.labels.of(p)) is not None
@@ -175,7 +177,7 @@ def updated_by(
     keys: Sequence[tuple[str, ...]],
     optimizer: str,
     labels: Mapping[str, str],
-    rule: Rule,
+    rule: OptimizerRule,
 ) -> dict[tuple[str, str], Named]:
     """The values of the state that the plan's update has, by label and key; ``groups``: the names
     of their parameters, ``keys``: of the state in each, ``labels``: by name."""
@@ -257,7 +259,9 @@ def _check_made(
     )
 
 
-def _as_stored(value: Any, spec: TensorSpec, key: str, label: str, rule: Rule) -> torch.Tensor:
+def _as_stored(
+    value: Any, spec: TensorSpec, key: str, label: str, rule: OptimizerRule
+) -> torch.Tensor:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
     entry = rule.entry(key)
     if not isinstance(value, torch.Tensor):

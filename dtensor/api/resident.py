@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ from dtensor.api.away import (
 from dtensor.api.parallel import ParallelModule
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.elementwise.ghost import Ghost, advance
-from dtensor.runtime.elementwise.rule import Rule
+from dtensor.runtime.elementwise.rule import OptimizerRule
 from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
@@ -55,6 +54,9 @@ from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, assemble_at, held
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.signals import waits_may_act
+
+if TYPE_CHECKING:
+    from dtensor.runtime.elementwise.ghost import Ghost
 
 LOAD = "dt.load_state_dict(model, opt, state)"
 BUCKET_BYTES = 2**26
@@ -85,7 +87,7 @@ class OptimizerHome:
     name: str
     masters: bool
     keys: tuple[tuple[str, ...], ...]
-    rule: Rule
+    rule: OptimizerRule
     resident: Resident
     given: InitVar[Entries]
     rest: Entries
@@ -124,7 +126,7 @@ class OptimizerHome:
         if updated is not self._ended:
             self.made, self._ended = self.made | updated, updated
 
-    def take_rule(self, rule: Rule) -> None:
+    def take_rule(self, rule: OptimizerRule) -> None:
         """Its options are of another kind from now on."""
         self.rule, ghost = rule, rule.ghost({})
         if ghost is not None and self.ghost is not None:
@@ -136,6 +138,8 @@ class OptimizerHome:
         on the optimizer. What undoes that, if the step is undone."""
         if self.ghost is None:
             return _nothing
+        from dtensor.runtime.elementwise.ghost import advance
+
         return advance(self.optimizer, self.ghost, self.groups, self.trained)
 
     def come_home(self) -> None:

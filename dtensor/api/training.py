@@ -59,7 +59,6 @@ from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
 from dtensor.numerics import is_narrow
-from dtensor.runtime.elementwise.probe import Report
 from dtensor.runtime.elementwise.rule import (
     check_optimizer,
     known_rule,
@@ -83,6 +82,7 @@ from dtensor.showing import html_text, screen
 from dtensor.signals import standing_in
 
 if TYPE_CHECKING:
+    from dtensor.runtime.elementwise.probe import ProbeReport
     from dtensor.runtime.simulate.profile import Profile
 
 RUN_AHEAD = 2
@@ -258,7 +258,7 @@ class TrainStep:
         self._line = None if line is None else f"{line}: {line.text}"
 
     @property
-    def elementwise(self) -> Report | None:
+    def elementwise(self) -> ProbeReport | None:
         """What the probe of the optimizer has seen; None of a class of torch's, which needs none.
         It prints, with the lines of the optimizer's step that it did not reach."""
         rule = known_rule(self.optimizer)

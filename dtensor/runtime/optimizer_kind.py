@@ -1,7 +1,7 @@
 """What is known of an optimizer class that a probe let pass: how one is made, what it keeps.
 
     kind = OptimizerKind.of(lion)                       # of the user's object
-    kind = replace(kind, entries={"exp_avg": Entry(...), "step": Entry(number=True, python=int)})
+    kind = replace(kind, entries={"step": StateEntry(number=True, python=int)})
     own = kind.make([{"lr": 1e-4, "params": [flat]}], attributes={"step_count": 3})
 
 A class is not constructed anew with guessed arguments: what `__init__` has left on the user's
@@ -49,7 +49,7 @@ PYTHON = {bool: torch.uint8, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class StateEntry:
     """What a key of a parameter's state is.
 
     ``number``: one for a parameter, of ``shape``; else an element for each of the parameter's.
@@ -96,7 +96,7 @@ class OptimizerKind:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     methods: Mapping[str, Callable[..., Any]]
-    entries: Mapping[str, Entry] = field(default_factory=dict[str, Entry])
+    entries: Mapping[str, StateEntry] = field(default_factory=dict[str, StateEntry])
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerKind:

@@ -41,7 +41,7 @@ from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_
 from dtensor.runtime.flat import FlatRun, run_of, together
-from dtensor.runtime.optimizer_kind import Entry, OptimizerKind, bare_step, copied
+from dtensor.runtime.optimizer_kind import OptimizerKind, StateEntry, bare_step, copied
 
 MASTER = "master_param"
 """The key of a master weight in a parameter's state, as in NVIDIA's Transformer Engine."""
@@ -262,7 +262,7 @@ class ShardOptimizer:
                     value.data = run.of(made, member) if key not in NUMBERS else made
 
     def _bind_entries(
-        self, run: FlatRun, state: Mapping[str, Any], entries: Mapping[str, Entry]
+        self, run: FlatRun, state: Mapping[str, Any], entries: Mapping[str, StateEntry]
     ) -> None:
         """The same for a class that may put other tensors, or numbers, into a state at any step."""
         if run.master and run in self._unbound:
@@ -475,7 +475,7 @@ class _Alike:
 
 
 def _check_as_probed(
-    kind: type[torch.optim.Optimizer], key: str, made: Any, entry: Entry | None, run: FlatRun
+    kind: type[torch.optim.Optimizer], key: str, made: Any, entry: StateEntry | None, run: FlatRun
 ) -> None:
     """TypeError where a class keeps what its probe did not see: it would be lost."""
     if key == MASTER or (made is None and entry is not None and entry.late):

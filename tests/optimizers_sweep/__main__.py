@@ -257,7 +257,7 @@ def table(found: Sequence[Found]) -> str:
         ]
         for f in mine:
             cells = (f.state, f.changed) if verdict == "right" else (f.why,)
-            text = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            text = " | ".join(cell.replace("|", "\\|").replace(".py:", ":") for cell in cells)
             lines.append(f"| `{f.name}` | {text} |")
         lines.append("")
     return "\n".join(lines)

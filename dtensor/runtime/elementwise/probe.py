@@ -2,7 +2,7 @@
 
     probed = probe(lion, masters=False)      # PlanningError: the op, its line, what differs
     print(probed.report)                     # what was tried, and which lines of `step` did not run
-    probed.kind.entries                      # {"exp_avg": Entry(number=False, ...)}
+    probed.kind.entries                      # {"exp_avg": StateEntry(number=False, ...)}
 
 An optimizer of the same class, with the user's options and attributes, steps small parameters of
 1 to 4 dims. First as torch does, with each op recorded (recorded.py); then beside it through the
@@ -38,11 +38,11 @@ from dtensor.errors import PlanningError
 from dtensor.numerics import is_narrow
 from dtensor.private_torch import DisableTorchFunctionSubclass
 from dtensor.runtime.elementwise.ghost import Ghost, Told
-from dtensor.runtime.elementwise.recorded import NotElementwise, Recorded, text_of, unreached
+from dtensor.runtime.elementwise.recorded import NotElementwise, RecordedSteps, text_of, unreached
 from dtensor.runtime.optimizer_kind import (
     PYTHON,
-    Entry,
     OptimizerKind,
+    StateEntry,
     bare_step,
     copied,
     kind_of_value,
@@ -61,7 +61,7 @@ NOT_FINITE = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ProbeReport:
     """What a probe has seen of an optimizer that is elementwise.
 
     ``ops``: on elements of parameters; ``state``: of a parameter, by key; ``changed``: options of
@@ -99,7 +99,7 @@ class Probed:
     it was asked of."""
 
     kind: OptimizerKind
-    report: Report
+    report: ProbeReport
     keys: Mapping[object, tuple[str, ...]]
     changed: frozenset[str]
     attributes_changed: frozenset[str]
@@ -116,7 +116,7 @@ def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
-            return _Probe(optimizer, masters).run()
+            return _Trial(optimizer, masters).run()
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
@@ -200,7 +200,7 @@ class _Whole:
         return tuple(options), attributes
 
 
-class _Probe:
+class _Trial:
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
         self.name = type(optimizer).__name__
         self.optimizer = optimizer
@@ -227,7 +227,7 @@ class _Probe:
         self.kind = replace(self.kind, entries=entries)
         for dtype in dict.fromkeys((torch.float64, *self.dtypes)):
             self._compare(dtype, keys)
-        report = Report(
+        report = ProbeReport(
             optimizer=f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}",
             steps=len(SCALES),
             dtypes=tuple(dict.fromkeys((torch.float64, *self.dtypes))),
@@ -373,10 +373,10 @@ class _Probe:
             changed, attributes = changed | more, attributes | others
         return changed, attributes
 
-    def _record(self) -> Recorded:
+    def _record(self) -> RecordedSteps:
         """All steps once, each op watched. PlanningError for one that mixes elements."""
         whole = self._whole(self.dtypes[0])
-        recorded = Recorded(self.files)
+        recorded = RecordedSteps(self.files)
         for step in range(len(SCALES)):
             gradients = self._gradients(whole, step)
             for label, parameter in whole.held.items():
@@ -399,9 +399,9 @@ class _Probe:
                 raise self._raised(error, "on whole parameters") from error
         return recorded
 
-    def _entries(self) -> tuple[dict[str, Entry], list[tuple[str, ...]]]:
+    def _entries(self) -> tuple[dict[str, StateEntry], list[tuple[str, ...]]]:
         """What a state has, of all dtypes, and its keys by group."""
-        seen: dict[str, _Seen] = {}
+        seen: dict[str, _Under] = {}
         keys: list[dict[str, None]] = [{} for _ in self.options]
         for dtype in dict.fromkeys((torch.float64, *self.dtypes)):
             whole = self._whole(dtype)
@@ -421,11 +421,11 @@ class _Probe:
         entries = {key: one.entry(self, key) for key, one in seen.items()}
         return entries, [tuple(k for k in own if not seen[k].nothing) for own in keys]
 
-    def _see(self, seen: dict[str, _Seen], state: Mapping[str, Any], parameter: Tensor) -> None:
+    def _see(self, seen: dict[str, _Under], state: Mapping[str, Any], parameter: Tensor) -> None:
         for key, value in state.items():
             if not isinstance(key, str):
                 raise self._keeps(f"{key!r}", "a key that is no text")
-            seen.setdefault(key, _Seen()).look(self, key, value, parameter)
+            seen.setdefault(key, _Under()).look(self, key, value, parameter)
         for key in seen.keys() - state.keys():
             seen[key].missing = True
 
@@ -579,7 +579,7 @@ class _Full:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
+class _Under:
     """What stood under a key of the states."""
 
     pythons: set[type] = field(default_factory=set[type])
@@ -592,7 +592,7 @@ class _Seen:
     def nothing(self) -> bool:
         return not (self.pythons or self.shapes or self.like)
 
-    def look(self, probe: _Probe, key: str, value: Any, parameter: Tensor) -> None:
+    def look(self, probe: _Trial, key: str, value: Any, parameter: Tensor) -> None:
         if value is None:
             self.missing = True
         elif type(value) in PYTHON:
@@ -613,21 +613,21 @@ class _Seen:
         else:
             raise probe._keeps(f"{key!r}", f"a {type(value).__name__}")
 
-    def entry(self, probe: _Probe, key: str) -> Entry:
+    def entry(self, probe: _Trial, key: str) -> StateEntry:
         kinds = [bool(self.pythons), self.like, *([True] * len(self.shapes))]
         if sum(kinds) > 1:
             raise probe._keeps(f"{key!r}", "values of several kinds")
         dtypes = tuple(self.dtypes.items())
         if self.like or self.nothing:
-            return Entry(number=False, dtypes=dtypes, late=self.missing)
+            return StateEntry(number=False, dtypes=dtypes, late=self.missing)
         if self.shapes:
             (shape,) = self.shapes
-            return Entry(number=True, shape=shape, dtypes=dtypes, late=self.missing)
+            return StateEntry(number=True, shape=shape, dtypes=dtypes, late=self.missing)
         python = next(iter(self.pythons)) if len(self.pythons) == 1 else float
-        return Entry(number=True, python=python, late=self.missing)
+        return StateEntry(number=True, python=python, late=self.missing)
 
 
-def _told_entry(entry: Entry) -> str:
+def _told_entry(entry: StateEntry) -> str:
     if entry.python is not None:
         return entry.python.__name__
     return "one number" if entry.number else "like the parameter"

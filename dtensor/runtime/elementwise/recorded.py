@@ -1,6 +1,6 @@
 """What a step of an optimizer does to elements of parameters, op by op, and which lines it ran.
 
-    with Recorded(files, [p.data, p.grad]) as recorded:
+    with RecordedSteps(files, [p.data, p.grad]) as recorded:
         optimizer.step()                       # NotElementwise at the first op that mixes elements
     recorded.ops                               # {"aten.add_", "aten.lerp_", ...}
 
@@ -74,7 +74,7 @@ _RAW = {
 }
 
 
-class Recorded(AbstractContextManager["Recorded"]):
+class RecordedSteps(AbstractContextManager["RecordedSteps"]):
     """Within, ops on tensors that hold elements are watched; see the module. ``files``: those whose
     lines are noted."""
 
@@ -96,9 +96,9 @@ class Recorded(AbstractContextManager["Recorded"]):
         with DisableTorchFunction():
             return tensor.untyped_storage()._cdata in self._memory
 
-    def __enter__(self) -> Recorded:
+    def __enter__(self) -> RecordedSteps:
         self._block.enter_context(_Dispatched(self))
-        self._block.enter_context(_Called(self))
+        self._block.enter_context(_MemoryReads(self))
         self._drawn = random.getstate(), numpy.random.get_state()
         self._tracing = sys.gettrace()
         sys.settrace(self._trace)
@@ -176,7 +176,7 @@ class Recorded(AbstractContextManager["Recorded"]):
 
 
 class _Dispatched(TorchDispatchMode):
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: RecordedSteps) -> None:
         super().__init__()
         self._recorded = recorded
 
@@ -184,10 +184,10 @@ class _Dispatched(TorchDispatchMode):
         return self._recorded.op(func, args, kwargs or {})
 
 
-class _Called(TorchFunctionMode):
+class _MemoryReads(TorchFunctionMode):
     """Reads of memory itself, which no op shows."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: RecordedSteps) -> None:
         super().__init__()
         self._recorded = recorded
 

@@ -19,18 +19,15 @@ import inspect
 import weakref
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.runtime.elementwise.certified import certified
-from dtensor.runtime.elementwise.ghost import GRADIENT, Ghost
-from dtensor.runtime.elementwise.probe import Probed, Report, asked_of, group_key, probe
 from dtensor.runtime.optimizer_kind import (
     OF_TORCH,
-    Entry,
     OptimizerKind,
+    StateEntry,
     bare_step,
     copied,
     options_of,
@@ -46,10 +43,14 @@ from dtensor.runtime.shard_optimizer import (
     keys_of,
 )
 
+if TYPE_CHECKING:  # the probe is loaded where one is needed
+    from dtensor.runtime.elementwise.ghost import Ghost
+    from dtensor.runtime.elementwise.probe import Probed, ProbeReport
+
 Optimizer = torch.optim.Optimizer
 
 
-class Rule(Protocol):
+class OptimizerRule(Protocol):
     """What is known of an optimizer."""
 
     @property
@@ -58,7 +59,7 @@ class Rule(Protocol):
         ...
 
     @property
-    def report(self) -> Report | None:
+    def report(self) -> ProbeReport | None:
         """Of the probe; None of a class of torch's."""
         ...
 
@@ -66,7 +67,7 @@ class Rule(Protocol):
         """Of a parameter's state, in a group with these options."""
         ...
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> StateEntry:
         """What stands under a key."""
         ...
 
@@ -120,7 +121,7 @@ class _Torchs:
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return keys_of(self.cls, group)
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> StateEntry:
         return _NUMBER if key in NUMBERS else _LIKE
 
     def numbers(self) -> frozenset[str]:
@@ -141,7 +142,7 @@ class _Torchs:
         return self.cls is torch.optim.SGD
 
 
-_NUMBER, _LIKE = Entry(number=True), Entry(number=False)
+_NUMBER, _LIKE = StateEntry(number=True), StateEntry(number=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +157,7 @@ class _Probed:
         return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
     @property
-    def report(self) -> Report:
+    def report(self) -> ProbeReport:
         return self.found.report
 
     @property
@@ -168,9 +169,11 @@ class _Probed:
         return self.found.attributes_changed
 
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        from dtensor.runtime.elementwise.probe import group_key
+
         return self.found.keys[group_key(group, self.found.changed)]
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> StateEntry:
         return self.found.kind.entries.get(key, _LIKE)
 
     def numbers(self) -> frozenset[str]:
@@ -183,12 +186,16 @@ class _Probed:
         return *hyperparameters(optimizer), plain_attributes(optimizer)
 
     def ghost(self, numbers: Mapping[str, Mapping[str, Any]]) -> Ghost | None:
+        from dtensor.runtime.elementwise.ghost import Ghost
+
         return Ghost(self.found.kind, numbers) if self.found.moves else None
 
     def makes_missing(
         self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
     ) -> bool:
         """It is tried, on a parameter of one element."""
+        from dtensor.runtime.elementwise.ghost import GRADIENT
+
         kind, parameter = self.found.kind, torch.nn.Parameter(torch.full((1,), 0.5))
         parameter.grad = torch.full((1,), GRADIENT)
         options = {**copied(options_of(group)), "params": [parameter]}
@@ -208,7 +215,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
             f"fix: torch.optim.AdamW(model.parameters())"
         )
-    if known_class(optimizer) is None and optimizer not in _STATED and not certified(optimizer):
+    if known_class(optimizer) is None and optimizer not in _STATED and not _certified(optimizer):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         raise PlanningError(
             f"{type(optimizer).__name__} is not known to be elementwise, so on shards it could "
@@ -224,7 +231,7 @@ def state_elementwise(optimizer: Optimizer) -> None:
         _STATED[optimizer] = True
 
 
-def rule_of(optimizer: Optimizer, masters: bool | None = None) -> Rule:
+def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
     """What is known of it now; an optimizer whose options are of other kinds than before is probed
     anew. ``masters``: whether a step updates float32 copies, None as it was asked last.
     PlanningError where it fails."""
@@ -237,6 +244,8 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> Rule:
         if known is not None:
             _RULES[optimizer] = found = _Torchs(known)
             return found
+    from dtensor.runtime.elementwise.probe import asked_of, probe
+
     with_masters = _MASTERS.get(optimizer, False) if masters is None else masters
     _MASTERS[optimizer] = with_masters
     known = _PROBED.setdefault(type(optimizer), [])
@@ -258,11 +267,13 @@ def rule_of(optimizer: Optimizer, masters: bool | None = None) -> Rule:
 
 _STATED: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-_RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, Rule] = weakref.WeakKeyDictionary()
+_RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerRule] = (
+    weakref.WeakKeyDictionary()
+)
 _PROBED: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictionary()
 
 
-def known_rule(optimizer: Optimizer) -> Rule | None:
+def known_rule(optimizer: Optimizer) -> OptimizerRule | None:
     """What was known of it when a step was last made or called."""
     return _RULES.get(optimizer)
 
@@ -293,6 +304,12 @@ def state_tensors(optimizer: Optimizer) -> int:
     rule = rule_of(optimizer)
     groups = optimizer.param_groups if isinstance(rule, _Probed) else [optimizer.defaults]
     return max(sum(not rule.entry(key).number for key in rule.keys(group)) for group in groups)
+
+
+def _certified(optimizer: Optimizer) -> bool:
+    from dtensor.runtime.elementwise.certified import certified
+
+    return certified(optimizer)
 
 
 # -- classes of torch's ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dtensor.runtime.elementwise.rule import (
     rule_of,
     state_elementwise,
 )
-from dtensor.runtime.optimizer_kind import Entry
+from dtensor.runtime.optimizer_kind import StateEntry
 from tests import optimizers as own
 
 
@@ -68,7 +68,7 @@ def test_what_the_report_says() -> None:
     assert report.unreached == ()
     assert rule.keys(over(own.Counted).param_groups[0]) == ("step", "seen", "m")
     entries = rule.found.kind.entries
-    assert entries["step"] == Entry(number=True, python=int)
+    assert entries["step"] == StateEntry(number=True, python=int)
     assert entries["seen"].python is float and entries["prior"].late
     text = str(stated(over(own.Amsgrad)).report)
     assert 'v = torch.maximum(state.setdefault("most"' in text and "lines not run    2" in text
@@ -85,7 +85,7 @@ def test_it_is_probed_once_and_again_for_options_of_another_kind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     probed: list[str] = []
-    probe = probes._Probe.run
+    probe = probes._Trial.run
 
     def counted(self: Any) -> Any:
         probed.append(self.name)
@@ -94,7 +94,7 @@ def test_it_is_probed_once_and_again_for_options_of_another_kind(
     class Fresh(own.Amsgrad):
         pass
 
-    monkeypatch.setattr(probes._Probe, "run", counted)
+    monkeypatch.setattr(probes._Trial, "run", counted)
     first, second = over(Fresh), over(Fresh, lr=0.5)
     rule, same = stated(first), stated(second)
     assert rule_of(first) is rule and rule_of(second) is same and len(probed) == 1
