@@ -224,7 +224,7 @@ def test_the_path_of_the_readmes_example():
     # captures for one thread, reads of what is outside, programs that are unloaded, the names of
     # what is private of torch: 1,400 lines, a third of them run, and four files;
     # where signals act, launches that are objects: 600 lines, 250 of them run, and one file
-    assert files <= 101 and lines <= 28_250 and ran <= 12_260, text
+    assert files <= 105 and lines <= 29_450 and ran <= 12_600, text
 
 
 def test_long_files_are_looked_at():
