@@ -85,9 +85,9 @@ class Models:
         return found
 
     @property
-    def labels(self) -> dict[str, str]:
+    def labels(self) -> Mapping[str, str]:
         """By each name in the program that is one of the first module's, its label."""
-        return dict(self.parts[""].seen.labels) if self.parts else {}
+        return self.parts[""].seen.labels if self.parts else {}
 
     @property
     def arrangement(self) -> tuple[int, ...]:
