@@ -194,7 +194,7 @@ HEAD = """# Layers that change between steps
 Written by `OMP_NUM_THREADS=1 python -m tests.changing_layers_sweep --table \
 benchmarks/results/changing_layers.md`; not to be edited by hand. A step, the change, what the
 column says, then steps again: losses, norms of gradients, the model's `state_dict` and the
-optimizer's beside those of plain torch, in float64, to 1e-7.
+optimizer's beside those of plain torch, in float64, to 1e-7. An empty cell was not run.
 
 """
 
