@@ -42,7 +42,7 @@ from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.optimizer_on_ranks import updated_by
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
 from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
-from dtensor.api.resident import Named, OptimizerHome, Resident, covering
+from dtensor.api.resident import Named, OptimizerHome, Resident
 from dtensor.api.session import Launch, MeshSession, launched
 from dtensor.api.several_meshes import not_launched
 from dtensor.api.stating.roles_of_weights import StatedRoles
@@ -67,7 +67,6 @@ from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
-from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -382,23 +381,13 @@ class _Switch:
 
 def _gathered(state: _MovedState) -> Entries:
     """What is left of a state, with what no program has used: whole, for the next that does."""
-    home, named = state.home, state.home.named
+    home = state.home
     if not home.current:
         return {}
-    parameters = home.parameters
     found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
-    asked = {named[which][0]: covering(*named[which][1:]) for which in state.left}
-    parts = home.resident.fetch(asked) if asked else {}
-    for label, key in state.left:
-        name, spec, _ = named[label, key]
-        own, parameter = parts[name], parameters[label]
-        entry = home.rule.entry(key)
-        if entry.number:
-            whole = entry.given(next(iter(own.values())))
-        else:
-            whole = assemble_at(own, spec)
-            whole = whole if parameter.is_meta else whole.to(parameter.device)
-        found.setdefault(parameter, {})[key] = whole
+    left = {which: home.named[which] for which in state.left}
+    for parameter, entries in home.resident.gather_values(home, left).items():
+        found.setdefault(parameter, {}).update(entries)
     return found
 
 

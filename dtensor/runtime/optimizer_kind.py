@@ -148,21 +148,18 @@ class OptimizerKind:
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What is on the object and not torch's. A step that is not the class's own is among it."""
     found = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
-    if "step" in found and _is_torchs(found["step"], type(optimizer)):
+    if "step" in found and _without_torchs(found["step"]) is unwrapped(type(optimizer)):
         del found["step"]
     return found
 
 
-def _is_torchs(step: Any, cls: type) -> bool:
-    """Whether a step on an object is the class's, in what torch's schedulers put around it."""
-    while isinstance(step, FunctionType) and step.__code__.co_filename in _WRAPPERS:
-        step = getattr(step, "__wrapped__", None)
-    return step is unwrapped(cls)
-
-
 def unwrapped(cls: type) -> Any:
     """The class's step, without what torch puts around it."""
-    step = getattr(cls, "step", None)
+    return _without_torchs(getattr(cls, "step", None))
+
+
+def _without_torchs(step: Any) -> Any:
+    """A step, without what torch, or a scheduler of torch's, has put around it."""
     while isinstance(step, FunctionType) and step.__code__.co_filename in _WRAPPERS:
         step = getattr(step, "__wrapped__", None)
     return step
